@@ -1,0 +1,98 @@
+"""The shared-memory core: one group of ranks over one sealed memfd. See csrc/."""
+
+from collections.abc import Callable, Sequence
+
+#: Bumped whenever the segment's layout changes; ranks with another value cannot join.
+ABI: int
+
+class Fault(RuntimeError):
+    """What the core raises; the shm backend turns it into tilework's errors.
+
+    ``args == (kind, ranks, text)``: kind is one of "mismatch", "peer_lost", "timeout",
+    "aborted", "closed"; ranks are group ranks at fault; text is detail for a person
+    (for "aborted": the text given to abort(), and ranks == (the aborting rank,)).
+    """
+
+# Operation kinds, dtypes and reduce operations are small ints, in dicts by torch's names.
+KINDS: dict[str, int]    # barrier broadcast all_reduce reduce all_gather gather scatter reduce_scatter all_to_all
+DTYPES: dict[str, int]   # float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128 bytes
+REDUCE_OPS: dict[str, int]  # none sum avg product min max band bor bxor premul_sum
+
+def create_segment(size: int, slot_bytes: int, nonce: bytes) -> int:
+    """A sealed memfd (F_SEAL_SHRINK|GROW|SEAL, close-on-exec) for `size` ranks; returns the fd."""
+
+def segment_bytes(size: int, slot_bytes: int) -> int: ...
+
+class Ticket:
+    """An operation that was submitted."""
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> bool:
+        """Block (GIL released, signals honoured) until done; False after `timeout` seconds
+        (negative: no bound). Raises Fault if the operation failed."""
+    def fault(self) -> tuple[str, tuple[int, ...], str] | None:
+        """The failure of a done operation, None if it succeeded."""
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        """Call fn() with the GIL held once done: from the core's thread, or at once."""
+    def source(self) -> int:
+        """For a receive: the group rank it came from (-1 before done)."""
+
+class Group:
+    """One rank's end of a group. All methods may be called from any thread."""
+
+    def __init__(self, fd: int, rank: int, size: int, nonce: bytes) -> None:
+        """Map the segment (fd may be closed afterwards), check magic, ABI, size, nonce and
+        seals (ValueError otherwise), publish this rank's pid. Does not wait for peers."""
+
+    # Buffers are (address, bytes). N = size. What each kind takes:
+    #   barrier         inputs []                outputs []
+    #   broadcast       inputs []                outputs [buf]        (root's buf is the source)
+    #   all_reduce      inputs [src]             outputs [dst]        (src == dst: in place)
+    #   reduce          inputs [src]             outputs [dst] at root, [] elsewhere
+    #   all_gather      inputs [src]             outputs N bufs       (sizes may differ by rank)
+    #   gather          inputs [src]             outputs N bufs at root, [] elsewhere
+    #   scatter         inputs N bufs at root    outputs [dst]
+    #   reduce_scatter  inputs N bufs            outputs [dst]
+    #   all_to_all      inputs N bufs            outputs N bufs
+    def run(
+        self, kind: int, dtype: int, reduce_op: int, root: int, factor: float,
+        inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]],
+        label: int, timeout: float,
+    ) -> None:
+        """Run a collective, in order after those submitted; block until this rank is done.
+        `label` is any 64-bit value that must be equal on all ranks (a hash of the shape)."""
+
+    def all_reduce(self, address: int, nbytes: int, dtype: int, reduce_op: int, factor: float,
+                   label: int, timeout: float) -> None:
+        """run(all_reduce) in place, by the shortest path."""
+
+    def submit(
+        self, kind: int, dtype: int, reduce_op: int, root: int, factor: float,
+        inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]],
+        label: int, timeout: float,
+    ) -> Ticket:
+        """As run, but on the group's progress thread (started on first use). The caller keeps
+        the buffers alive until the ticket is done."""
+
+    def isend(self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> Ticket: ...
+    def irecv(self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> Ticket:
+        """src == -1 receives from any rank."""
+
+    def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
+        """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,
+        bytes, pid). Sequence number 0: none yet."""
+    def sequence(self) -> int:
+        """How many collectives this rank has entered or submitted."""
+    def say(self, text: str) -> None:
+        """Leave last words (at most 2000 bytes, truncated) for peers to read; for errors only."""
+    def heard(self, timeout: float) -> list[str | None]:
+        """Every rank's last words, after waiting up to `timeout` seconds for all of them."""
+    def abort(self, kind: str, text: str) -> None:
+        """Make every present and future operation on every rank raise Fault("aborted") unless
+        its own cause is already known. The first abort wins; kind and text are kept."""
+    def aborted(self) -> tuple[int, str, str] | None:
+        """(rank, kind, text) of the abort, None if there was none."""
+    def close(self) -> None:
+        """Leave: peers that still need this rank get Fault("peer_lost"). Idempotent; fails
+        pending tickets with "closed" and joins the core's threads."""
+    def statistics(self) -> dict[str, int]:
+        """operations, bytes, sleeps (futex waits), segment_bytes."""
