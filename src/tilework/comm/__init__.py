@@ -1,0 +1,1 @@
+"""Process groups: their contract, the World that holds them, and the operations on them."""

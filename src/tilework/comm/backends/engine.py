@@ -1,0 +1,161 @@
+"""What a native backend's engine does; :mod:`.native` builds a process group on it.
+
+An engine moves bytes (or tensors) between the ranks of one group. It knows no options, no
+global ranks and no error classes; it raises :class:`Fault`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
+
+Kind = Literal[
+    "barrier",
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+]
+
+FaultKind = Literal["mismatch", "peer_lost", "timeout", "aborted", "closed"]
+
+
+class Fault(Exception):
+    """An engine's failure: ``args == (kind, group ranks at fault, detail)``."""
+
+    args: tuple[FaultKind, tuple[int, ...], str]
+
+
+#: One contiguous tensor, or N of them; where N are asked for, one tensor stands for its N equal
+#: parts in memory order.
+Parts = Tensor | Sequence[Tensor]
+
+
+@dataclass(slots=True)
+class Operation:
+    """One collective on contiguous tensors, as an engine runs it.
+
+    Inputs and outputs per kind (N = group size; all_reduce may have its input as its output):
+
+    ==============  ======================  ===========================
+    broadcast                               1 (the root's is the source)
+    all_reduce      1                       1
+    reduce          1                       1 at the root
+    all_gather      1                       N
+    gather          1                       N at the root
+    scatter         N at the root           1
+    reduce_scatter  N                       1
+    all_to_all      N                       N
+    ==============  ======================  ===========================
+    """
+
+    kind: Kind
+    inputs: Parts = ()
+    outputs: Parts = ()
+    reduce_op: AnyReduceOp | None = None
+    root: int = 0
+    timeout: float = 0.0
+    #: What the user knows it as, where that differs ("all_gather_into_tensor").
+    title: str = ""
+    #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
+    copy_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of all its tensors; None for a barrier."""
+        for parts in (self.outputs, self.inputs):
+            if isinstance(parts, Tensor):
+                return parts.dtype
+            if parts:
+                return parts[0].dtype
+        return None
+
+    @property
+    def shape(self) -> torch.Size:
+        """What must be equal on all ranks: the shape of elementwise kinds, else nothing."""
+        if self.kind in ("all_reduce", "reduce", "broadcast"):
+            parts = self.inputs if self.kind == "reduce" else self.outputs
+            return parts.shape if isinstance(parts, Tensor) else parts[0].shape
+        return torch.Size()
+
+    def describe(self) -> str:
+        """For a person: the name, dtype, shapes and arguments."""
+        words = [self.title or self.kind]
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            shapes = {"in": shapes_of(self.inputs), "out": shapes_of(self.outputs)}
+            if self.kind in ("all_reduce", "broadcast"):
+                shapes = {"": shapes["out"]}
+            told = ", ".join(f"{side} {text}".strip() for side, text in shapes.items() if text)
+            words.append(f"{name} {told}")
+        if self.reduce_op is not None:
+            words.append(str(self.reduce_op))
+        if self.kind in ("broadcast", "reduce", "gather", "scatter"):
+            words.append(f"root {self.root}")
+        return " ".join(words)
+
+
+def shapes_of(parts: Parts) -> str:
+    """The shapes of the parts, for a person."""
+    if isinstance(parts, Tensor):
+        return str(list(parts.shape))
+    shapes = [str(list(part.shape)) for part in parts]
+    if len(shapes) > 1 and len(set(shapes)) == 1:
+        return f"{len(shapes)} x {shapes[0]}"
+    return ", ".join(shapes)
+
+
+def op_type(op: AnyReduceOp | None) -> str:
+    """The reduction's name in lower case; "none" where there is none."""
+    if op is None:
+        return "none"
+    return str((op if op.__class__ is RedOpType else op.type).value)
+
+
+def op_factor(op: AnyReduceOp | None) -> float:
+    """The factor of a PREMUL_SUM; 1 otherwise."""
+    return float(op.factor) if op.__class__ is ReduceOp else 1.0  # type: ignore[union-attr,arg-type]
+
+
+class Ticket(Protocol):
+    """An operation handed to an engine."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> bool: ...
+    def fault(self) -> tuple[str, tuple[int, ...], str] | None: ...
+    def add_done_callback(self, fn: Callable[[], None], /) -> None: ...
+    def source(self) -> int: ...
+
+
+class Engine(Protocol):
+    """One rank's end of a native group. See ``tilework/_core.pyi``, which this generalises."""
+
+    #: What its operations raise.
+    fault_type: type[Exception]
+    name: str
+
+    def run(self, operation: Operation) -> None: ...
+    def submit(self, operation: Operation) -> Ticket: ...
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket: ...
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket: ...
+    def sequence(self) -> int: ...
+    def last_entered(self) -> list[str]:
+        """For each rank, what it entered last, for a person."""
+        ...
+
+    def say(self, text: str) -> None: ...
+    def heard(self, timeout: float) -> list[str | None]: ...
+    def abort(self, kind: str, text: str) -> None: ...
+    def aborted(self) -> tuple[int, str, str] | None: ...
+    def close(self) -> None: ...
+    def statistics(self) -> dict[str, int]: ...

@@ -1,0 +1,482 @@
+"""A process group on an engine: lowers the contract to operations, and explains failures.
+
+Both native backends (threads and shm) are this class over their engine. Lowering makes every
+tensor contiguous plain data: non-contiguous outputs get a stand-in that is copied back,
+conjugate and negative views are resolved, and kinds that only move data see complex numbers as
+pairs of reals (so complex64 fits float32).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tilework.comm.backends.engine import Engine, Operation, Parts, Ticket
+from tilework.comm.callsite import call_site
+from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
+from tilework.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    PeerLostError,
+)
+
+_DEFAULTS = Options()
+_DONE = CompletedWork()
+#: How long a rank that fails waits for the others' side of the story.
+_LAST_WORDS_SECONDS = 0.3
+_ERROR_OF: dict[str, type[DistBackendError]] = {
+    "mismatch": CollectiveMismatchError,
+    "peer_lost": PeerLostError,
+    "timeout": CollectiveTimeoutError,
+    "closed": DistBackendError,
+}
+
+
+class NativeGroup(ProcessGroup):
+    """A group whose every operation is native to its engine."""
+
+    def __init__(self, engine: Engine, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.engine = engine
+        self.timeout = timeout.total_seconds()
+
+    def getBackendName(self) -> str:
+        return self.engine.name
+
+    # -- operations ----------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        opts = opts or _DEFAULTS
+        (tensor,) = tensors
+        operation = Operation("all_reduce", reduce_op=opts.reduceOp)
+        operation.inputs = [_plain(tensor, as_real=False)]
+        operation.outputs = [_stand_in(tensor, operation, as_real=False)]
+        return self._start(operation, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        return self._all([self.allreduce([tensor], opts) for tensor in tensors])
+
+    def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        opts = opts or _DEFAULTS
+        (tensor,) = tensors
+        operation = Operation("reduce", reduce_op=opts.reduceOp, root=opts.rootRank)
+        operation.inputs = [_plain(tensor, as_real=False)]
+        if self._rank == opts.rootRank:
+            operation.outputs = [_stand_in(tensor, operation, as_real=False)]
+        return self._start(operation, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        opts = opts or _DEFAULTS
+        (tensor,) = tensors
+        operation = Operation("broadcast", root=opts.rootRank)
+        if self._rank == opts.rootRank:
+            operation.outputs = [_plain(tensor)]
+        else:
+            operation.outputs = [_stand_in(tensor, operation)]
+        return self._start(operation, opts)
+
+    def allgather(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        works = []
+        for outputs, source in zip(output_tensor_lists, input_tensor_list, strict=True):
+            operation = Operation("all_gather", inputs=[_plain(source)])
+            operation.outputs = [_stand_in(output, operation) for output in outputs]
+            works.append(self._start(operation, opts or _DEFAULTS))
+        return self._all(works)
+
+    def allgather_into_tensor(
+        self, output: Tensor, input: Tensor, opts: Options | None = None
+    ) -> Work:
+        operation = Operation("all_gather", inputs=[_plain(input)], title="all_gather_into_tensor")
+        operation.outputs = _stand_in(output, operation)
+        return self._start(operation, opts or _DEFAULTS)
+
+    def allgather_coalesced(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        by_tensor = [list(column) for column in zip(*output_tensor_lists, strict=True)]
+        return self.allgather(by_tensor, input_tensor_list, opts)
+
+    def gather(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        opts = opts or _DEFAULTS
+        operation = Operation("gather", inputs=[_plain(input_tensor_list[0])], root=opts.rootRank)
+        if self._rank == opts.rootRank:
+            operation.outputs = [_stand_in(output, operation) for output in output_tensor_lists[0]]
+        return self._start(operation, opts)
+
+    def scatter(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_lists: list[list[Tensor]],
+        opts: Options | None = None,
+    ) -> Work:
+        opts = opts or _DEFAULTS
+        operation = Operation("scatter", root=opts.rootRank)
+        operation.outputs = [_stand_in(output_tensor_list[0], operation)]
+        if self._rank == opts.rootRank:
+            operation.inputs = [_plain(source) for source in input_tensor_lists[0]]
+        return self._start(operation, opts)
+
+    def reduce_scatter(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_lists: list[list[Tensor]],
+        opts: Options | None = None,
+    ) -> Work:
+        works = []
+        for output, sources in zip(output_tensor_list, input_tensor_lists, strict=True):
+            opts = opts or _DEFAULTS
+            operation = Operation("reduce_scatter", reduce_op=opts.reduceOp)
+            operation.inputs = [_plain(source, as_real=False) for source in sources]
+            operation.outputs = [_stand_in(output, operation, as_real=False)]
+            works.append(self._start(operation, opts))
+        return self._all(works)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, opts: Options | None = None
+    ) -> Work:
+        opts = opts or _DEFAULTS
+        operation = Operation(
+            "reduce_scatter", reduce_op=opts.reduceOp, title="reduce_scatter_tensor"
+        )
+        operation.inputs = _plain(input, as_real=False)
+        operation.outputs = [_stand_in(output, operation, as_real=False)]
+        return self._start(operation, opts)
+
+    def alltoall(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        operation = Operation("all_to_all", inputs=[_plain(part) for part in input_tensor_list])
+        operation.outputs = [_stand_in(output, operation) for output in output_tensor_list]
+        return self._start(operation, opts or _DEFAULTS)
+
+    def alltoall_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Options | None = None,
+    ) -> Work:
+        operation = Operation("all_to_all", title="all_to_all_single")
+        source, target = _plain(input), _stand_in(output, operation)
+        operation.inputs = source.split(input_split_sizes) if input_split_sizes else source
+        operation.outputs = target.split(output_split_sizes) if output_split_sizes else target
+        return self._start(operation, opts or _DEFAULTS)
+
+    def barrier(self, opts: Options | None = None) -> Work:
+        return self._start(Operation("barrier"), opts or _DEFAULTS)
+
+    def monitored_barrier(self, timeout: timedelta | None = None) -> None:
+        operation = Operation("barrier", title="monitored_barrier")
+        self._start(operation, Options(timeout=timeout))
+
+    # -- point to point ------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        source = _plain(tensor)
+        title = f"send {_told(source)} to rank {self.global_ranks[dst]} tag {tag}"
+        call = Call(self, title, outputs=[], kept=[source])
+        return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        operation = Operation("broadcast")
+        target = _stand_in(tensor, operation)
+        whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
+        title = f"recv {_told(target)} from {whom} tag {tag}"
+        call = Call(self, title, outputs=[tensor], copy_back=operation.copy_back, kept=[target])
+        return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        return self.recv(tensors, -1, tag)
+
+    # -- running -------------------------------------------------------------------------
+
+    def _start(self, operation: Operation, opts: Options) -> Work:
+        limit = opts.timeout
+        operation.timeout = self.timeout if limit is None else limit.total_seconds()
+        outputs = [pair[0] for pair in operation.copy_back] or _as_list(operation.outputs)
+        if operation.kind == "broadcast" and operation.root == self._rank:
+            outputs = []  # only read
+        if opts.asyncOp:
+            call = Call(self, operation.describe(), outputs, operation.copy_back, [operation])
+            return call.start(lambda: self.engine.submit(operation))
+        try:
+            self.engine.run(operation)
+        except self.engine.fault_type as fault:
+            raise self._explain(fault.args, operation.describe(), call_site()) from None
+        except BaseException as interruption:
+            # This rank leaves in the middle: the others cannot finish.
+            self.abort(f"{type(interruption).__name__} in {operation.describe()}")
+            raise
+        _settle(outputs, operation.copy_back)
+        return CompletedWork(outputs)
+
+    def _all(self, works: Sequence[Work]) -> Work:
+        """One Work for several, which complete in order."""
+        return works[-1] if len(works) == 1 else _Several(works) if works else _DONE
+
+    # -- failing -------------------------------------------------------------------------
+
+    def _explain(
+        self, fault: tuple[str, tuple[int, ...], str], title: str, site: str
+    ) -> DistBackendError:
+        """The error for this rank's caller; the first time, also aborts the group."""
+        kind, at_fault, detail = fault
+        here = f"{title} at {site}" if site else title
+        ranks = [self.global_ranks[r] for r in at_fault if 0 <= r < self._size]
+        me = f"rank {self.global_ranks[self._rank]}"
+        number = self.engine.sequence()
+        place = f"{me}, group {self.group_name!r}, operation #{number}"
+        if kind == "aborted":
+            return self._aborted_error(place, here, detail)
+        if kind == "closed":
+            return DistBackendError(f"{place}: {here}: the group was closed on this rank")
+        self.engine.say(f"#{number} {here}")
+        told = self._story(kind, ranks, here, detail)
+        text = f"{place}: {told}"
+        self.engine.abort(kind, _with_ranks(ranks, text))
+        return _ERROR_OF[kind](text, ranks=ranks)
+
+    def _story(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
+        whom = ", ".join(map(str, ranks))
+        if kind == "mismatch":
+            words = self._everyones_words()
+            return (
+                f"ranks called different things ({detail or 'see below'}):\n{words}\n"
+                f"Make every rank of the group call the same operations in the same order, "
+                f"with matching arguments."
+            )
+        if kind == "peer_lost":
+            return f"{here}: lost rank {whom}: {detail or 'its process ended'}"
+        last = self.engine.last_entered()
+        missing = "; ".join(
+            f"rank {rank} was last in {last[self.global_ranks.index(rank)]}" for rank in ranks
+        )
+        return f"{here}: timed out: {detail}. Still missing: rank {whom} ({missing})"
+
+    def _everyones_words(self) -> str:
+        heard = self.engine.heard(_LAST_WORDS_SECONDS)
+        last = self.engine.last_entered()
+        return "\n".join(
+            f"  rank {rank}: {words or entered}"
+            for rank, words, entered in zip(self.global_ranks, heard, last, strict=True)
+        )
+
+    def _aborted_error(self, place: str, here: str, detail: str) -> DistBackendError:
+        aborted = self.engine.aborted()
+        if aborted is None:
+            return DistBackendError(f"{place}: {here}: the group was aborted: {detail}")
+        by, kind, text = aborted
+        error = _ERROR_OF.get(kind, DistBackendError)
+        ranks, text = _without_ranks(text)
+        return error(
+            f"{place}: {here}: the group was aborted by rank {self.global_ranks[by]}: {text}",
+            ranks=ranks,
+        )
+
+    # -- its life ------------------------------------------------------------------------
+
+    def get_sequence_number_for_group(self) -> int:
+        return self.engine.sequence()
+
+    def statistics(self) -> dict[str, int]:
+        return self.engine.statistics()
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        # To the others this rank is as good as gone.
+        me = self.global_ranks[self._rank]
+        self.engine.abort("peer_lost", _with_ranks([me], reason))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Call(Work):
+    """An operation handed to an engine, with what must live and happen until it ends."""
+
+    def __init__(
+        self,
+        group: NativeGroup,
+        title: str,
+        outputs: Sequence[Tensor],
+        copy_back: Sequence[tuple[Tensor, Tensor]] = (),
+        kept: Sequence[object] = (),
+    ) -> None:
+        self._group = group
+        self._title = title
+        self._site = call_site()
+        self._outputs = outputs
+        self._copy_back = copy_back
+        #: What the engine reads and writes; the engine keeps it alive too.
+        self._kept = kept
+        self._ticket: Ticket
+        self._lock = threading.Lock()
+        self._finished = False
+        self._error: DistBackendError | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def start(self, submit: Callable[[], Ticket]) -> Call:
+        """Hand it over; a failure to do so raises at once."""
+        try:
+            self._ticket = submit()
+        except self._group.engine.fault_type as fault:
+            raise self._group._explain(fault.args, self._title, self._site) from None
+        return self
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = -1.0 if timeout is None else timeout.total_seconds()
+        try:
+            done = self._ticket.wait(seconds)
+        except self._group.engine.fault_type:
+            done = True
+        if not done:
+            raise CollectiveTimeoutError(
+                f"{self._title} was not done after waiting {seconds:g} s; it goes on, "
+                f"wait again or abort the group"
+            )
+        self._finish()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        done = self._ticket.done()
+        if done:
+            self._finish()
+        return done
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[Tensor]:
+        if not self.is_completed():
+            raise RuntimeError(f"{self._title} is still running: wait() for it first")
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        self.wait()
+        return self._group.global_ranks[self._ticket.source()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+        self._ticket.add_done_callback(self._complete_future)
+        return self._future
+
+    def _complete_future(self) -> None:
+        future = self._future
+        assert future is not None
+        self._finish()
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(list(self._outputs))
+
+    def _finish(self) -> None:
+        """Copy back, or explain the failure; once, on whichever thread comes first."""
+        with self._lock:
+            if self._finished:
+                return
+            fault = self._ticket.fault()
+            if fault is None:
+                _settle(self._outputs, self._copy_back)
+            else:
+                self._error = self._group._explain(fault, self._title, self._site)
+            self._finished = True
+            self._kept = ()
+
+
+class _Several(Work):
+    """Several works in order, as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self._works) if e), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        futures = [work.get_future() for work in self._works]
+        joined: torch.futures.Future[list[Tensor]] = torch.futures.collect_all(futures).then(
+            lambda done: [tensor for future in done.value() for tensor in future.value()]
+        )
+        return joined
+
+
+def _with_ranks(ranks: Sequence[int], text: str) -> str:
+    """An abort's text, with the global ranks at fault in front for the other ranks to read."""
+    return f"{','.join(map(str, ranks))};{text}"
+
+
+def _without_ranks(text: str) -> tuple[list[int], str]:
+    numbers, _, rest = text.partition(";")
+    return [int(number) for number in numbers.split(",") if number], rest
+
+
+def _plain(tensor: Tensor, as_real: bool = True) -> Tensor:
+    """``tensor``'s values as contiguous memory that means what it says."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if as_real and tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.contiguous()
+
+
+def _stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
+    """Contiguous memory for ``tensor``'s new values: its own, or noted to be copied back."""
+    memory = tensor.detach()
+    if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+        operation.copy_back.append((tensor.detach(), memory))
+    return torch.view_as_real(memory) if as_real and memory.is_complex() else memory
+
+
+def _settle(written: Sequence[Tensor], copy_back: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Make written outputs look written: stand-ins copied back, autograd's versions raised."""
+    for tensor, memory in copy_back:
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(memory)
+    # A tensor saved for backward and then overwritten must fail there, not be wrong.
+    increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+
+def _as_list(parts: Parts) -> list[Tensor]:
+    return [parts] if isinstance(parts, Tensor) else list(parts)
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

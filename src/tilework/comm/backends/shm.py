@@ -1,0 +1,320 @@
+"""The ``shm`` backend: ranks are processes (or threads) of one host, sharing one sealed memfd.
+
+The moving is done by the core (csrc/); here its addresses are computed and its groups are made.
+Making one: rank 0 creates the segment and listens on an abstract Unix socket whose name it puts
+in the store; each rank connects, both sides check that the other runs as the same user, the
+rank proves that it read the store (nonce) and is handed the segment's descriptor. That works or
+it does not: whether ranks share a host is found out by sharing memory, never guessed from names.
+Whatever fails on one rank is told to all through a verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backend import DistributedBackendOptions, core_error
+from tilework.comm.backends.engine import Kind, Operation, Parts, Ticket, op_factor, op_type
+from tilework.comm.backends.native import NativeGroup
+from tilework.errors import DistBackendError, DistStoreError
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core: make_backend says so when asked for a group
+    _core = None  # type: ignore[assignment]
+
+_HELLO = struct.Struct("=16sI")
+_READY, _GO = b"R", b"G"
+#: Rank 0 gives its verdict before it hangs up, unless it died.
+_VERDICT_TIMEOUT = timedelta(seconds=10)
+
+
+class CannotShareMemoryError(DistBackendError):
+    """Ranks of a shm group are not on one host, or may not share memory there."""
+
+    #: Tells the maker of the default group that another backend may serve.
+    elsewhere = True
+
+
+class ShmEngine:
+    """One rank's end of the core's group, fed with tensors instead of addresses."""
+
+    name = "shm"
+
+    def __init__(self, group: _core.Group, size: int) -> None:
+        self.fault_type: type[Exception] = _core.Fault
+        self.group = group
+        self._size = size
+        self._kinds = _core.KINDS
+        self._reduce_ops = _core.REDUCE_OPS
+        self._dtypes: dict[torch.dtype | None, int] = {
+            getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
+        }
+        self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
+        #: Operations whose buffers the core may still touch, oldest first.
+        self._in_flight: deque[tuple[Ticket, object]] = deque()
+        # Bound once: these are on the path of every operation.
+        self.sequence = group.sequence
+        self.say = group.say
+        self.heard = group.heard
+        self.abort = group.abort
+        self.aborted = group.aborted
+
+    def run(self, operation: Operation) -> None:
+        self.group.run(*self._arguments(operation))
+
+    def submit(self, operation: Operation) -> Ticket:
+        return self._keep(self.group.submit(*self._arguments(operation)), operation)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket:
+        code = self._dtypes.get(tensor.dtype, self._bytes)
+        ticket = self.group.isend(dst, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
+        return self._keep(ticket, tensor)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket:
+        code = self._dtypes.get(tensor.dtype, self._bytes)
+        ticket = self.group.irecv(src, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
+        return self._keep(ticket, tensor)
+
+    def _keep(self, ticket: Ticket, buffers: object) -> Ticket:
+        """Hold what the core was given until it is done with it, whatever the user drops."""
+        while self._in_flight and self._in_flight[0][0].done():
+            self._in_flight.popleft()
+        if not ticket.done():
+            self._in_flight.append((ticket, buffers))
+        return ticket
+
+    def _arguments(self, operation: Operation) -> tuple[Any, ...]:
+        op = operation.reduce_op
+        return (
+            self._kinds[operation.kind],
+            self._dtypes.get(operation.dtype, self._bytes),
+            self._reduce_ops[op_type(op)],
+            operation.root,
+            op_factor(op),
+            self._spans(operation.inputs, operation.kind in _MANY_INPUTS),
+            self._spans(operation.outputs, operation.kind in _MANY_OUTPUTS),
+            hash(operation.shape) & 0x7FFF_FFFF_FFFF_FFFF,
+            operation.timeout,
+        )
+
+    def _spans(self, parts: Parts, many: bool) -> list[tuple[int, int]]:
+        if not isinstance(parts, Tensor):
+            return [(part.data_ptr(), part.nbytes) for part in parts]
+        address, nbytes = parts.data_ptr(), parts.nbytes
+        if not many:
+            return [(address, nbytes)]
+        share = nbytes // self._size
+        return [(address + r * share, share) for r in range(self._size)]
+
+    def last_entered(self) -> list[str]:
+        return [
+            f"#{header[0]} {header[1]}" if header[0] else "nothing yet"
+            for header in self.group.headers()
+        ]
+
+    def close(self) -> None:
+        self.group.close()
+        self._in_flight.clear()
+
+    def statistics(self) -> dict[str, int]:
+        return self.group.statistics()
+
+
+_MANY_INPUTS: frozenset[Kind] = frozenset({"scatter", "reduce_scatter", "all_to_all"})
+_MANY_OUTPUTS: frozenset[Kind] = frozenset({"all_gather", "gather", "all_to_all"})
+
+
+# -- making groups -----------------------------------------------------------------------
+
+
+def create_shm_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
+    """Make this rank's end of a group. Collective; blocks until all ranks joined.
+
+    Raises:
+        CannotShareMemoryError: Some ranks are on other hosts, or run as another user.
+        DistBackendError: The core is missing, or some rank did not come in time.
+    """
+    missing = core_error()
+    if missing is not None or _core is None:
+        raise DistBackendError(f"backend 'shm' is not usable: {missing}")
+    rank, size = request.group_rank, request.group_size
+    group = _host(request) if rank == 0 else _join(request)
+    return NativeGroup(ShmEngine(group, size), rank, size, request.timeout)
+
+
+def _host(request: DistributedBackendOptions) -> _core.Group:
+    """Rank 0's side: create the segment, hand it to everyone, announce the verdict."""
+    nonce = secrets.token_bytes(16)
+    address = f"\0tilework-shm-{nonce.hex()}"
+    fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce)
+    try:
+        group = _core.Group(fd, 0, request.group_size, nonce)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen(request.group_size)
+            request.store.set("shm/host", f"{nonce.hex()} {_host_identity()}")
+            reception = _Reception(request, listener, fd, nonce)
+            reason = reception.receive_all()
+            request.store.set("shm/verdict", reason)
+            reception.dismiss(go=not reason)
+    finally:
+        os.close(fd)
+    if reason:
+        group.close()
+        raise CannotShareMemoryError(reason)
+    return group
+
+
+class _Reception:
+    """Rank 0 waiting for the others at its socket."""
+
+    def __init__(
+        self, request: DistributedBackendOptions, listener: socket.socket, fd: int, nonce: bytes
+    ) -> None:
+        self._request = request
+        self._listener = listener
+        self._fd = fd
+        self._nonce = nonce
+        self._joined: dict[int, socket.socket] = {}
+        self._ready: set[int] = set()
+
+    def receive_all(self) -> str:
+        """Wait until every rank has mapped the segment; return "" or why that cannot be."""
+        request = self._request
+        limit = request.timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            while len(self._ready) < request.group_size - 1:
+                for key, _ in selector.select(0.1):
+                    reason = self._serve(selector, key.data)
+                    if reason:
+                        return reason
+                if request.store.check(["shm/refused"]):
+                    return request.store.get("shm/refused").decode()
+                if time.monotonic() > deadline:
+                    return self._late(limit)
+        return ""
+
+    def _serve(self, selector: selectors.BaseSelector, rank: int | None) -> str:
+        if rank is None:
+            self._welcome(selector)
+            return ""
+        if self._joined[rank].recv(1) != _READY:
+            return f"rank {self._request.global_ranks_in_group[rank]} ended while joining"
+        self._ready.add(rank)
+        selector.unregister(self._joined[rank])
+        return ""
+
+    def _welcome(self, selector: selectors.BaseSelector) -> None:
+        """Hand the segment to who proves to be one of us; close on anyone else."""
+        connection, _ = self._listener.accept()
+        connection.settimeout(1.0)
+        try:
+            hello = connection.recv(_HELLO.size)
+            nonce, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+            trusted = _peer_uid(connection) == os.geteuid() and secrets.compare_digest(
+                nonce, self._nonce
+            )
+            if not trusted or not 0 < rank < self._request.group_size or rank in self._joined:
+                connection.close()
+                return
+            socket.send_fds(connection, [b"S"], [self._fd])
+        except OSError:
+            connection.close()
+            return
+        self._joined[rank] = connection
+        selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _late(self, limit: float) -> str:
+        ranks = self._request.global_ranks_in_group
+        missing = [ranks[r] for r in range(1, self._request.group_size) if r not in self._ready]
+        return (
+            f"ranks {missing} did not join group {self._request.group_id!r} within {limit:g} s; "
+            f"check that they were started and make the same calls"
+        )
+
+    def dismiss(self, go: bool) -> None:
+        """Let the joined ranks go on (or read the verdict)."""
+        for connection in self._joined.values():
+            try:
+                if go:
+                    connection.send(_GO)
+            except OSError:
+                pass  # it ended just now: the group's first operation will say so
+            connection.close()
+
+
+def _join(request: DistributedBackendOptions) -> _core.Group:
+    """Any other rank's side."""
+    store, rank = request.store, request.group_rank
+    nonce_hex, _, identity = store.get("shm/host").decode().partition(" ")
+    nonce = bytes.fromhex(nonce_hex)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(f"\0tilework-shm-{nonce_hex}")
+            if _peer_uid(connection) != os.geteuid():
+                raise PermissionError("the other side runs as another user")
+            connection.send(_HELLO.pack(nonce, rank))
+            connection.settimeout(request.timeout.total_seconds())
+            group = _map(connection, rank, request.group_size, nonce)
+            connection.send(_READY)
+            if connection.recv(1) == _GO:
+                return group
+            group.close()
+    except (OSError, ValueError) as error:
+        _refuse(request, identity, error)
+    try:
+        store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
+        reason = store.get("shm/verdict").decode()
+    except DistStoreError:
+        reason = ""
+    raise CannotShareMemoryError(reason or "rank 0 ended while the group was made")
+
+
+def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _core.Group:
+    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    if not fds:
+        raise ConnectionError("rank 0 closed the connection without handing over the segment")
+    try:
+        return _core.Group(fds[0], rank, size, nonce)
+    finally:
+        os.close(fds[0])
+
+
+def _refuse(request: DistributedBackendOptions, identity: str, error: Exception) -> None:
+    """Tell rank 0, and so everyone, that this rank cannot share memory with it."""
+    ranks = request.global_ranks_in_group
+    mine = _host_identity()
+    where = "on one host" if mine == identity else f"on different hosts ({identity} and {mine})"
+    try:
+        request.store.set(
+            "shm/refused",
+            f"rank {ranks[request.group_rank]} cannot share memory with rank {ranks[0]}, {where}: "
+            f"{error}. Use backend 'gloo' for ranks that do not share a host",
+        )
+    except DistStoreError as gone:
+        raise DistBackendError(f"cannot reach rank 0: {error}; {gone}") from error
+
+
+def _host_identity() -> str:
+    """Names this host in messages; nothing is decided by it."""
+    return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, uid, _ = struct.unpack("=iII", credentials)
+    return int(uid)

@@ -1,0 +1,138 @@
+"""What can be wrong with the arguments of one call, found before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import get_global_rank, get_group_rank
+
+_REAL_OF = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+def check_tensor(value: Any, name: str) -> None:
+    """``value`` is a tensor with memory to move."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
+    if value.layout is not torch.strided or value.is_meta:
+        kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+        raise ValueError(
+            f"{name} is a {kind} tensor, which collectives cannot move; pass a dense tensor "
+            f"with data (to_dense(), or move its values and indices)"
+        )
+
+
+def check_tensors(values: Any, name: str, count: int | None = None) -> None:
+    """``values`` is a list of ``count`` such tensors (of any number, if None)."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list of tensors, got {type(values)}")
+    for i, value in enumerate(values):
+        check_tensor(value, f"{name}[{i}]")
+    if count is not None and len(values) != count:
+        raise ValueError(
+            f"{name} must have one tensor for each of the group's {count} ranks, got {len(values)}"
+        )
+
+
+def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> None:
+    """All tensors have one dtype; where data is only moved, complex numbers count as reals."""
+    first = None
+    for tensors in groups:
+        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+            dtype = tensor.dtype
+            if mix_complex:
+                dtype = _REAL_OF.get(dtype, dtype)
+            if first is None:
+                first = dtype
+            elif dtype != first:
+                raise ValueError(
+                    f"one call was given tensors with different dtypes, {first} and "
+                    f"{tensor.dtype}: convert them to one dtype"
+                )
+
+
+def same_device(*groups: Tensor | Sequence[Tensor]) -> None:
+    """All tensors are on one device."""
+    first = None
+    for tensors in groups:
+        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+            if first is None:
+                first = tensor.device
+            elif tensor.device != first:
+                raise ValueError(
+                    f"one call was given tensors on different devices, {first} and "
+                    f"{tensor.device}: move them to one device"
+                )
+
+
+def elements(tensor: Tensor) -> int:
+    """The number of real elements that move."""
+    return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()
+
+
+def same_elements(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
+    """Both have as many elements."""
+    if elements(a) != elements(b):
+        raise ValueError(
+            f"{a_name} has shape {list(a.shape)} and {b_name} has shape {list(b.shape)}: they "
+            f"must have as many elements"
+        )
+
+
+def stacked_elements(whole: Tensor, whole_name: str, part: Tensor, part_name: str, n: int) -> None:
+    """``whole`` has room for exactly ``n`` parts."""
+    if elements(whole) != n * elements(part):
+        raise ValueError(
+            f"{whole_name} must have as many elements as {part_name} from each of {n} ranks: got "
+            f"{list(whole.shape)} for {n} x {list(part.shape)}"
+        )
+
+
+def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
+    """The rows of ``tensor`` for each rank, as asked; empty where they are equal."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if tensor.numel() and rows % size:
+            raise ValueError(
+                f"{name} has {rows} rows, which do not divide equally among {size} ranks; give "
+                f"{name}_split_sizes"
+            )
+        return []
+    found = [int(split) for split in splits]
+    if len(found) != size or min(found) < 0 or sum(found) != rows:
+        raise ValueError(
+            f"{name}_split_sizes must be {size} numbers that sum to {name}'s {rows} rows, got "
+            f"{found}"
+        )
+    return found
+
+
+def group_root(
+    pg: ProcessGroup,
+    root: int | None,
+    group_root: int | None,
+    name: str,
+    default: int | None = None,
+) -> int:
+    """The root's rank within the group, given as a global rank or as a group rank.
+
+    Raises:
+        ValueError: Both or neither were given, or that rank is not part of the group.
+    """
+    if root is not None and group_root is not None:
+        raise ValueError(f"give {name} or group_{name}, not both: got {root} and {group_root}")
+    if group_root is not None:
+        get_global_rank(pg, group_root)
+        return group_root
+    if root is None:
+        root = default
+    if root is None:
+        raise ValueError(f"give {name} (a global rank) or group_{name} (a rank of the group)")
+    return get_group_rank(pg, root)

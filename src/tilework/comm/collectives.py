@@ -1,0 +1,630 @@
+"""Collectives on tensors.
+
+Every function here is collective: each rank of ``group`` must call it, in the same order, with
+matching arguments. Ranks outside the group get a warning once and None. Each blocks until this
+rank's part is done and returns None; with ``async_op=True`` it returns a
+:class:`~tilework.comm.contract.Work` at once, and the tensors must be left alone until
+``work.wait()`` returns.
+
+All raise ``ValueError`` or ``TypeError`` for arguments that are wrong by themselves (nothing
+has moved then, and the group goes on), and abort the group with a
+:class:`~tilework.errors.CollectiveMismatchError` where ranks disagree, a
+:class:`~tilework.errors.PeerLostError` where a rank died, and a
+:class:`~tilework.errors.CollectiveTimeoutError` where one did not come in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from tilework.comm import checks
+from tilework.comm.contract import Options, Work
+from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, check_reduction
+from tilework.comm.world import AnyGroup, member
+
+_batch: ContextVar[list[Work] | None] = ContextVar("tilework_batch", default=None)
+
+
+def _options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
+    return Options(op, root, None, async_op or _batch.get() is not None)
+
+
+def _finish(work: Work, async_op: bool) -> Work | None:
+    batch = _batch.get()
+    if batch is not None:
+        batch.append(work)
+        return None
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+class CoalescedWork:
+    """The operations of one :func:`coalescing_manager` block."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all are done."""
+        for work in self.works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self.works)
+
+
+@contextmanager
+def coalescing_manager(
+    group: AnyGroup = None, device: Any = None, async_ops: bool = False
+) -> Iterator[CoalescedWork]:
+    """Start the collectives of the block one after the other, and wait for all at its end.
+
+    Inside, operations return None and their results must not be used.
+
+    Args:
+        group: Accepted for torch's sake; operations name their own group.
+        device: Likewise.
+        async_ops: Do not wait at the end; call ``wait()`` on what the block was given.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> def program(rank):
+        ...     a, b = torch.ones(2), torch.ones(3)
+        ...     with dist.coalescing_manager():
+        ...         dist.all_reduce(a)
+        ...         dist.all_reduce(b)
+        ...     return a.tolist() + b.tolist()
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, program)[0]
+        [2.0, 2.0, 2.0, 2.0, 2.0]
+    """
+    block = CoalescedWork()
+    token = _batch.set(block.works)
+    try:
+        yield block
+    finally:
+        _batch.reset(token)
+    if not async_ops:
+        block.wait()
+
+
+def all_reduce(
+    tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """Combine ``tensor`` over all ranks; every rank's becomes the result, bit for bit the same.
+
+    Args:
+        tensor: The same shape and dtype on every rank; overwritten.
+        op: How to combine. Contributions are combined in rank order.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0])
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> run_ranks(3, program)
+        [6.0, 6.0, 6.0]
+    """
+    pg = member(group, "all_reduce")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    check_reduction(op, tensor.dtype)
+    return _finish(pg.allreduce([tensor], _options(async_op, op)), async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: AnyReduceOp = ReduceOp.SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`all_reduce` for several tensors of one dtype and device.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     xs = [torch.ones(1), torch.full((2,), 2.0)]
+        ...     dist.all_reduce_coalesced(xs)
+        ...     return [x.tolist() for x in xs]
+        >>> run_ranks(2, program)[1]
+        [[2.0], [4.0, 4.0]]
+    """
+    pg = member(group, "all_reduce_coalesced")
+    if pg is None:
+        return None
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    checks.check_tensors(tensors, "tensors")
+    checks.same_dtype(tensors, mix_complex=False)
+    checks.same_device(tensors)
+    for tensor in tensors[:1]:
+        check_reduction(op, tensor.dtype)
+    return _finish(pg.allreduce_coalesced(tensors, _options(async_op, op)), async_op)
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: AnyReduceOp = ReduceOp.SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Combine ``tensor`` over all ranks into rank ``dst``'s; other ranks' stay as they are.
+
+    Args:
+        tensor: The same shape and dtype on every rank; overwritten on ``dst``.
+        dst: The root's global rank; or give ``group_dst``, its rank within the group.
+        op: How to combine. Contributions are combined in rank order.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0])
+        ...     dist.reduce(x, dst=1)
+        ...     return x.item()
+        >>> run_ranks(2, program)
+        [1.0, 3.0]
+    """
+    pg = member(group, "reduce")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    check_reduction(op, tensor.dtype)
+    root = checks.group_root(pg, dst, group_dst, "dst")
+    return _finish(pg.reduce([tensor], _options(async_op, op, root)), async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Copy rank ``src``'s ``tensor`` to every rank.
+
+    Args:
+        tensor: The same shape and dtype on every rank; overwritten except on ``src``.
+        src: The root's global rank; or give ``group_src``, its rank within the group.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([float(rank)])
+        ...     dist.broadcast(x, src=1)
+        ...     return x.item()
+        >>> run_ranks(2, program)
+        [1.0, 1.0]
+    """
+    pg = member(group, "broadcast")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    root = checks.group_root(pg, src, group_src, "src")
+    return _finish(pg.broadcast([tensor], _options(async_op, root=root)), async_op)
+
+
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """``tensor_list[r]`` becomes rank r's ``tensor``, on every rank.
+
+    Args:
+        tensor_list: One tensor per rank, with as many elements as that rank's ``tensor``:
+            ranks may contribute different amounts. Overwritten.
+        tensor: This rank's contribution.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [torch.zeros(r + 1) for r in range(2)]
+        ...     dist.all_gather(out, torch.full((rank + 1,), float(rank)))
+        ...     return [x.tolist() for x in out]
+        >>> run_ranks(2, program)[0]
+        [[0.0], [1.0, 1.0]]
+    """
+    pg = member(group, "all_gather")
+    if pg is None:
+        return None
+    checks.check_tensors(tensor_list, "tensor_list")
+    checks.check_tensor(tensor, "tensor")
+    checks.same_dtype(tensor_list, tensor)
+    checks.check_tensors(tensor_list, "tensor_list", pg.size())
+    checks.same_device(tensor_list, tensor)
+    checks.same_elements(tensor, "tensor", tensor_list[pg.rank()], f"tensor_list[{pg.rank()}]")
+    return _finish(pg.allgather([list(tensor_list)], [tensor], _options(async_op)), async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """``output_tensor`` becomes all ranks' ``input_tensor``, one after the other in memory.
+
+    Args:
+        output_tensor: N times the elements of ``input_tensor``: concatenated (N * rows, …) or
+            stacked (N, rows, …). Overwritten.
+        input_tensor: The same number of elements on every rank.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = torch.zeros(2)
+        ...     dist.all_gather_into_tensor(out, torch.tensor([rank + 1.0]))
+        ...     return out.tolist()
+        >>> run_ranks(2, program)[1]
+        [1.0, 2.0]
+    """
+    pg = member(group, "all_gather_into_tensor")
+    if pg is None:
+        return None
+    checks.check_tensor(output_tensor, "output_tensor")
+    checks.check_tensor(input_tensor, "input_tensor")
+    checks.same_dtype(output_tensor, input_tensor)
+    checks.same_device(output_tensor, input_tensor)
+    checks.stacked_elements(output_tensor, "output_tensor", input_tensor, "input_tensor", pg.size())
+    work = pg.allgather_into_tensor(output_tensor, input_tensor, _options(async_op))
+    return _finish(work, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Tensor]],
+    input_tensor_list: list[Tensor],
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """``output_tensor_lists[r][i]`` becomes rank r's ``input_tensor_list[i]``, on every rank.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [[torch.zeros(1), torch.zeros(2)] for _ in range(2)]
+        ...     dist.all_gather_coalesced(out, [torch.ones(1) * rank, torch.ones(2)])
+        ...     return [[x.tolist() for x in of_rank] for of_rank in out]
+        >>> run_ranks(2, program)[0]
+        [[[0.0], [1.0, 1.0]], [[1.0], [1.0, 1.0]]]
+    """
+    pg = member(group, "all_gather_coalesced")
+    if pg is None:
+        return None
+    checks.check_tensors(input_tensor_list, "input_tensor_list")
+    for r, outputs in enumerate(output_tensor_lists):
+        checks.check_tensors(outputs, f"output_tensor_lists[{r}]")
+        for output, source in zip(outputs, input_tensor_list, strict=False):
+            checks.same_dtype(output, source)
+        checks.same_dtype(outputs)
+    if len(output_tensor_lists) != pg.size():
+        raise ValueError(
+            f"output_tensor_lists must have one list for each of the group's {pg.size()} ranks, "
+            f"got {len(output_tensor_lists)}"
+        )
+    for r, outputs in enumerate(output_tensor_lists):
+        if len(outputs) != len(input_tensor_list):
+            raise ValueError(
+                f"output_tensor_lists[{r}] must have one tensor for each of the "
+                f"{len(input_tensor_list)} inputs, got {len(outputs)}"
+            )
+    mine = output_tensor_lists[pg.rank()]
+    for i, (output, source) in enumerate(zip(mine, input_tensor_list, strict=True)):
+        checks.same_elements(
+            source, f"input_tensor_list[{i}]", output, f"output_tensor_lists[{pg.rank()}][{i}]"
+        )
+    work = pg.allgather_coalesced(output_tensor_lists, input_tensor_list, _options(async_op))
+    return _finish(work, async_op)
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """On rank ``dst``, ``gather_list[r]`` becomes rank r's ``tensor``.
+
+    Args:
+        tensor: This rank's contribution; ranks may contribute different amounts.
+        gather_list: On ``dst`` one tensor per rank, overwritten; None elsewhere.
+        dst: The root's global rank (0 if neither it nor ``group_dst`` is given).
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [torch.zeros(1) for _ in range(2)] if rank == 0 else None
+        ...     dist.gather(torch.tensor([rank + 1.0]), out, dst=0)
+        ...     return out and [x.item() for x in out]
+        >>> run_ranks(2, program)
+        [[1.0, 2.0], None]
+    """
+    pg = member(group, "gather")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    outputs = _optional_list(gather_list, "gather_list")
+    checks.same_dtype(tensor, outputs)
+    root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
+    _check_root_list(pg.rank() == root, gather_list, "gather_list", "dst", pg.size())
+    checks.same_device(tensor, outputs)
+    if outputs:
+        checks.same_elements(tensor, "tensor", outputs[root], f"gather_list[{root}]")
+    lists = [outputs] if pg.rank() == root else []
+    return _finish(pg.gather(lists, [tensor], _options(async_op, root=root)), async_op)
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """``tensor`` becomes rank ``src``'s ``scatter_list[r]`` on each rank r.
+
+    Args:
+        tensor: Overwritten; ranks may receive different amounts.
+        scatter_list: On ``src`` one tensor per rank; None elsewhere.
+        src: The root's global rank (0 if neither it nor ``group_src`` is given).
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.zeros(1)
+        ...     parts = [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None
+        ...     dist.scatter(x, parts, src=0)
+        ...     return x.item()
+        >>> run_ranks(2, program)
+        [5.0, 6.0]
+    """
+    pg = member(group, "scatter")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    inputs = _optional_list(scatter_list, "scatter_list")
+    checks.same_dtype(tensor, inputs)
+    root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
+    _check_root_list(pg.rank() == root, scatter_list, "scatter_list", "src", pg.size())
+    checks.same_device(tensor, inputs)
+    if inputs:
+        checks.same_elements(tensor, "tensor", inputs[root], f"scatter_list[{root}]")
+    lists = [inputs] if pg.rank() == root else []
+    return _finish(pg.scatter([tensor], lists, _options(async_op, root=root)), async_op)
+
+
+def _optional_list(tensors: list[Tensor] | None, name: str) -> list[Tensor]:
+    if tensors is None:
+        return []
+    checks.check_tensors(tensors, name)
+    return list(tensors)
+
+
+def _check_root_list(
+    is_root: bool, tensors: list[Tensor] | None, name: str, root_name: str, size: int
+) -> None:
+    if is_root and not tensors:
+        raise ValueError(f"{name} must be given on {root_name}, one tensor per rank")
+    if is_root:
+        checks.check_tensors(tensors, name, size)
+    elif tensors:
+        raise ValueError(f"{name} must not be given except on {root_name}: pass None")
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: AnyReduceOp = ReduceOp.SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """``output`` becomes all ranks' ``input_list[r]`` combined, on each rank r.
+
+    Args:
+        output: Overwritten; ranks may receive different amounts.
+        input_list: One tensor per rank, of the same shapes on all ranks.
+        op: How to combine. Contributions are combined in rank order.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = torch.zeros(1)
+        ...     dist.reduce_scatter(out, [torch.tensor([1.0]), torch.tensor([10.0])])
+        ...     return out.item()
+        >>> run_ranks(2, program)
+        [2.0, 20.0]
+    """
+    pg = member(group, "reduce_scatter")
+    if pg is None:
+        return None
+    checks.check_tensor(output, "output")
+    checks.check_tensors(input_list, "input_list")
+    checks.same_dtype(output, input_list, mix_complex=False)
+    checks.check_tensors(input_list, "input_list", pg.size())
+    checks.same_device(output, input_list)
+    check_reduction(op, output.dtype)
+    checks.same_elements(output, "output", input_list[pg.rank()], f"input_list[{pg.rank()}]")
+    return _finish(
+        pg.reduce_scatter([output], [list(input_list)], _options(async_op, op)), async_op
+    )
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: AnyReduceOp = ReduceOp.SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """``output`` becomes the r-th equal part of all ranks' ``input`` combined, on each rank r.
+
+    Args:
+        output: Overwritten.
+        input: N times the elements of ``output``, in memory order.
+        op: How to combine. Contributions are combined in rank order.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = torch.zeros(1)
+        ...     dist.reduce_scatter_tensor(out, torch.tensor([1.0, 10.0]))
+        ...     return out.item()
+        >>> run_ranks(2, program)
+        [2.0, 20.0]
+    """
+    pg = member(group, "reduce_scatter_tensor")
+    if pg is None:
+        return None
+    checks.check_tensor(output, "output")
+    checks.check_tensor(input, "input")
+    checks.same_dtype(output, input, mix_complex=False)
+    checks.same_device(output, input)
+    check_reduction(op, output.dtype)
+    checks.stacked_elements(input, "input", output, "output", pg.size())
+    return _finish(pg.reduce_scatter_tensor(output, input, _options(async_op, op)), async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """``output_tensor_list[r]`` becomes rank r's ``input_tensor_list[this rank]``.
+
+    Args:
+        output_tensor_list: One tensor per rank, of any sizes that fit what they send.
+            Overwritten.
+        input_tensor_list: One tensor per rank.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [torch.zeros(1), torch.zeros(1)]
+        ...     dist.all_to_all(out, [torch.tensor([10.0 * rank + r]) for r in range(2)])
+        ...     return [x.item() for x in out]
+        >>> run_ranks(2, program)
+        [[0.0, 10.0], [1.0, 11.0]]
+    """
+    pg = member(group, "all_to_all")
+    if pg is None:
+        return None
+    checks.check_tensors(output_tensor_list, "output_tensor_list")
+    checks.check_tensors(input_tensor_list, "input_tensor_list")
+    checks.same_dtype(output_tensor_list, input_tensor_list)
+    checks.check_tensors(output_tensor_list, "output_tensor_list", pg.size())
+    checks.check_tensors(input_tensor_list, "input_tensor_list", pg.size())
+    checks.same_device(output_tensor_list, input_tensor_list)
+    me = pg.rank()
+    checks.same_elements(
+        input_tensor_list[me],
+        f"input_tensor_list[{me}]",
+        output_tensor_list[me],
+        f"output_tensor_list[{me}]",
+    )
+    work = pg.alltoall(list(output_tensor_list), list(input_tensor_list), _options(async_op))
+    return _finish(work, async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send part r of ``input`` to rank r, and receive rank r's part as part r of ``output``.
+
+    Args:
+        output: Overwritten.
+        input: Its rows (dim 0) are dealt out to the ranks.
+        output_split_sizes: Rows received from each rank; None: equal parts.
+        input_split_sizes: Rows sent to each rank; None: equal parts.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = torch.zeros(2)
+        ...     dist.all_to_all_single(out, torch.arange(2.0) + 10 * rank)
+        ...     return out.tolist()
+        >>> run_ranks(2, program)
+        [[0.0, 10.0], [1.0, 11.0]]
+    """
+    pg = member(group, "all_to_all_single")
+    if pg is None:
+        return None
+    checks.check_tensor(output, "output")
+    checks.check_tensor(input, "input")
+    checks.same_dtype(output, input)
+    checks.same_device(output, input)
+    received = checks.check_splits(output, output_split_sizes, "output", pg.size())
+    sent = checks.check_splits(input, input_split_sizes, "input", pg.size())
+    work = pg.alltoall_single(output, input, received, sent, _options(async_op))
+    return _finish(work, async_op)
+
+
+def barrier(
+    group: AnyGroup = None, async_op: bool = False, device_ids: Sequence[int] | None = None
+) -> Work | None:
+    """Return once every rank of the group has entered.
+
+    Args:
+        device_ids: Accepted for torch's sake.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: dist.barrier())
+        [None, None]
+    """
+    pg = member(group, "barrier")
+    if pg is None:
+        return None
+    return _finish(pg.barrier(_options(async_op)), async_op)
+
+
+def monitored_barrier(
+    group: AnyGroup = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """A blocking barrier with a timeout of its own, whose failure names the ranks missing.
+
+    Args:
+        timeout: None: the group's.
+        wait_all_ranks: Accepted for torch's sake: all missing ranks are always named.
+
+    Raises:
+        CollectiveTimeoutError: Some ranks did not come; ``error.ranks`` are those.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: dist.monitored_barrier())
+        [None, None]
+    """
+    pg = member(group, "monitored_barrier")
+    if pg is not None:
+        pg.monitored_barrier(timeout)

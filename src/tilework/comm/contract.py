@@ -1,0 +1,296 @@
+"""What a process group and its asynchronous work promise, whichever backend runs them.
+
+A backend subclasses :class:`ProcessGroup` and overrides the operations that it has. Method
+names and argument shapes are those of torch.distributed's own backend layer, so a backend
+written in Python for that library fits here unchanged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
+
+
+class Work(ABC):
+    """An operation under way. Returned by every operation with ``async_op=True``."""
+
+    @abstractmethod
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until this rank's part is done; return True.
+
+        Args:
+            timeout: Give up waiting after this long; the operation itself goes on. None waits
+                as long as the operation's own timeout lets it live.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` passed first.
+            DistBackendError: The operation failed (its subclass says how).
+        """
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not. Never blocks."""
+        return True
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What the operation failed with; None while it runs and when it ended well."""
+        return None
+
+    def result(self) -> list[Tensor]:
+        """The output tensors of a completed operation."""
+        return []
+
+    def source_rank(self) -> int:
+        """For a receive: the global rank that the message came from."""
+        raise RuntimeError("only a receive has a source rank")
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that completes with :meth:`result`, or fails with :meth:`exception`."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.wait()
+        future.set_result(self.result())
+        return future
+
+
+class CompletedWork(Work):
+    """Work that was done before it was returned."""
+
+    def __init__(self, outputs: Sequence[Tensor] = (), source: int | None = None) -> None:
+        self._outputs = outputs
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        return super().source_rank() if self._source is None else self._source
+
+
+@dataclass(slots=True)
+class Options:
+    """How an operation is to be run; the fields that an operation does not need are ignored.
+
+    The names are those that backends for torch.distributed expect on their ``opts``.
+    """
+
+    #: How contributions are combined.
+    reduceOp: AnyReduceOp = ReduceOp.SUM
+    #: The root's rank within the group.
+    rootRank: int = 0
+    #: None: the group's timeout.
+    timeout: timedelta | None = None
+    #: Whether to return before the operation is done.
+    asyncOp: bool = False
+
+
+class ProcessGroup:
+    """Ranks that run collective operations together, through one backend.
+
+    Operations are collective over the group unless said otherwise: every rank of the group must
+    call them in the same order with matching arguments. Ranks in this interface are *group*
+    ranks. Tensors are written in place. Each operation returns a :class:`Work`; with
+    ``opts.asyncOp`` false the backend may finish before it returns.
+
+    Args:
+        rank: This process's rank within the group.
+        size: The number of ranks.
+
+    Example:
+        >>> class Echo(ProcessGroup):
+        ...     def getBackendName(self):
+        ...         return "echo"
+        >>> Echo(0, 1).name()
+        'echo'
+    """
+
+    #: Whether all_gather, gather and scatter take tensors of different sizes.
+    uneven_sizes: bool = True
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        #: Names the group in messages; set when the group is registered.
+        self.group_name: str = ""
+        #: A person's description of the group.
+        self.group_desc: str = ""
+        #: Global rank of each group rank; set when the group is registered.
+        self.global_ranks: tuple[int, ...] = tuple(range(size))
+
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return self._size
+
+    def getBackendName(self) -> str:
+        """The backend's name."""
+        return type(self).__name__
+
+    def name(self) -> str:
+        """The backend's name."""
+        return self.getBackendName()
+
+    def __repr__(self) -> str:
+        ranks = list(self.global_ranks)
+        return f"<{self.name()} group {self.group_name!r} rank {self._rank} of ranks {ranks}>"
+
+    # -- what a group is for: a backend overrides what it can do --------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        """Combine the one tensor in ``tensors`` over all ranks, in place on every rank."""
+        self._lacks("all_reduce")
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        """:meth:`allreduce` for several tensors of one dtype."""
+        self._lacks("all_reduce_coalesced")
+
+    def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        """Combine over all ranks into the root's tensor; other ranks' stay as they are."""
+        self._lacks("reduce")
+
+    def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        """Copy the root's tensor to every rank."""
+        self._lacks("broadcast")
+
+    def allgather(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        """``output_tensor_lists[0][r]`` becomes rank r's ``input_tensor_list[0]``."""
+        self._lacks("all_gather")
+
+    def allgather_into_tensor(
+        self, output: Tensor, input: Tensor, opts: Options | None = None
+    ) -> Work:
+        """``output``'s r-th part (of equal parts, in memory order) becomes rank r's ``input``."""
+        self._lacks("all_gather_into_tensor")
+
+    def allgather_coalesced(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        """``output_tensor_lists[r][i]`` becomes rank r's ``input_tensor_list[i]``."""
+        self._lacks("all_gather_coalesced")
+
+    def gather(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        """On the root ``output_tensor_lists[0][r]`` becomes rank r's ``input_tensor_list[0]``."""
+        self._lacks("gather")
+
+    def scatter(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_lists: list[list[Tensor]],
+        opts: Options | None = None,
+    ) -> Work:
+        """``output_tensor_list[0]`` becomes the root's ``input_tensor_lists[0][rank]``."""
+        self._lacks("scatter")
+
+    def reduce_scatter(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_lists: list[list[Tensor]],
+        opts: Options | None = None,
+    ) -> Work:
+        """``output_tensor_list[0]`` becomes all ranks' ``input_tensor_lists[0][rank]`` combined."""
+        self._lacks("reduce_scatter")
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, opts: Options | None = None
+    ) -> Work:
+        """``output`` becomes the rank-th of the equal parts of all ranks' ``input`` combined."""
+        self._lacks("reduce_scatter_tensor")
+
+    def alltoall(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        opts: Options | None = None,
+    ) -> Work:
+        """``output_tensor_list[r]`` becomes rank r's ``input_tensor_list[rank]``."""
+        self._lacks("all_to_all")
+
+    def alltoall_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Options | None = None,
+    ) -> Work:
+        """:meth:`alltoall` over rows: split sizes count rows of dim 0; empty means equal."""
+        self._lacks("all_to_all_single")
+
+    def barrier(self, opts: Options | None = None) -> Work:
+        """Return once every rank has entered."""
+        self._lacks("barrier")
+
+    def monitored_barrier(self, timeout: timedelta | None = None) -> None:
+        """A blocking barrier whose failure names every rank that did not come."""
+        self.barrier(Options(timeout=timeout)).wait()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send the one tensor to ``dst``. Not collective. The Work ends when it may be reused."""
+        self._lacks("send")
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Receive from ``src`` into the one tensor. Not collective."""
+        self._lacks("recv")
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Receive from whichever rank sends first. Not collective."""
+        self._lacks("recv_anysource")
+
+    # -- its life ------------------------------------------------------------------------
+
+    def get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has entered on this group."""
+        raise NotImplementedError(f"backend {self.name()!r} counts no sequence numbers")
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether only ranks of this job can be on the other end (see docs/decisions)."""
+        return True
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of this rank's end of the group, by name."""
+        return {}
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Make every present and future operation raise on every rank, as if this one died.
+
+        Never blocks.
+        """
+
+    def close(self) -> None:
+        """Leave the group and free what it holds. Idempotent, not collective."""
+
+    def _lacks(self, operation: str) -> NoReturn:
+        raise NotImplementedError(
+            f"backend {self.name()!r} does not implement {operation}; "
+            f"use a backend that does (shm and threads implement every operation)"
+        )

@@ -1,0 +1,66 @@
+"""How much the package tells about itself: TORCH_DISTRIBUTED_DEBUG or TILEWORK_DEBUG."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+
+logger = logging.getLogger("tilework")
+
+
+class DebugLevel(enum.Enum):
+    """OFF: nothing. INFO: groups made and ended. DETAIL: every operation as well."""
+
+    OFF = "OFF"
+    INFO = "INFO"
+    DETAIL = "DETAIL"
+
+
+# Diagnostics are the process's, not a rank's, like the logging configuration they feed.
+_level = DebugLevel.OFF
+
+
+def get_debug_level() -> DebugLevel:
+    """The level in force.
+
+    Example:
+        >>> set_debug_level(DebugLevel.OFF)
+        >>> get_debug_level()
+        <DebugLevel.OFF: 'OFF'>
+    """
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Put ``level`` in force for this process; messages go to the logger ``tilework``.
+
+    Example:
+        >>> set_debug_level(DebugLevel.OFF)
+    """
+    global _level
+    _level = level
+    if level is not DebugLevel.OFF:
+        logger.setLevel(logging.INFO if level is DebugLevel.INFO else logging.DEBUG)
+
+
+def set_debug_level_from_env() -> None:
+    """Read the level from TILEWORK_DEBUG, else TORCH_DISTRIBUTED_DEBUG, in any case of letters.
+
+    Raises:
+        ValueError: The variable holds something else than OFF, INFO or DETAIL.
+
+    Example:
+        >>> import os
+        >>> os.environ["TILEWORK_DEBUG"] = "off"
+        >>> set_debug_level_from_env()
+        >>> del os.environ["TILEWORK_DEBUG"]
+    """
+    variable = "TILEWORK_DEBUG" if "TILEWORK_DEBUG" in os.environ else "TORCH_DISTRIBUTED_DEBUG"
+    value = os.environ.get(variable, "OFF")
+    try:
+        set_debug_level(DebugLevel(value.upper()))
+    except ValueError:
+        raise ValueError(
+            f"The value of {variable} must be OFF, INFO or DETAIL, got {value!r}"
+        ) from None

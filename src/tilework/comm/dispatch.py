@@ -1,0 +1,114 @@
+"""A group with one backend per device type, chosen by the tensors of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from tilework.comm.contract import Options, ProcessGroup, Work
+
+_BY_TENSORS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "allgather_into_tensor",
+    "allgather_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "alltoall",
+    "alltoall_single",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+
+
+class DispatchGroup(ProcessGroup):
+    """Hands each operation to the backend of its tensors' device.
+
+    Args:
+        by_device: This rank's end of the group, by device type ("cpu", "cuda").
+    """
+
+    def __init__(self, by_device: dict[str, ProcessGroup]) -> None:
+        self.by_device = by_device
+        self.ends = list(dict.fromkeys(by_device.values()))
+        self.uneven_sizes = all(end.uneven_sizes for end in self.ends)
+        super().__init__(self.ends[0].rank(), self.ends[0].size())
+
+    def getBackendName(self) -> str:
+        return ",".join(f"{device}:{end.name()}" for device, end in self.by_device.items())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("group_name", "group_desc", "global_ranks"):
+            for end in self.ends:
+                setattr(end, name, value)
+
+    def end_for(self, tensors: Iterable[Any]) -> ProcessGroup:
+        """The backend that serves the first tensor found in (nested lists of) ``tensors``.
+
+        Raises:
+            ValueError: No backend of the group serves that device.
+        """
+        device = _device_of(tensors) or next(iter(self.by_device))
+        end = self.by_device.get(device)
+        if end is None:
+            raise ValueError(
+                f"group {self.group_name!r} has no backend for {device} tensors, only "
+                f"{self.name()!r}; name one: backend='{self.name()},{device}:…'"
+            )
+        return end
+
+    def barrier(self, opts: Options | None = None) -> Work:
+        return self.ends[0].barrier(opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None) -> None:
+        self.ends[0].monitored_barrier(timeout)
+
+    def get_sequence_number_for_group(self) -> int:
+        return sum(end.get_sequence_number_for_group() for end in self.ends)
+
+    @property
+    def authenticated(self) -> bool:
+        return all(end.authenticated for end in self.ends)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        for end in self.ends:
+            end.abort(reason)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+
+
+def _device_of(values: Iterable[Any]) -> str | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)):
+            found = _device_of(value)
+            if found is not None:
+                return found
+    return None
+
+
+def _by_tensors(name: str) -> Callable[..., Work]:
+    def operation(self: DispatchGroup, *args: Any) -> Work:
+        work: Work = getattr(self.end_for(args), name)(*args)
+        return work
+
+    operation.__name__ = name
+    operation.__doc__ = getattr(ProcessGroup, name).__doc__
+    return operation
+
+
+for _name in _BY_TENSORS:
+    setattr(DispatchGroup, _name, _by_tensors(_name))

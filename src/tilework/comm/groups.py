@@ -1,0 +1,386 @@
+"""Making and ending process groups."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tilework.comm.backend import (
+    BackendConfig,
+    DistributedBackendOptions,
+    make_backend,
+)
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.debug import logger
+from tilework.comm.dispatch import DispatchGroup
+from tilework.comm.world import (
+    AnyGroup,
+    GroupMember,
+    GroupRecord,
+    NonMember,
+    World,
+    current_world,
+    get_rank,
+    resolve,
+)
+from tilework.errors import CollectiveMismatchError
+from tilework.rendezvous import rendezvous
+from tilework.store import PrefixStore, Store, store_based_barrier
+
+#: How long an operation may wait for other ranks unless told otherwise.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_GROUP_NAME = "default"
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> None:
+    """Make the default group. Collective over all ranks of the job; blocks until all came.
+
+    Args:
+        backend: A backend's name, or pairs like "cpu:shm,cuda:nccl". None: what ``tilework run
+            --backend`` said; else shm where all ranks share one host, gloo where they do not
+            (and nccl for cuda tensors where there is a GPU).
+        init_method: A URL to meet at; None means "env://". Not together with ``store``.
+        timeout: How long an operation may wait for other ranks; None: what ``tilework run
+            --timeout`` said, else 30 minutes. A dead rank is noticed at once whatever it is.
+        world_size: The number of ranks; needed with ``store``.
+        rank: This rank's number; needed with ``store``.
+        store: A store that all ranks see, to meet at.
+        group_name: Names the group in messages.
+        pg_options: Handed to the backend.
+        device_id: Accepted for torch's sake; devices are taken from tensors.
+
+    Raises:
+        ValueError: Contradictory or missing arguments or settings, or a second call.
+        DistStoreError, DistNetworkError: The ranks could not meet in time.
+        DistBackendError: The backend cannot be used, or some rank did not come in time.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> dist.init_process_group("threads", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.get_world_size()
+        1
+        >>> dist.destroy_process_group()
+    """
+    world = current_world()
+    if world.default_group is not None:
+        raise ValueError(
+            "trying to initialize the default process group twice: call "
+            "destroy_process_group() first"
+        )
+    limit = _timeout_setting(timeout)
+    choice = os.environ.get("TILEWORK_BACKEND") if backend is None else backend
+    config = BackendConfig(choice)
+    if store is None:
+        url = "env://" if init_method is None else init_method
+        store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=limit))
+        world.owned_store = store
+    else:
+        _check_store_arguments(init_method, rank, world_size)
+    try:
+        # Ranks may meet at one store more than once; each of them counts its own visits.
+        visit = store.add(f"tilework/visits/{rank}", 1)
+        store.set_timeout(limit)
+        plan = _Plan(
+            world,
+            PrefixStore(f"tilework/{visit}", store),
+            tuple(range(world_size)),
+            rank,
+            group_name or DEFAULT_GROUP_NAME,
+            limit,
+        )
+        world.default_group = plan.make(config, pg_options, fall_back=choice is None)
+    except BaseException:
+        world.close()
+        raise
+
+
+def _timeout_setting(timeout: timedelta | None) -> timedelta:
+    if timeout is None:
+        text = os.environ.get("TILEWORK_TIMEOUT")
+        if text is None:
+            return DEFAULT_TIMEOUT
+        try:
+            timeout = timedelta(seconds=float(text))
+        except ValueError:
+            raise ValueError(
+                f"TILEWORK_TIMEOUT must be a number of seconds, got {text!r}"
+            ) from None
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"timeout must be a datetime.timedelta, got {timeout!r}; "
+            f"for seconds write timedelta(seconds={timeout!r})"
+        )
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    return timeout
+
+
+def _check_store_arguments(init_method: str | None, rank: int, world_size: int) -> None:
+    if init_method is not None:
+        raise ValueError(
+            f"give either init_method or store, not both (got init_method={init_method!r})"
+        )
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"with store, rank and world_size are needed, 0 <= rank < world_size; got "
+            f"rank={rank}, world_size={world_size}"
+        )
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One group about to be made on this rank."""
+
+    world: World
+    store: Store
+    ranks: tuple[int, ...]
+    group_rank: int
+    name: str
+    timeout: timedelta
+    desc: str = ""
+
+    def make(self, config: BackendConfig, pg_options: Any, fall_back: bool) -> ProcessGroup:
+        """Make and register it; with ``fall_back``, on gloo where hosts share no memory."""
+        try:
+            group = self._make(config, pg_options)
+        except Exception as error:
+            if not (fall_back and getattr(error, "elsewhere", False)):
+                raise
+            logger.info("ranks do not share one host, using gloo: %s", error)
+            config = BackendConfig(str(config).replace("cpu:shm", "cpu:gloo"))
+            group = self._make(config, pg_options)
+        backends = config.get_device_backend_map()
+        backend = backends.get("cpu", next(iter(backends.values())))
+        record = GroupRecord(group, self.store, config, backend, self.timeout)
+        self.world.register(record, self.name, self.ranks, self.desc)
+        logger.info("made %r", group)
+        return group
+
+    def _make(self, config: BackendConfig, pg_options: Any) -> ProcessGroup:
+        by_device = config.get_device_backend_map()
+        by_name = {name: self._end(name, pg_options) for name in dict.fromkeys(by_device.values())}
+        if len(by_name) == 1:
+            return next(iter(by_name.values()))
+        return DispatchGroup({device: by_name[name] for device, name in by_device.items()})
+
+    def _end(self, name: str, pg_options: Any) -> ProcessGroup:
+        request = DistributedBackendOptions(
+            PrefixStore(name, self.store),
+            self.group_rank,
+            len(self.ranks),
+            self.timeout,
+            self.name,
+            self.ranks,
+        )
+        return make_backend(name, request, pg_options)
+
+
+def destroy_process_group(group: AnyGroup = None) -> None:
+    """Leave ``group``, or all groups for None (or the default group). Not collective.
+
+    Never waits for other ranks. Ranks that still need this one get a PeerLostError. Without
+    this call, groups are left in order when the process ends.
+
+    Raises:
+        ValueError: The group is not registered, or there is none.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> dist.init_process_group("threads", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.destroy_process_group()
+        >>> dist.is_initialized()
+        False
+    """
+    world = current_world()
+    if isinstance(group, NonMember):
+        return
+    found = resolve(group)
+    world.record(found)
+    if found is world.default_group:
+        world.close()
+    else:
+        world.forget(found)
+
+
+def abort_process_group(group: AnyGroup = None, reason: str = "abort was called") -> None:
+    """Make every present and future operation on ``group`` raise, on all its ranks.
+
+    Not collective; does not wait.
+    """
+    found = resolve(group)
+    if isinstance(found, ProcessGroup):
+        found.abort(reason)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str = "",
+    device_id: Any = None,
+) -> ProcessGroup | NonMember | None:
+    """Make a group of some of the ranks.
+
+    Collective over *all* ranks of the default group, members or not, in the same order
+    everywhere; with ``use_local_synchronization``, over the members only. Blocks until those
+    ranks called it with the same arguments.
+
+    Args:
+        ranks: Global ranks, in any order: they are numbered in ascending order. None: all.
+        timeout: As for init_process_group; None: the default group's.
+        backend: As for init_process_group; None: the default group's.
+        pg_options: Handed to the backend.
+        use_local_synchronization: Only members need to call. Several groups made this way must
+            be made in an order that cannot deadlock.
+        group_desc: Describes the group in messages.
+        device_id: Accepted for torch's sake.
+
+    Returns:
+        The group; on ranks outside it an object equal to ``GroupMember.NON_GROUP_MEMBER``, or
+        None with ``use_local_synchronization``.
+
+    Raises:
+        ValueError: Ranks that do not exist, or one twice.
+        CollectiveMismatchError: Ranks called with different arguments.
+        DistStoreError: Some rank did not call in time.
+    """
+    world = current_world()
+    record = world.record(world.default())
+    members = _check_ranks(ranks, record.group.size())
+    me = get_rank()
+    name = _next_name(world, members, use_local_synchronization)
+    limit = record.timeout if timeout is None else _timeout_setting(timeout)
+    config = record.config if backend is None else BackendConfig(backend)
+    if use_local_synchronization and me not in members:
+        return None
+    store = PrefixStore(name, record.store)
+    awaited = members if use_local_synchronization else record.group.global_ranks
+    _agree(store, name, f"ranks {list(members)}, backend {config}", awaited, limit)
+    if me not in members:
+        return NonMember(name, members)
+    plan = _Plan(world, store, members, members.index(me), name, limit, group_desc)
+    return plan.make(config, pg_options, fall_back=False)
+
+
+def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(world_size))
+    members = tuple(sorted(int(rank) for rank in ranks))
+    if not members:
+        raise ValueError("new_group needs at least one rank, got an empty list")
+    outside = [rank for rank in members if not 0 <= rank < world_size]
+    if outside:
+        raise ValueError(
+            f"new_group: ranks {outside} do not exist in a world of {world_size} ranks"
+        )
+    if len(set(members)) != len(members):
+        raise ValueError(f"new_group: a rank is named twice in {list(ranks)}")
+    return members
+
+
+def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
+    """A name that all callers find without talking: ranks outside keep no count of local ones."""
+    if not local:
+        return f"group_{next(world.group_count)}"
+    count = world.local_counts[members] = world.local_counts.get(members, 0) + 1
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+    return f"local_{digest}_{count}"
+
+
+def _agree(
+    store: Store, name: str, arguments: str, awaited: Sequence[int], limit: timedelta
+) -> None:
+    """Meet the ``awaited`` ranks, and make sure that they all want the same group."""
+    first = store.compare_set("arguments", "", arguments).decode()
+    if first != arguments:
+        store.set(
+            "disagreement",
+            f"ranks disagree on group {name!r}: rank {get_rank()} asks for {arguments}, another "
+            f"rank for {first}. Call new_group in the same order with the same arguments on "
+            f"every rank",
+        )
+    store_based_barrier(awaited.index(get_rank()), store, name, len(awaited), limit, limit / 2)
+    if store.check(["disagreement"]):
+        raise CollectiveMismatchError(store.get("disagreement").decode())
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: AnyGroup = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str = "",
+) -> tuple[ProcessGroup | NonMember | None, list[ProcessGroup | NonMember | None]]:
+    """Cut the ranks into groups of ``group_size`` neighbours. Collective over all ranks.
+
+    Args:
+        group_size: Ranks per group; None: LOCAL_WORLD_SIZE, so one group per host.
+        group: The group to cut; None: the default group.
+        timeout: As for new_group, like the rest.
+
+    Returns:
+        This rank's group, and all groups.
+
+    Raises:
+        ValueError: The group's size is not a multiple of ``group_size``.
+    """
+    ranks = list(resolve(group).global_ranks)
+    if group_size is None:
+        group_size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+    if group_size <= 0 or group_size > len(ranks):
+        raise ValueError(
+            f"the group_size must be between 1 and the world size {len(ranks)}, got {group_size}"
+        )
+    if len(ranks) % group_size:
+        raise ValueError(
+            f"the world size must be divisible by group_size: {len(ranks)} ranks cannot be cut "
+            f"into groups of {group_size}"
+        )
+    cut = [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)]
+    return new_subgroups_by_enumeration(cut, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str = "",
+) -> tuple[ProcessGroup | NonMember | None, list[ProcessGroup | NonMember | None]]:
+    """Make one group per list of ranks; no rank may be in two. Collective over all ranks.
+
+    Returns:
+        This rank's group (NON_GROUP_MEMBER if it is in none), and all groups.
+
+    Raises:
+        ValueError: No list was given, or a rank is in two of them.
+    """
+    if not ranks_per_subgroup_list:
+        raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
+    listed = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
+    twice = sorted({rank for rank in listed if listed.count(rank) > 1})
+    if twice:
+        raise ValueError(f"ranks {twice} are in more than one subgroup: {ranks_per_subgroup_list}")
+    made = [
+        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        for ranks in ranks_per_subgroup_list
+    ]
+    mine = next((g for g in made if isinstance(g, ProcessGroup)), GroupMember.NON_GROUP_MEMBER)
+    return mine, made

@@ -1,0 +1,360 @@
+"""Collectives on Python objects, by pickle.
+
+Pickle runs code of the sender's choosing, so these work only in groups whose ranks are known
+to be of the job (shm and threads always; torch's engines where the store has the job's secret,
+as under ``tilework run``). With ``weights_only=True`` nothing but plain data and tensors is
+accepted, from anyone. See docs/decisions/0004-pickle.md.
+
+Collective as those of :mod:`.collectives`; all block. Objects must be picklable; what a rank
+receives are copies.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm import checks, collectives, p2p
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import AnyGroup, current_world, member
+from tilework.errors import DistBackendError
+
+#: What the restricted loader builds, besides numbers, strings, bytes and containers.
+_PLAIN = {
+    ("collections", "OrderedDict"),
+    ("collections", "deque"),
+    ("collections", "Counter"),
+    ("datetime", "date"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("builtins", "complex"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("builtins", "bytearray"),
+    ("builtins", "slice"),
+    ("builtins", "range"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+}
+
+
+def _load_storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds plain data and tensors, and runs nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"{module}.{name} is refused with weights_only=True, which accepts plain data and "
+            f"tensors; send those, or trust the senders and leave weights_only out"
+        )
+
+
+def _dump(obj: Any) -> Tensor:
+    return torch.frombuffer(
+        bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
+    )
+
+
+def _load(data: Tensor, weights_only: bool) -> Any:
+    raw = data.cpu().numpy().tobytes() if data.numel() else b""
+    return _PlainUnpickler(io.BytesIO(raw)).load() if weights_only else pickle.loads(raw)
+
+
+def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup | None:
+    """The group if this rank is in it and may unpickle what comes over it."""
+    pg = member(group, operation)
+    if pg is None or weights_only or pg.authenticated:
+        return pg
+    raise DistBackendError(
+        f"{operation} over backend {pg.name()!r} would unpickle what strangers may have sent: "
+        f"nothing in this job's set-up proves who is on the other end. Start the program with "
+        f"`tilework run`, or set TILEWORK_SECRET to the same random hex string on every rank, or "
+        f"pass weights_only=True"
+    )
+
+
+def _device(pg: ProcessGroup) -> torch.device:
+    """Where the group's tensors must be: cpu wherever it serves that."""
+    record = current_world().records.get(pg)
+    devices = record.config.get_device_backend_map() if record else {"cpu": ""}
+    return torch.device("cpu" if "cpu" in devices else next(iter(devices)))
+
+
+def _all_sizes(pg: ProcessGroup, size: int) -> list[int]:
+    mine = torch.tensor([size], dtype=torch.int64, device=_device(pg))
+    sizes = torch.empty(pg.size(), dtype=torch.int64, device=mine.device)
+    collectives.all_gather_into_tensor(sizes, mine, group=pg)
+    return [int(size) for size in sizes.tolist()]
+
+
+def _room(pg: ProcessGroup, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=_device(pg))
+
+
+def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """``data`` and the sizes to gather: as they are where the backend takes uneven ones."""
+    if pg.uneven_sizes:
+        return data.to(_device(pg)), list(sizes)
+    padded = _room(pg, max(sizes))
+    padded[: data.numel()] = data
+    return padded, [max(sizes)] * len(sizes)
+
+
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: AnyGroup = None, *, weights_only: bool = False
+) -> None:
+    """``object_list[r]`` becomes a copy of rank r's ``obj``, on every rank.
+
+    Args:
+        object_list: As long as the group; overwritten.
+        obj: This rank's contribution.
+        weights_only: Accept plain data and tensors only.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [None, None]
+        ...     dist.all_gather_object(out, {"rank": rank})
+        ...     return out
+        >>> run_ranks(2, program)[0]
+        [{'rank': 0}, {'rank': 1}]
+    """
+    pg = _ready(group, "all_gather_object", weights_only)
+    if pg is None:
+        return
+    _check_length(object_list, "object_list", pg.size())
+    data = _dump(obj)
+    sizes = _all_sizes(pg, data.numel())
+    data, rooms = _padded(pg, data, sizes)
+    received = [_room(pg, size) for size in rooms]
+    collectives.all_gather(received, data, group=pg)
+    for r, size in enumerate(sizes):
+        object_list[r] = _load(received[r][:size], weights_only)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: AnyGroup = None,
+    group_dst: int | None = None,
+    *,
+    weights_only: bool = False,
+) -> None:
+    """On rank ``dst``, ``object_gather_list[r]`` becomes a copy of rank r's ``obj``.
+
+    Args:
+        object_gather_list: As long as the group on ``dst``, None elsewhere; overwritten.
+        dst: The root's global rank (0 if neither it nor ``group_dst`` is given).
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [None, None] if rank == 0 else None
+        ...     dist.gather_object(f"from {rank}", out)
+        ...     return out
+        >>> run_ranks(2, program)
+        [['from 0', 'from 1'], None]
+    """
+    pg = _ready(group, "gather_object", weights_only)
+    if pg is None:
+        return
+    root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
+    is_root = pg.rank() == root
+    if is_root:
+        _check_length(object_gather_list, "object_gather_list", pg.size())
+    elif object_gather_list:
+        raise ValueError("object_gather_list must not be given except on dst: pass None")
+    data = _dump(obj)
+    sizes = _all_sizes(pg, data.numel())
+    data, rooms = _padded(pg, data, sizes)
+    received = [_room(pg, size) for size in rooms] if is_root else None
+    collectives.gather(data, received, group=pg, group_dst=root)
+    if received is not None and object_gather_list is not None:
+        for r, size in enumerate(sizes):
+            object_gather_list[r] = _load(received[r][:size], weights_only)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: AnyGroup = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Copy the objects of rank ``src``'s list into every rank's.
+
+    Args:
+        object_list: As long on every rank; overwritten except on ``src``.
+        src: The root's global rank (0 if neither it nor ``group_src`` is given).
+        device: Accepted for torch's sake; the group's own is used.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     objects = [rank, "x" * rank]
+        ...     dist.broadcast_object_list(objects, src=1)
+        ...     return objects
+        >>> run_ranks(2, program)
+        [[1, 'x'], [1, 'x']]
+    """
+    pg = _ready(group, "broadcast_object_list", weights_only)
+    if pg is None:
+        return
+    root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
+    is_root = pg.rank() == root
+    parts = [_dump(obj) for obj in object_list] if is_root else []
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=_device(pg))
+    if is_root:
+        sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
+    collectives.broadcast(sizes, group=pg, group_src=root)
+    data = torch.cat(parts).to(_device(pg)) if parts else _room(pg, int(sizes.sum()))
+    collectives.broadcast(data, group=pg, group_src=root)
+    if not is_root:
+        object_list[:] = [_load(part, weights_only) for part in data.split(sizes.tolist())]
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: AnyGroup = None,
+    group_src: int | None = None,
+    *,
+    weights_only: bool = False,
+) -> None:
+    """``scatter_object_output_list[0]`` becomes rank ``src``'s input for this rank.
+
+    Args:
+        scatter_object_output_list: Not empty; its first element is overwritten.
+        scatter_object_input_list: On ``src`` one object per rank; ignored elsewhere.
+        src: The root's global rank (0 if neither it nor ``group_src`` is given).
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     out = [None]
+        ...     dist.scatter_object_list(out, ["a", "b"] if rank == 0 else None, src=0)
+        ...     return out[0]
+        >>> run_ranks(2, program)
+        ['a', 'b']
+    """
+    pg = _ready(group, "scatter_object_list", weights_only)
+    if pg is None:
+        return
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise ValueError(
+            "Expected argument scatter_object_output_list to be a list of size at least 1, got "
+            f"{scatter_object_output_list!r}"
+        )
+    root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
+    parts: list[Tensor] = []
+    sizes = torch.zeros(pg.size(), dtype=torch.int64, device=_device(pg))
+    if pg.rank() == root:
+        _check_length(scatter_object_input_list, "scatter_object_input_list", pg.size())
+        parts = [_dump(obj) for obj in scatter_object_input_list or ()]
+        sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
+    collectives.broadcast(sizes, group=pg, group_src=root)
+    rooms = [int(size) for size in sizes.tolist()]
+    mine = rooms[pg.rank()]
+    if not pg.uneven_sizes:
+        parts = [_padded(pg, part, rooms)[0] for part in parts]
+        rooms = [max(rooms)] * len(rooms)
+    data = _room(pg, rooms[pg.rank()])
+    sources = [part.to(data.device) for part in parts] or None
+    collectives.scatter(data, sources, group=pg, group_src=root)
+    scatter_object_output_list[0] = _load(data[:mine], weights_only)
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: AnyGroup = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Send the objects to rank ``dst``. Not collective; the receiver's list must be as long.
+
+    Args:
+        dst: The receiver's global rank (0 if neither it nor ``group_dst`` is given).
+        device: Accepted for torch's sake; the group's own is used.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     objects = ["a", 1] if rank == 0 else [None, None]
+        ...     if rank == 0:
+        ...         dist.send_object_list(objects, dst=1)
+        ...     else:
+        ...         dist.recv_object_list(objects, src=0)
+        ...     return objects
+        >>> run_ranks(2, program)[1]
+        ['a', 1]
+    """
+    pg = _ready(group, "send_object_list", True)
+    if pg is None:
+        return
+    peer = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
+    parts = [_dump(obj) for obj in object_list]
+    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=_device(pg))
+    p2p.send(sizes, group=pg, group_dst=peer)
+    data = torch.cat(parts).to(_device(pg)) if parts else _room(pg, 0)
+    p2p.send(data, group=pg, group_dst=peer)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: AnyGroup = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    *,
+    weights_only: bool = False,
+) -> int:
+    """Receive objects from rank ``src`` (from any rank if none is given) into the list.
+
+    Not collective. The sender's list must be as long.
+
+    Returns:
+        The sender's global rank; -1 on a rank outside the group.
+
+    Example:
+        See :func:`send_object_list`.
+    """
+    pg = _ready(group, "recv_object_list", weights_only)
+    if pg is None:
+        return -1
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=_device(pg))
+    source = p2p.recv(sizes, src, pg, group_src=group_src)
+    data = _room(pg, int(sizes.sum()))
+    p2p.recv(data, source, pg)
+    object_list[:] = [_load(part, weights_only) for part in data.split(sizes.tolist())]
+    return source
+
+
+def _check_length(objects: list[Any] | None, name: str, size: int) -> None:
+    if not isinstance(objects, list) or len(objects) != size:
+        got = type(objects).__name__ if not isinstance(objects, list) else f"{len(objects)}"
+        raise ValueError(f"{name} must be a list of {size} objects, one per rank; got {got}")

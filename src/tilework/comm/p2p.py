@@ -1,0 +1,213 @@
+"""Messages between two ranks. None of these is collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tilework.comm import checks
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.world import AnyGroup, get_global_rank, member
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: AnyGroup = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Start sending ``tensor`` to rank ``dst``. Does not block; leave it alone until done.
+
+    Args:
+        tensor: What to send.
+        dst: The receiver's global rank; or give ``group_dst``, its rank within the group.
+        tag: The receiver's must be equal. Messages with one tag arrive in order.
+
+    Returns:
+        The Work; None on a rank outside the group, with a warning once.
+
+    Raises:
+        ValueError: ``dst`` is this rank, or not in the group.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0])
+        ...     work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        ...     work.wait()
+        ...     return x.item()
+        >>> run_ranks(2, program)
+        [1.0, 1.0]
+    """
+    pg = member(group, "isend")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    peer = _peer(pg, dst, group_dst, "dst")
+    return pg.send([tensor], peer, tag)
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: AnyGroup = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Start receiving into ``tensor`` from rank ``src``, or from any rank if none is given.
+
+    Does not block; leave the tensor alone until done. ``work.source_rank()`` tells the sender.
+
+    Args:
+        tensor: Overwritten; must have the dtype and the number of elements of what comes.
+        src: The sender's global rank; or give ``group_src``, its rank within the group.
+        tag: The sender's must be equal.
+
+    Returns:
+        The Work; None on a rank outside the group, with a warning once.
+
+    Raises:
+        ValueError: ``src`` is this rank, or not in the group.
+
+    Example:
+        See :func:`isend`.
+    """
+    pg = member(group, "irecv")
+    if pg is None:
+        return None
+    checks.check_tensor(tensor, "tensor")
+    if src is None and group_src is None:
+        return pg.recv_anysource([tensor], tag)
+    return pg.recv([tensor], _peer(pg, src, group_src, "src"), tag)
+
+
+def send(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: AnyGroup = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send ``tensor`` to rank ``dst``; block until it may be reused. See :func:`isend`.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0])
+        ...     return dist.send(x, 1) if rank == 0 else (dist.recv(x), x.item())
+        >>> run_ranks(2, program)
+        [None, (0, 1.0)]
+    """
+    work = isend(tensor, dst, group, tag, group_dst)
+    if work is not None:
+        work.wait()
+
+
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: AnyGroup = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive into ``tensor``; block until done. See :func:`irecv` and :func:`send`.
+
+    Returns:
+        The sender's global rank; -1 on a rank outside the group.
+
+    Example:
+        See :func:`send`.
+    """
+    work = irecv(tensor, src, group, tag, group_src)
+    if work is None:
+        return -1
+    work.wait()
+    if src is not None:
+        return src
+    pg = member(group, "recv")
+    return get_global_rank(pg, group_src) if group_src is not None else work.source_rank()
+
+
+def _peer(pg: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
+    peer = checks.group_root(pg, rank, group_rank, name)
+    if peer == pg.rank():
+        raise ValueError(
+            f"{name}={pg.global_ranks[peer]} is this rank itself: a rank cannot send to, or "
+            f"receive from, itself"
+        )
+    return peer
+
+
+class P2POp:
+    """One message for :func:`batch_isend_irecv`.
+
+    Args:
+        op: ``isend`` or ``irecv``.
+        tensor: What to send, or what to receive into.
+        peer: The other side's global rank; or give ``group_peer``, its rank within the group.
+        group: None: the default group.
+        tag: As for :func:`isend`.
+
+    Raises:
+        ValueError: ``op`` is something else, or the peer is not in the group.
+
+    Example:
+        >>> P2POp(print, None, 0)
+        Traceback (most recent call last):
+        ValueError: op must be isend or irecv, got <built-in function print>
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Tensor,
+        peer: int | None = None,
+        group: AnyGroup = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise ValueError(f"op must be isend or irecv, got {op!r}")
+        checks.check_tensor(tensor, "tensor")
+        self.op = op
+        self.tensor = tensor
+        self.group = group
+        self.tag = tag
+        pg = member(group, "P2POp")
+        self.group_peer = None if pg is None else checks.group_root(pg, peer, group_peer, "peer")
+        self.peer = peer if pg is None else get_global_rank(pg, self.group_peer or 0)
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.op.__name__}, {list(self.tensor.shape)}, peer={self.peer})"
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Start several messages at once, in any order among the ranks. Does not block.
+
+    Returns:
+        One Work per message.
+
+    Raises:
+        ValueError: The list is empty, or holds something else than P2POp.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mine, other = torch.tensor([float(rank)]), torch.zeros(1)
+        ...     ops = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+        ...     for work in dist.batch_isend_irecv(ops):
+        ...         work.wait()
+        ...     return other.item()
+        >>> run_ranks(2, program)
+        [1.0, 0.0]
+    """
+    if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
+        raise ValueError(f"p2p_op_list must be a list of P2POp, not empty; got {p2p_op_list!r}")
+    works = [op.op(op.tensor, None, op.group, op.tag, op.group_peer) for op in p2p_op_list]
+    return [work for work in works if work is not None]

@@ -1,0 +1,178 @@
+"""How contributions are combined.
+
+``ReduceOp.SUM`` and its siblings are members of :class:`RedOpType`, plain names that cost
+nothing to compare. ``ReduceOp(name)`` wraps one, with a factor for PREMUL_SUM. Both are
+instances of ``ReduceOp``. A ``ReduceOp`` equals the name that it wraps; a bare name equals only
+itself (users of torch.distributed rely on both, see docs/decisions/0003-reduce-op-equality.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, ClassVar
+
+import torch
+
+
+class RedOpType(enum.Enum):
+    """The names of the reductions."""
+
+    SUM = "sum"
+    AVG = "avg"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+    PREMUL_SUM = "premul_sum"
+
+    # Enum members are singletons: copies and pickles give the member itself, equality is
+    # identity, and a ReduceOp on the right-hand side is a different thing.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    __hash__ = enum.Enum.__hash__
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _ReduceOpMeta(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type(instance) is RedOpType or type.__instancecheck__(cls, instance)
+
+
+class ReduceOp(metaclass=_ReduceOpMeta):
+    """A reduction: one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM.
+
+    - SUM, PRODUCT, MIN, MAX: every dtype of the contract (no order on complex numbers, so no
+      MIN and MAX there; ``bool`` sums as OR and multiplies as AND; integers wrap).
+    - AVG, PREMUL_SUM: floating-point and complex dtypes.
+    - BAND, BOR, BXOR: integers and bool.
+
+    MIN and MAX hand on NaN. float16 and bfloat16 accumulate in float32 and are rounded once.
+
+    Example:
+        >>> ReduceOp(ReduceOp.SUM) == ReduceOp.SUM
+        True
+    """
+
+    SUM: ClassVar = RedOpType.SUM
+    AVG: ClassVar = RedOpType.AVG
+    PRODUCT: ClassVar = RedOpType.PRODUCT
+    MIN: ClassVar = RedOpType.MIN
+    MAX: ClassVar = RedOpType.MAX
+    BAND: ClassVar = RedOpType.BAND
+    BOR: ClassVar = RedOpType.BOR
+    BXOR: ClassVar = RedOpType.BXOR
+    PREMUL_SUM: ClassVar = RedOpType.PREMUL_SUM
+    RedOpType: ClassVar = RedOpType
+
+    __slots__ = ("factor", "type")
+
+    type: RedOpType
+    factor: float | complex
+
+    def __init__(self, op: AnyReduceOp, factor: float | complex = 1.0) -> None:
+        if not isinstance(op, ReduceOp):
+            raise TypeError(
+                f"a reduction must be one of ReduceOp.{', '.join(RedOpType.__members__)}, "
+                f"got {op!r} of type {op.__class__.__name__}"
+            )
+        is_name = op.__class__ is RedOpType
+        object.__setattr__(self, "type", op if is_name else op.type)
+        object.__setattr__(self, "factor", factor if is_name else op.factor)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"ReduceOp is immutable; make a new one instead of setting {name}")
+
+    def __eq__(self, other: object) -> bool:
+        if other.__class__ is ReduceOp:
+            assert isinstance(other, ReduceOp)
+            return self.type is other.type and self.factor == other.factor
+        return self.type is other and self.factor == 1.0
+
+    def __hash__(self) -> int:
+        return hash(self.type)
+
+    def __copy__(self) -> ReduceOp:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReduceOp:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReduceOp, (self.type, self.factor)
+
+    def __str__(self) -> str:
+        if self.type is RedOpType.PREMUL_SUM:
+            return f"PREMUL_SUM({self.factor:g})"
+        return self.type.name
+
+    def __repr__(self) -> str:
+        return f"<ReduceOp {self}>"
+
+
+#: What the operations accept.
+AnyReduceOp = ReduceOp | RedOpType
+
+
+def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+    """A SUM whose contributions are first multiplied by ``factor``, each rank by its own.
+
+    Args:
+        factor: A number, or a tensor with one element.
+
+    Raises:
+        ValueError: ``factor`` has more than one element.
+
+    Example:
+        >>> make_premul_sum(0.5)
+        <ReduceOp PREMUL_SUM(0.5)>
+    """
+    if isinstance(factor, torch.Tensor):
+        if factor.numel() != 1:
+            raise ValueError(
+                f"the factor of PREMUL_SUM must be one number, got a tensor of shape "
+                f"{list(factor.shape)}; scale the tensor itself instead"
+            )
+        factor = factor.item()
+    return ReduceOp(RedOpType.PREMUL_SUM, float(factor))
+
+
+_FLOATING = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_SUM}
+_ORDERED = {RedOpType.MIN, RedOpType.MAX}
+_BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+_LEGAL: dict[torch.dtype, frozenset[RedOpType]] = {
+    **{dtype: frozenset(_FLOATING | _ORDERED) for dtype in _FLOATS},
+    **{dtype: frozenset(_FLOATING) for dtype in (torch.complex64, torch.complex128)},
+    **{
+        dtype: frozenset({RedOpType.SUM, RedOpType.PRODUCT} | _ORDERED | _BITWISE)
+        for dtype in (*_INTEGERS, torch.bool)
+    },
+}
+
+
+def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``op`` is defined for ``dtype``; TypeError unless it is one."""
+    kind = op if op.__class__ is RedOpType else getattr(op, "type", None)
+    legal = _LEGAL.get(dtype)
+    if legal is not None and kind in legal:
+        return
+    if kind is None:
+        raise TypeError(
+            f"a reduction must be one of ReduceOp.{', '.join(RedOpType.__members__)}, got {op!r}"
+        )
+    if legal is None:
+        raise ValueError(f"cannot reduce {dtype}: convert to a standard number type first")
+    names = ", ".join(sorted(member.name for member in legal))
+    raise ValueError(f"ReduceOp.{kind} is not defined for {dtype}; defined are {names}")

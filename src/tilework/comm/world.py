@@ -1,0 +1,379 @@
+"""All state of one rank: its groups, their stores and names.
+
+The World is held by one ContextVar, so that N ranks can be N threads of one process. A process
+that never asked for that has one World, the variable's default, seen by all its threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import ClassVar
+
+from tilework.comm.backend import Backend, BackendConfig
+from tilework.comm.contract import ProcessGroup
+from tilework.store.contract import Store
+
+
+class NonMember:
+    """Stands for a group on the ranks outside it; knows who is inside.
+
+    All of them equal ``GroupMember.NON_GROUP_MEMBER``. Operations on one warn once and do
+    nothing.
+    """
+
+    def __init__(self, group_name: str = "", global_ranks: Sequence[int] = ()) -> None:
+        self.group_name = group_name
+        self.global_ranks = tuple(global_ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NonMember)
+
+    def __hash__(self) -> int:
+        return hash(NonMember)
+
+    def __repr__(self) -> str:
+        return f"<group {self.group_name!r} of ranks {list(self.global_ranks)}, not this one>"
+
+
+#: What operations take as ``group``; None is the default group.
+AnyGroup = ProcessGroup | NonMember | None
+
+
+class _GroupMeta(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group; None before init_process_group."""
+        return current_world().default_group
+
+
+class GroupMember(metaclass=_GroupMeta):
+    """``GroupMember.WORLD`` is the default group, ``NON_GROUP_MEMBER`` what others get."""
+
+    NON_GROUP_MEMBER: ClassVar[NonMember] = NonMember()
+
+
+class group(metaclass=_GroupMeta):
+    """``group.WORLD`` is the default group."""
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What the World knows of one registered group."""
+
+    group: ProcessGroup
+    store: Store
+    config: BackendConfig
+    backend: str
+    timeout: timedelta
+
+
+@dataclass
+class World:
+    """One rank's groups."""
+
+    default_group: ProcessGroup | None = None
+    records: dict[ProcessGroup, GroupRecord] = field(default_factory=dict)
+    #: Numbers the groups that all ranks make together.
+    group_count: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    #: How often a set of ranks made a group by themselves.
+    local_counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    warned: set[tuple[str, str]] = field(default_factory=set)
+    #: The store that rendezvous made, closed with the World.
+    owned_store: Store | None = None
+    #: Overrides LOCAL_RANK where ranks share one environment.
+    local_rank: int | None = None
+
+    def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
+        """Name a group and remember it."""
+        group = record.group
+        group.group_name, group.group_desc = name, desc
+        group.global_ranks = tuple(ranks)
+        self.records[group] = record
+
+    def default(self) -> ProcessGroup:
+        """The default group.
+
+        Raises:
+            ValueError: There is none yet.
+        """
+        if self.default_group is None:
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call "
+                "init_process_group."
+            )
+        return self.default_group
+
+    def record(self, group: ProcessGroup) -> GroupRecord:
+        """What is known of ``group``.
+
+        Raises:
+            ValueError: It was not made by init_process_group or new_group, or was destroyed.
+        """
+        record = self.records.get(group)
+        if record is None:
+            raise ValueError(
+                f"{group!r} is not registered: make groups with init_process_group or new_group, "
+                f"and do not use them once destroyed"
+            )
+        return record
+
+    def forget(self, group: ProcessGroup) -> None:
+        """Close one group."""
+        record = self.records.pop(group, None)
+        if record is not None:
+            record.group.close()
+
+    def close(self) -> None:
+        """Close every group, newest first, and the store. Idempotent, never waits for ranks."""
+        for known in reversed(list(self.records)):
+            self.forget(known)
+        self.default_group = None
+        self.group_count, self.local_counts = itertools.count(1), {}
+        self.warned.clear()
+        store, self.owned_store = self.owned_store, None
+        if store is not None:
+            store.close()
+
+    def abort(self, reason: str) -> None:
+        """Make every operation on every group raise PeerLostError, on all ranks."""
+        for known in list(self.records):
+            known.abort(reason)
+
+
+_process_world = World()
+_world: ContextVar[World] = ContextVar("tilework_world", default=_process_world)
+
+
+def current_world() -> World:
+    """The World of the rank that calls."""
+    return _world.get()
+
+
+@contextmanager
+def own_world(world: World) -> Iterator[World]:
+    """Make ``world`` the current one of this thread (strictly: this context) meanwhile."""
+    token = _world.set(world)
+    try:
+        yield world
+    finally:
+        _world.reset(token)
+
+
+def _forget_in_child() -> None:
+    """A forked child is another rank, or none: the parent's groups are not its own."""
+    world = current_world()
+    world.__init__()  # type: ignore[misc]  # in place: it is the ContextVar's default
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+# Programs that end without destroying their groups leave them in order all the same.
+atexit.register(_process_world.close)
+
+
+# -- what ranks ask about groups -----------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Whether the package can make process groups here: always.
+
+    Example:
+        >>> is_available()
+        True
+    """
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether this rank has a default group.
+
+    Example:
+        >>> is_initialized()
+        False
+    """
+    return current_world().default_group is not None
+
+
+def get_default_group() -> ProcessGroup:
+    """The default group.
+
+    Raises:
+        ValueError: init_process_group was not called, or the group was destroyed.
+    """
+    return current_world().default()
+
+
+def get_default_store() -> Store:
+    """The default group's store.
+
+    Raises:
+        ValueError: There is no default group.
+    """
+    world = current_world()
+    return world.record(world.default()).store
+
+
+def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
+    """``group``, or the default group for None."""
+    return current_world().default() if group is None else group
+
+
+def member(group: AnyGroup, operation: str) -> ProcessGroup | None:
+    """``group`` if this rank is in it; else None, with a warning the first time."""
+    if group is None:
+        return current_world().default()
+    if isinstance(group, NonMember):
+        _warn_outside(group, operation)
+        return None
+    return group
+
+
+def _warn_outside(group: NonMember, operation: str) -> None:
+    world = current_world()
+    key = (operation, group.group_name)
+    if key in world.warned:
+        return
+    world.warned.add(key)
+    warnings.warn(
+        f"Running {operation} on global rank {get_rank()} which does not belong to the given "
+        f"group {group.group_name!r} of ranks {list(group.global_ranks)}: nothing is done. "
+        f"Call it on member ranks only (rank_not_in_group(group) tells).",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def rank_not_in_group(group: AnyGroup) -> bool:
+    """Whether this rank is outside ``group`` (None: the default group, which has all ranks).
+
+    Example:
+        >>> rank_not_in_group(GroupMember.NON_GROUP_MEMBER)
+        True
+    """
+    return isinstance(group, NonMember)
+
+
+def get_rank(group: AnyGroup = None) -> int:
+    """This rank's number within ``group``; -1 outside it.
+
+    Raises:
+        ValueError: There is no default group, and ``group`` is None.
+    """
+    found = resolve(group)
+    return -1 if isinstance(found, NonMember) else found.rank()
+
+
+def get_world_size(group: AnyGroup = None) -> int:
+    """The number of ranks in ``group``; -1 outside it.
+
+    Raises:
+        ValueError: There is no default group, and ``group`` is None.
+    """
+    found = resolve(group)
+    return -1 if isinstance(found, NonMember) else found.size()
+
+
+def get_process_group_ranks(group: AnyGroup) -> list[int]:
+    """The global ranks of ``group``, in the order of their group ranks; known on all ranks."""
+    return list(_registered_ranks(resolve(group)))
+
+
+def get_group_rank(group: AnyGroup, global_rank: int) -> int:
+    """The number within ``group`` of the rank ``global_rank``.
+
+    Raises:
+        ValueError: That rank is not part of the group, or the group is not registered.
+    """
+    ranks = _registered_ranks(resolve(group))
+    if global_rank not in ranks:
+        raise ValueError(
+            f"Global rank {global_rank} is not part of group {_name(group)!r} of ranks "
+            f"{list(ranks)}"
+        )
+    return ranks.index(global_rank)
+
+
+def get_global_rank(group: AnyGroup, group_rank: int) -> int:
+    """The global rank of ``group``'s member number ``group_rank``.
+
+    Raises:
+        ValueError: There is no such member, or the group is not registered.
+    """
+    ranks = _registered_ranks(resolve(group))
+    if not 0 <= group_rank < len(ranks):
+        raise ValueError(
+            f"Group rank {group_rank} is not part of group {_name(group)!r}, which has "
+            f"{len(ranks)} ranks"
+        )
+    return ranks[group_rank]
+
+
+def _name(group: AnyGroup) -> str:
+    return resolve(group).group_name
+
+
+def _registered_ranks(group: ProcessGroup | NonMember) -> tuple[int, ...]:
+    if isinstance(group, NonMember):
+        return group.global_ranks
+    return current_world().record(group).group.global_ranks
+
+
+def get_backend(group: AnyGroup = None) -> str:
+    """The name of ``group``'s backend ("shm", …), or of its cpu backend where it has several.
+
+    Raises:
+        ValueError: This rank is not in the group, or the group is not registered.
+    """
+    found = resolve(group)
+    if isinstance(found, NonMember):
+        raise ValueError(f"Invalid process group specified: this rank is not in {found!r}")
+    return Backend(current_world().record(found).backend)
+
+
+def get_backend_config(group: AnyGroup = None) -> str:
+    """Which backend serves which device in ``group``, like "cpu:shm,cuda:nccl".
+
+    Raises:
+        ValueError: This rank is not in the group, or the group is not registered.
+    """
+    found = resolve(group)
+    if isinstance(found, NonMember):
+        raise ValueError(f"Invalid process group specified: this rank is not in {found!r}")
+    return str(current_world().record(found).config)
+
+
+def get_pg_count() -> int:
+    """How many groups this rank has."""
+    return len(current_world().records)
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This rank's number among those of its host, from LOCAL_RANK as every launcher sets it.
+
+    Raises:
+        RuntimeError: LOCAL_RANK is not set, and there is no ``fallback_rank``.
+
+    Example:
+        >>> get_node_local_rank(fallback_rank=2)
+        2
+    """
+    ours = current_world().local_rank
+    if ours is not None:
+        return ours
+    text = os.environ.get("LOCAL_RANK")
+    if text is not None:
+        return int(text)
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise RuntimeError(
+        "LOCAL_RANK is not in the environment: start the program with `tilework run` or "
+        "torchrun, or pass fallback_rank"
+    )

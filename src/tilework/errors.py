@@ -1,0 +1,102 @@
+"""Every error that tilework raises on purpose, as one tree.
+
+Misuse is a plain :class:`ValueError` or :class:`TypeError`: the program is wrong, and the
+call moved nothing. What goes wrong at run time is one of these::
+
+    RuntimeError
+    └── DistError                      anything between ranks
+        ├── RankFailedError            a rank that this process started failed
+        ├── DistStoreError             a store: time-out, missing key, refused value, full disk
+        │   └── StoreTimeoutError        nobody set the keys in time
+        ├── DistNetworkError           a connection: refused, closed, garbage, wrong secret
+        └── DistBackendError           a process group's backend
+            ├── PeerLostError          a rank died or left while others needed it
+            ├── CollectiveMismatchError  ranks called different things
+            └── CollectiveTimeoutError   ranks did not come in time
+
+A group whose operation raised one of the ``DistBackendError`` family is *aborted*: every
+later operation on it raises the same class at once, on every rank. Destroy it and make a new
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class DistError(RuntimeError):
+    """Base of every run-time error between ranks."""
+
+
+class DistStoreError(DistError):
+    """A store could not do what was asked: time-out, bad value, full disk, foreign file."""
+
+
+class StoreTimeoutError(DistStoreError):
+    """Keys that a store was asked to wait for did not come in time.
+
+    Args:
+        message: What happened, for a person; it starts with ``Timeout``.
+        missing: The keys that were not there when the time was up; empty where unknown.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        #: The keys that were not there when the time was up; empty where unknown.
+        self.missing: tuple[str, ...] = tuple(missing)
+
+
+class DistNetworkError(DistError):
+    """A connection could not be made, was closed, spoke garbage or was refused."""
+
+
+class RankFailedError(DistError):
+    """A rank that this process started raised, exited or was killed.
+
+    Args:
+        message: What happened, with the rank's traceback where there is one.
+        rank: Which rank.
+        exitcode: Its exit status; minus the signal's number where one killed it.
+    """
+
+    def __init__(self, message: str, rank: int = -1, exitcode: int | None = None) -> None:
+        super().__init__(message, rank, exitcode)
+        self.rank = rank
+        self.exitcode = exitcode
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DistBackendError(DistError):
+    """A process group's backend failed.
+
+    Args:
+        message: What happened, for a person.
+        ranks: Global ranks at fault where known (dead, missing or disagreeing ones).
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        #: Global ranks at fault, sorted; empty where unknown.
+        self.ranks: tuple[int, ...] = tuple(sorted(ranks))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args[0], self.ranks)
+
+
+def _rebuild(cls: type[DistBackendError], message: str, ranks: Sequence[int]) -> DistBackendError:
+    return cls(message, ranks=ranks)
+
+
+class PeerLostError(DistBackendError):
+    """A rank died, or left the group, while this rank needed it."""
+
+
+class CollectiveMismatchError(DistBackendError):
+    """Ranks entered different operations, or the same one with different arguments."""
+
+
+class CollectiveTimeoutError(DistBackendError):
+    """Some rank did not enter or finish an operation within its timeout."""

@@ -1,0 +1,132 @@
+"""The contract of a key-value store: how ranks find each other before they have a group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, TypeVar
+
+from tilework.store import checks
+
+DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
+
+#: What a key or value may be; str is stored as UTF-8.
+Data = str | bytes
+
+AnyStore = TypeVar("AnyStore", bound="Store")
+
+
+class Store(ABC):
+    """Keys to bytes, shared by all ranks, with waiting reads and atomic updates.
+
+    Values are ``bytes``; ``str`` arguments are stored as UTF-8. Every method may be called from
+    any thread. None is collective. Blocking methods (``get``, ``wait``, ``multi_get``) raise
+    :class:`~tilework.errors.StoreTimeoutError`, a :class:`~tilework.errors.DistStoreError`, when
+    the timeout passes; the message starts with ``Timeout`` and names the keys and the seconds.
+    A key takes up to 64 KiB and a value up to just under 64 MiB
+    (:data:`~tilework.store.MAX_KEY_BYTES`, :data:`~tilework.store.MAX_VALUE_BYTES`); a longer one
+    is a ValueError. A store is a context manager that closes itself::
+
+        with HashStore() as store:
+            store.set("answer", "42")
+            assert store.add("answer", 1) == 43
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = checks.positive(timeout)
+        self._closed = False
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long blocking methods wait unless told otherwise."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long blocking methods of this object wait from now on. Positive."""
+        self._timeout = checks.positive(timeout)
+
+    @abstractmethod
+    def set(self, key: str, value: Data) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+
+    @abstractmethod
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Wait until ``key`` exists, then return its value."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer (decimal text) at ``key``, 0 if absent; return the new value.
+
+        Raises :class:`~tilework.errors.DistStoreError`, and changes nothing, if ``key`` holds no
+        integer or the sum does not fit into 64 signed bits.
+        """
+
+    @abstractmethod
+    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``; return what it holds afterwards.
+
+        An absent key is set where ``expected`` is empty; otherwise ``expected`` is returned.
+        """
+
+    @abstractmethod
+    def append(self, key: str, value: Data) -> None:
+        """Append to the value at ``key``, which is created if absent."""
+
+    @abstractmethod
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist, without waiting."""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` exist at once. A timeout of zero looks once."""
+
+    @abstractmethod
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``; return whether it existed."""
+
+    @abstractmethod
+    def num_keys(self) -> int:
+        """How many keys exist."""
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """``get`` for several keys, in their order, under one timeout."""
+        deadline = checks.Deadline(self._wait_seconds(timeout))
+        self.wait(keys, timedelta(seconds=deadline.left()))
+        # A key that is deleted in between is waited for again, under what is left of the time.
+        return [self.get(key, timedelta(seconds=deadline.left())) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
+        """``set`` for several keys, in their order; the lengths must agree."""
+        checks.same_length(keys, values)
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def close(self) -> None:
+        """Release sockets, threads and files. Idempotent; other methods then raise."""
+        self._closed = True
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether only holders of the job's secret (or this process or user) can reach the store.
+
+        False unless a store knows better. What decodes to code, such as a pickled object, is
+        taken from authenticated stores only.
+        """
+        return False
+
+    def __enter__(self: AnyStore) -> AnyStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wait_seconds(self, timeout: timedelta | None) -> float:
+        """Seconds that a blocking call with this ``timeout`` argument waits."""
+        return checks.seconds(self._timeout if timeout is None else timeout)
