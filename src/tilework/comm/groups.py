@@ -94,14 +94,10 @@ def init_process_group(
         # Ranks may meet at one store more than once; each of them counts its own visits.
         visit = store.add(f"tilework/visits/{rank}", 1)
         store.set_timeout(limit)
-        plan = _Plan(
-            world,
-            PrefixStore(f"tilework/{visit}", store),
-            tuple(range(world_size)),
-            rank,
-            group_name or DEFAULT_GROUP_NAME,
-            limit,
-        )
+        shared = PrefixStore(f"tilework/{visit}", store)
+        ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
+        _agree(shared, name, f"{world_size} ranks, backend {config}", rank, ranks, limit)
+        plan = _Plan(world, shared, ranks, rank, name, limit)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
     except BaseException:
         world.close()
@@ -206,9 +202,9 @@ def destroy_process_group(group: AnyGroup = None) -> None:
         False
     """
     world = current_world()
-    if isinstance(group, NonMember):
-        return
     found = resolve(group)
+    if isinstance(found, NonMember):
+        return
     world.record(found)
     if found is world.default_group:
         world.close()
@@ -271,7 +267,7 @@ def new_group(
         return None
     store = PrefixStore(name, record.store)
     awaited = members if use_local_synchronization else record.group.global_ranks
-    _agree(store, name, f"ranks {list(members)}, backend {config}", awaited, limit)
+    _agree(store, name, f"ranks {list(members)}, backend {config}", me, awaited, limit)
     if me not in members:
         return NonMember(name, members)
     plan = _Plan(world, store, members, members.index(me), name, limit, group_desc)
@@ -304,18 +300,22 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
 
 
 def _agree(
-    store: Store, name: str, arguments: str, awaited: Sequence[int], limit: timedelta
+    store: Store, name: str, asked: str, me: int, awaited: Sequence[int], limit: timedelta
 ) -> None:
-    """Meet the ``awaited`` ranks, and make sure that they all want the same group."""
-    first = store.compare_set("arguments", "", arguments).decode()
-    if first != arguments:
+    """Meet the ``awaited`` ranks, and make sure that all ask for the same group.
+
+    Raises:
+        CollectiveMismatchError: On every rank, if not.
+        DistStoreError: Some rank did not come in time.
+    """
+    first = store.compare_set("asked", "", f"rank {me} asks for {asked}").decode()
+    if first.partition(" asks for ")[2] != asked:
         store.set(
             "disagreement",
-            f"ranks disagree on group {name!r}: rank {get_rank()} asks for {arguments}, another "
-            f"rank for {first}. Call new_group in the same order with the same arguments on "
-            f"every rank",
+            f"ranks disagree on group {name!r}: rank {me} asks for {asked}, but {first}. "
+            f"Make the same groups in the same order with the same arguments on every rank",
         )
-    store_based_barrier(awaited.index(get_rank()), store, name, len(awaited), limit, limit / 2)
+    store_based_barrier(awaited.index(me), store, name, len(awaited), limit, limit / 2)
     if store.check(["disagreement"]):
         raise CollectiveMismatchError(store.get("disagreement").decode())
 

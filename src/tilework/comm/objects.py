@@ -231,7 +231,7 @@ def broadcast_object_list(
     data = torch.cat(parts).to(_device(pg)) if parts else _room(pg, int(sizes.sum()))
     collectives.broadcast(data, group=pg, group_src=root)
     if not is_root:
-        object_list[:] = [_load(part, weights_only) for part in data.split(sizes.tolist())]
+        object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
 
 
 def scatter_object_list(
@@ -350,7 +350,7 @@ def recv_object_list(
     source = p2p.recv(sizes, src, pg, group_src=group_src)
     data = _room(pg, int(sizes.sum()))
     p2p.recv(data, source, pg)
-    object_list[:] = [_load(part, weights_only) for part in data.split(sizes.tolist())]
+    object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
     return source
 
 

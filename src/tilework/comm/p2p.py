@@ -200,8 +200,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         >>> from tilework.testing import run_ranks
         >>> def program(rank):
         ...     mine, other = torch.tensor([float(rank)]), torch.zeros(1)
-        ...     ops = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
-        ...     for work in dist.batch_isend_irecv(ops):
+        ...     sending = dist.P2POp(dist.isend, mine, 1 - rank)
+        ...     receiving = dist.P2POp(dist.irecv, other, 1 - rank)
+        ...     for work in dist.batch_isend_irecv([sending, receiving]):
         ...         work.wait()
         ...     return other.item()
         >>> run_ranks(2, program)

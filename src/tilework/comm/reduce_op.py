@@ -61,31 +61,30 @@ class ReduceOp(metaclass=_ReduceOpMeta):
         True
     """
 
-    SUM: ClassVar = RedOpType.SUM
-    AVG: ClassVar = RedOpType.AVG
-    PRODUCT: ClassVar = RedOpType.PRODUCT
-    MIN: ClassVar = RedOpType.MIN
-    MAX: ClassVar = RedOpType.MAX
-    BAND: ClassVar = RedOpType.BAND
-    BOR: ClassVar = RedOpType.BOR
-    BXOR: ClassVar = RedOpType.BXOR
-    PREMUL_SUM: ClassVar = RedOpType.PREMUL_SUM
-    RedOpType: ClassVar = RedOpType
+    SUM: ClassVar[RedOpType] = RedOpType.SUM
+    AVG: ClassVar[RedOpType] = RedOpType.AVG
+    PRODUCT: ClassVar[RedOpType] = RedOpType.PRODUCT
+    MIN: ClassVar[RedOpType] = RedOpType.MIN
+    MAX: ClassVar[RedOpType] = RedOpType.MAX
+    BAND: ClassVar[RedOpType] = RedOpType.BAND
+    BOR: ClassVar[RedOpType] = RedOpType.BOR
+    BXOR: ClassVar[RedOpType] = RedOpType.BXOR
+    PREMUL_SUM: ClassVar[RedOpType] = RedOpType.PREMUL_SUM
 
     __slots__ = ("factor", "type")
 
     type: RedOpType
-    factor: float | complex
+    factor: float
 
-    def __init__(self, op: AnyReduceOp, factor: float | complex = 1.0) -> None:
+    def __init__(self, op: AnyReduceOp, factor: float = 1.0) -> None:
         if not isinstance(op, ReduceOp):
             raise TypeError(
                 f"a reduction must be one of ReduceOp.{', '.join(RedOpType.__members__)}, "
                 f"got {op!r} of type {op.__class__.__name__}"
             )
-        is_name = op.__class__ is RedOpType
-        object.__setattr__(self, "type", op if is_name else op.type)
-        object.__setattr__(self, "factor", factor if is_name else op.factor)
+        bare = isinstance(op, RedOpType)
+        object.__setattr__(self, "type", op if bare else op.type)
+        object.__setattr__(self, "factor", factor if bare else op.factor)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ReduceOp is immutable; make a new one instead of setting {name}")
@@ -116,6 +115,9 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     def __repr__(self) -> str:
         return f"<ReduceOp {self}>"
 
+
+# torch's name for the enumeration; inside the class body it would hide the real one.
+ReduceOp.RedOpType = RedOpType  # type: ignore[attr-defined]
 
 #: What the operations accept.
 AnyReduceOp = ReduceOp | RedOpType

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
+from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 
 Kind = Literal[
     "barrier",
@@ -119,12 +119,12 @@ def op_type(op: AnyReduceOp | None) -> str:
     """The reduction's name in lower case; "none" where there is none."""
     if op is None:
         return "none"
-    return str((op if op.__class__ is RedOpType else op.type).value)
+    return str(op.value if isinstance(op, RedOpType) else op.type.value)
 
 
 def op_factor(op: AnyReduceOp | None) -> float:
     """The factor of a PREMUL_SUM; 1 otherwise."""
-    return float(op.factor) if op.__class__ is ReduceOp else 1.0  # type: ignore[union-attr,arg-type]
+    return 1.0 if op is None or isinstance(op, RedOpType) else op.factor
 
 
 class Ticket(Protocol):

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as torch_dist
+import torch.distributed
 from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions, is_backend_available
@@ -23,6 +23,8 @@ from tilework.errors import CollectiveTimeoutError, DistBackendError, PeerLostEr
 from tilework.store.torch_bridge import as_torch_store
 
 _Result = TypeVar("_Result")
+#: torch's engines and their options; absent from builds of torch without them.
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 _DEFAULTS = Options()
 #: Fragments of the engines' messages that tell why they failed.
 _TIMED_OUT = ("timed out", "timeout")
@@ -50,21 +52,21 @@ class EngineGroup(ProcessGroup):
         return self._store_authenticated
 
     def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(torch_dist.AllreduceOptions(), opts)
+        torch_opts = self._options(_c10d.AllreduceOptions(), opts)
         return self._collective("all_reduce", self._backend.allreduce, tensors, torch_opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(torch_dist.AllreduceCoalescedOptions(), opts)
+        torch_opts = self._options(_c10d.AllreduceCoalescedOptions(), opts)
         return self._collective(
             "all_reduce_coalesced", self._backend.allreduce_coalesced, tensors, torch_opts
         )
 
     def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(torch_dist.ReduceOptions(), opts)
+        torch_opts = self._options(_c10d.ReduceOptions(), opts)
         return self._collective("reduce", self._backend.reduce, tensors, torch_opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(torch_dist.BroadcastOptions(), opts)
+        torch_opts = self._options(_c10d.BroadcastOptions(), opts)
         return self._collective("broadcast", self._backend.broadcast, tensors, torch_opts)
 
     def allgather(
@@ -73,7 +75,7 @@ class EngineGroup(ProcessGroup):
         input_tensor_list: list[Tensor],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.AllgatherOptions(), opts)
+        torch_opts = self._options(_c10d.AllgatherOptions(), opts)
         return self._collective(
             "all_gather",
             self._backend.allgather,
@@ -85,7 +87,7 @@ class EngineGroup(ProcessGroup):
     def allgather_into_tensor(
         self, output: Tensor, input: Tensor, opts: Options | None = None
     ) -> Work:
-        torch_opts = self._options(torch_dist.AllgatherOptions(), opts)
+        torch_opts = self._options(_c10d.AllgatherOptions(), opts)
         return self._collective(
             "all_gather_into_tensor", self._backend._allgather_base, output, input, torch_opts
         )
@@ -96,7 +98,7 @@ class EngineGroup(ProcessGroup):
         input_tensor_list: list[Tensor],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.AllgatherOptions(), opts)
+        torch_opts = self._options(_c10d.AllgatherOptions(), opts)
         return self._collective(
             "all_gather_coalesced",
             self._backend.allgather_coalesced,
@@ -111,7 +113,7 @@ class EngineGroup(ProcessGroup):
         input_tensor_list: list[Tensor],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.GatherOptions(), opts)
+        torch_opts = self._options(_c10d.GatherOptions(), opts)
         return self._collective(
             "gather", self._backend.gather, output_tensor_lists, input_tensor_list, torch_opts
         )
@@ -122,7 +124,7 @@ class EngineGroup(ProcessGroup):
         input_tensor_lists: list[list[Tensor]],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.ScatterOptions(), opts)
+        torch_opts = self._options(_c10d.ScatterOptions(), opts)
         return self._collective(
             "scatter", self._backend.scatter, output_tensor_list, input_tensor_lists, torch_opts
         )
@@ -133,7 +135,7 @@ class EngineGroup(ProcessGroup):
         input_tensor_lists: list[list[Tensor]],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.ReduceScatterOptions(), opts)
+        torch_opts = self._options(_c10d.ReduceScatterOptions(), opts)
         return self._collective(
             "reduce_scatter",
             self._backend.reduce_scatter,
@@ -145,7 +147,7 @@ class EngineGroup(ProcessGroup):
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, opts: Options | None = None
     ) -> Work:
-        torch_opts = self._options(torch_dist.ReduceScatterOptions(), opts)
+        torch_opts = self._options(_c10d.ReduceScatterOptions(), opts)
         return self._collective(
             "reduce_scatter_tensor", self._backend._reduce_scatter_base, output, input, torch_opts
         )
@@ -156,7 +158,7 @@ class EngineGroup(ProcessGroup):
         input_tensor_list: list[Tensor],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.AllToAllOptions(), opts)
+        torch_opts = self._options(_c10d.AllToAllOptions(), opts)
         return self._collective(
             "all_to_all", self._backend.alltoall, output_tensor_list, input_tensor_list, torch_opts
         )
@@ -169,7 +171,7 @@ class EngineGroup(ProcessGroup):
         input_split_sizes: list[int],
         opts: Options | None = None,
     ) -> Work:
-        torch_opts = self._options(torch_dist.AllToAllOptions(), opts)
+        torch_opts = self._options(_c10d.AllToAllOptions(), opts)
         return self._collective(
             "all_to_all_single",
             self._backend.alltoall_base,
@@ -182,7 +184,7 @@ class EngineGroup(ProcessGroup):
 
     def barrier(self, opts: Options | None = None) -> Work:
         return self._collective(
-            "barrier", self._backend.barrier, self._options(torch_dist.BarrierOptions(), opts)
+            "barrier", self._backend.barrier, self._options(_c10d.BarrierOptions(), opts)
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
@@ -292,7 +294,7 @@ class EngineWork(Work):
 
     def source_rank(self) -> int:
         self.wait()
-        return self._group.global_ranks[self._work._source_rank()]
+        return self._group.global_ranks[int(self._work._source_rank())]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = self._work.get_future()
@@ -300,10 +302,9 @@ class EngineWork(Work):
 
 
 def _torch_reduce_op(op: AnyReduceOp) -> Any:
-    kind = op if isinstance(op, RedOpType) else op.type
-    if kind is RedOpType.PREMUL_SUM:
-        return torch_dist._make_nccl_premul_sum(op.factor)  # type: ignore[union-attr]
-    return getattr(torch_dist.ReduceOp, kind.name)
+    if not isinstance(op, RedOpType) and op.type is RedOpType.PREMUL_SUM:
+        return _c10d._make_nccl_premul_sum(op.factor)
+    return getattr(_c10d.ReduceOp, op.name if isinstance(op, RedOpType) else op.type.name)
 
 
 def _check_available(name: str) -> None:
@@ -331,25 +332,21 @@ def _engine(name: str, make: Callable[[Any, DistributedBackendOptions, Any], Any
 
 
 def _make_gloo(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    return torch_dist.ProcessGroupGloo(
-        store, request.group_rank, request.group_size, request.timeout
-    )
+    return _c10d.ProcessGroupGloo(store, request.group_rank, request.group_size, request.timeout)
 
 
 def _make_nccl(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    options = options or torch_dist.ProcessGroupNCCL.Options()
+    options = options or _c10d.ProcessGroupNCCL.Options()
     options._timeout = request.timeout
-    return torch_dist.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
+    return _c10d.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
 
 
 def _make_ucc(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    return torch_dist.ProcessGroupUCC(
-        store, request.group_rank, request.group_size, request.timeout
-    )
+    return _c10d.ProcessGroupUCC(store, request.group_rank, request.group_size, request.timeout)
 
 
 def _make_mpi(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    return torch_dist.ProcessGroupMPI.create(list(request.global_ranks_in_group))
+    return _c10d.ProcessGroupMPI.create(list(request.global_ranks_in_group))
 
 
 ENGINES: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {

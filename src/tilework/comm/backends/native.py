@@ -181,8 +181,10 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         operation = Operation("all_to_all", title="all_to_all_single")
         source, target = _plain(input), _stand_in(output, operation)
-        operation.inputs = source.split(input_split_sizes) if input_split_sizes else source
-        operation.outputs = target.split(output_split_sizes) if output_split_sizes else target
+        operation.inputs = _rows(source, input_split_sizes)
+        operation.outputs = (
+            torch.split(target, output_split_sizes) if output_split_sizes else target
+        )
         return self._start(operation, opts or _DEFAULTS)
 
     def barrier(self, opts: Options | None = None) -> Work:
@@ -232,7 +234,7 @@ class NativeGroup(ProcessGroup):
             # This rank leaves in the middle: the others cannot finish.
             self.abort(f"{type(interruption).__name__} in {operation.describe()}")
             raise
-        _settle(outputs, operation.copy_back)
+        settle(outputs, operation.copy_back)
         return CompletedWork(outputs)
 
     def _all(self, works: Sequence[Work]) -> Work:
@@ -394,7 +396,7 @@ class Call(Work):
         assert future is not None
         self._finish()
         if self._error is not None:
-            future.set_exception(self._error)
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it wrongly
         else:
             future.set_result(list(self._outputs))
 
@@ -405,7 +407,7 @@ class Call(Work):
                 return
             fault = self._ticket.fault()
             if fault is None:
-                _settle(self._outputs, self._copy_back)
+                settle(self._outputs, self._copy_back)
             else:
                 self._error = self._group._explain(fault, self._title, self._site)
             self._finished = True
@@ -419,7 +421,9 @@ class _Several(Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait(timeout) for work in self._works])
+        for work in self._works:
+            work.wait(timeout)
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -450,6 +454,7 @@ def _without_ranks(text: str) -> tuple[list[int], str]:
 
 def _plain(tensor: Tensor, as_real: bool = True) -> Tensor:
     """``tensor``'s values as contiguous memory that means what it says."""
+    _check_memory(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if as_real and tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -458,20 +463,44 @@ def _plain(tensor: Tensor, as_real: bool = True) -> Tensor:
 
 def _stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
     """Contiguous memory for ``tensor``'s new values: its own, or noted to be copied back."""
+    _check_memory(tensor)
     memory = tensor.detach()
     if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+        if _overlaps(tensor):
+            raise ValueError(
+                f"cannot write to a tensor of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}, whose elements share memory; pass its clone()"
+            )
         memory = torch.empty(tensor.shape, dtype=tensor.dtype)
         operation.copy_back.append((tensor.detach(), memory))
     return torch.view_as_real(memory) if as_real and memory.is_complex() else memory
 
 
-def _settle(written: Sequence[Tensor], copy_back: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _check_memory(tensor: Tensor) -> None:
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"backends shm and threads move cpu tensors, got one on {tensor.device}; make the "
+            f"group with a backend for it too, like backend='cpu:shm,{tensor.device.type}:nccl'"
+        )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in sizes)
+
+
+def settle(written: Sequence[Tensor], copy_back: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
     """Make written outputs look written: stand-ins copied back, autograd's versions raised."""
     for tensor, memory in copy_back:
         with torch.inference_mode(tensor.is_inference()):
             tensor.copy_(memory)
     # A tensor saved for backward and then overwritten must fail there, not be wrong.
     increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+
+def _rows(tensor: Tensor, splits: list[int]) -> Parts:
+    """``tensor``'s rows per rank; itself, for equal parts, where there are no splits."""
+    return torch.split(tensor, splits) if splits else tensor
 
 
 def _as_list(parts: Parts) -> list[Tensor]:

@@ -25,7 +25,10 @@ from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.engine import Kind, Operation, Parts, Ticket, op_factor, op_type
-from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.native import NativeGroup, settle
+from tilework.comm.callsite import call_site
+from tilework.comm.contract import CompletedWork, Options, Work
+from tilework.comm.reduce_op import AnyReduceOp
 from tilework.errors import DistBackendError, DistStoreError
 
 try:
@@ -33,8 +36,11 @@ try:
 except ImportError:  # installed without the core: make_backend says so when asked for a group
     _core = None  # type: ignore[assignment]
 
+_LABEL_BITS = 0x7FFF_FFFF_FFFF_FFFF
 _HELLO = struct.Struct("=16sI")
 _READY, _GO = b"R", b"G"
+# Verdicts: all is well; ranks that cannot share memory; anything else, each with its reason.
+_FINE, _ELSEWHERE, _FAILED = "fine", "elsewhere", "failed"
 #: Rank 0 gives its verdict before it hangs up, unless it died.
 _VERDICT_TIMEOUT = timedelta(seconds=10)
 
@@ -73,6 +79,18 @@ class ShmEngine:
     def run(self, operation: Operation) -> None:
         self.group.run(*self._arguments(operation))
 
+    def all_reduce(self, tensor: Tensor, op: AnyReduceOp, timeout: float) -> None:
+        """``run`` of an in-place all_reduce, without an Operation."""
+        self.group.all_reduce(
+            tensor.data_ptr(),
+            tensor.nbytes,
+            self._dtypes[tensor.dtype],
+            self._reduce_ops[op_type(op)],
+            op_factor(op),
+            hash(tensor.shape) & _LABEL_BITS,
+            timeout,
+        )
+
     def submit(self, operation: Operation) -> Ticket:
         return self._keep(self.group.submit(*self._arguments(operation)), operation)
 
@@ -104,7 +122,7 @@ class ShmEngine:
             op_factor(op),
             self._spans(operation.inputs, operation.kind in _MANY_INPUTS),
             self._spans(operation.outputs, operation.kind in _MANY_OUTPUTS),
-            hash(operation.shape) & 0x7FFF_FFFF_FFFF_FFFF,
+            hash(operation.shape) & _LABEL_BITS,
             operation.timeout,
         )
 
@@ -131,6 +149,35 @@ class ShmEngine:
         return self.group.statistics()
 
 
+class ShmGroup(NativeGroup):
+    """A native group with a shorter way for what is called most."""
+
+    engine: ShmEngine
+
+    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
+        tensor = tensors[0]
+        if (
+            opts is None
+            or opts.asyncOp
+            or opts.timeout is not None
+            or not (tensor.is_contiguous() and tensor.is_cpu)
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return super().allreduce(tensors, opts)
+        op = opts.reduceOp
+        try:
+            self.engine.all_reduce(tensor, op, self.timeout)
+        except self.engine.fault_type as fault:
+            title = Operation("all_reduce", tensors, tensors, op).describe()
+            raise self._explain(fault.args, title, call_site()) from None
+        except BaseException as interruption:
+            self.abort(f"{type(interruption).__name__} in all_reduce")
+            raise
+        settle(tensors)
+        return CompletedWork(tensors)
+
+
 _MANY_INPUTS: frozenset[Kind] = frozenset({"scatter", "reduce_scatter", "all_to_all"})
 _MANY_OUTPUTS: frozenset[Kind] = frozenset({"all_gather", "gather", "all_to_all"})
 
@@ -150,7 +197,7 @@ def create_shm_group(request: DistributedBackendOptions, options: Any) -> Native
         raise DistBackendError(f"backend 'shm' is not usable: {missing}")
     rank, size = request.group_rank, request.group_size
     group = _host(request) if rank == 0 else _join(request)
-    return NativeGroup(ShmEngine(group, size), rank, size, request.timeout)
+    return ShmGroup(ShmEngine(group, size), rank, size, request.timeout)
 
 
 def _host(request: DistributedBackendOptions) -> _core.Group:
@@ -165,15 +212,21 @@ def _host(request: DistributedBackendOptions) -> _core.Group:
             listener.listen(request.group_size)
             request.store.set("shm/host", f"{nonce.hex()} {_host_identity()}")
             reception = _Reception(request, listener, fd, nonce)
-            reason = reception.receive_all()
-            request.store.set("shm/verdict", reason)
-            reception.dismiss(go=not reason)
+            verdict = reception.receive_all()
+            request.store.set("shm/verdict", verdict)
+            reception.dismiss(go=verdict == _FINE)
     finally:
         os.close(fd)
-    if reason:
+    if verdict != _FINE:
         group.close()
-        raise CannotShareMemoryError(reason)
+        raise _error_of(verdict)
     return group
+
+
+def _error_of(verdict: str) -> DistBackendError:
+    """Every rank raises the same."""
+    kind, _, reason = verdict.partition(":")
+    return CannotShareMemoryError(reason) if kind == _ELSEWHERE else DistBackendError(reason)
 
 
 class _Reception:
@@ -190,7 +243,7 @@ class _Reception:
         self._ready: set[int] = set()
 
     def receive_all(self) -> str:
-        """Wait until every rank has mapped the segment; return "" or why that cannot be."""
+        """Wait until every rank has mapped the segment; return the verdict."""
         request = self._request
         limit = request.timeout.total_seconds()
         deadline = time.monotonic() + limit
@@ -199,24 +252,25 @@ class _Reception:
             selector.register(self._listener, selectors.EVENT_READ, None)
             while len(self._ready) < request.group_size - 1:
                 for key, _ in selector.select(0.1):
-                    reason = self._serve(selector, key.data)
-                    if reason:
-                        return reason
+                    if not self._serve(selector, key.data):
+                        rank = request.global_ranks_in_group[key.data]
+                        return f"{_FAILED}:rank {rank} ended while joining"
                 if request.store.check(["shm/refused"]):
-                    return request.store.get("shm/refused").decode()
+                    return f"{_ELSEWHERE}:{request.store.get('shm/refused').decode()}"
                 if time.monotonic() > deadline:
-                    return self._late(limit)
-        return ""
+                    return f"{_FAILED}:{self._late(limit)}"
+        return _FINE
 
-    def _serve(self, selector: selectors.BaseSelector, rank: int | None) -> str:
+    def _serve(self, selector: selectors.BaseSelector, rank: int | None) -> bool:
+        """Serve a newcomer or a joined rank; return whether all is well."""
         if rank is None:
             self._welcome(selector)
-            return ""
+            return True
         if self._joined[rank].recv(1) != _READY:
-            return f"rank {self._request.global_ranks_in_group[rank]} ended while joining"
+            return False
         self._ready.add(rank)
         selector.unregister(self._joined[rank])
-        return ""
+        return True
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
         """Hand the segment to who proves to be one of us; close on anyone else."""
@@ -278,10 +332,10 @@ def _join(request: DistributedBackendOptions) -> _core.Group:
         _refuse(request, identity, error)
     try:
         store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
-        reason = store.get("shm/verdict").decode()
+        verdict = store.get("shm/verdict").decode()
     except DistStoreError:
-        reason = ""
-    raise CannotShareMemoryError(reason or "rank 0 ended while the group was made")
+        verdict = f"{_FAILED}:rank 0 ended while the group was made"
+    raise _error_of(verdict)
 
 
 def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _core.Group:
