@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 #: Bumped whenever the segment's layout changes; ranks with another value cannot join.
 ABI: int
 
+#: Slots of this size measure best; the argument for create_segment where there is no other reason.
+DEFAULT_SLOT_BYTES: int
+
 class Fault(RuntimeError):
     """What the core raises; the shm backend turns it into tilework's errors.
 
@@ -76,6 +79,10 @@ class Group:
     def isend(self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> Ticket: ...
     def irecv(self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> Ticket:
         """src == -1 receives from any rank."""
+    def send(self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> None:
+        """isend and wait, by the shortest path: no thread of the core is woken."""
+    def recv(self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> int:
+        """irecv and wait, by the shortest path; returns the source."""
 
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
         """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,

@@ -1,0 +1,191 @@
+#include "agreement.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "fault.h"
+
+namespace tilework {
+namespace {
+
+constexpr uint64_t kRagged = uint64_t{1} << 24;
+constexpr auto relaxed = std::memory_order_relaxed;  // the step counter publishes the headers
+
+uint64_t pack(const Operation& operation, bool is_ragged) {
+  return static_cast<uint64_t>(operation.kind) | static_cast<uint64_t>(operation.dtype) << 8 |
+         static_cast<uint64_t>(operation.reduce_op) << 16 | (is_ragged ? kRagged : 0) |
+         static_cast<uint64_t>(operation.root) << 32;
+}
+
+/// Whether data goes from one rank to another in this kind of operation.
+bool routed(Kind kind, int root, int from, int to) {
+  if (kind == Kind::kGather) return to == root;
+  if (kind == Kind::kScatter) return from == root;
+  return true;
+}
+
+/// What a rank sends to, and expects from, each rank.
+struct Pieces {
+  const Operation& operation;
+  int rank;
+
+  int64_t sends(int to) const {
+    if (!routed(operation.kind, operation.root, rank, to)) return 0;
+    const bool one = operation.kind == Kind::kAllGather || operation.kind == Kind::kGather;
+    return static_cast<int64_t>(operation.inputs[one ? 0 : to].bytes);
+  }
+  int64_t expects(int from) const {
+    if (!routed(operation.kind, operation.root, from, rank)) return 0;
+    const bool one = operation.kind == Kind::kScatter || operation.kind == Kind::kReduceScatter;
+    return static_cast<int64_t>(operation.outputs[one ? 0 : from].bytes);
+  }
+};
+
+bool all_equal(const Buffers& buffers, size_t bytes) {
+  for (int i = 0; i < buffers.count; ++i)
+    if (buffers[i].bytes != bytes) return false;
+  return true;
+}
+
+size_t first_bytes(const Operation& operation) {
+  if (operation.inputs.count > 0) return operation.inputs[0].bytes;
+  return operation.outputs.count > 0 ? operation.outputs[0].bytes : 0;
+}
+
+std::string describe(const Call& call) {
+  std::string text = kind_name(call.kind());
+  text += "(" + std::string(dtype_name(call.dtype()));
+  if (call.reduce_op() != 0) text += std::string(", ") + reduce_op_name(call.reduce_op());
+  text += ", root " + std::to_string(call.root());
+  text += call.ragged() ? ", uneven sizes" : ", " + std::to_string(call.bytes) + " bytes";
+  return text + ") as operation #" + std::to_string(call.sequence);
+}
+
+/// Ranks that called alike, told in one breath; the largest group is taken to be right.
+Fault disagreement(const std::vector<Call>& calls, bool labels_only) {
+  std::map<std::string, std::vector<int>> groups;
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    std::string text = describe(calls[rank]);
+    if (labels_only) text += " with shapes of label " + std::to_string(calls[rank].label);
+    groups[text].push_back(static_cast<int>(rank));
+  }
+  std::vector<const std::pair<const std::string, std::vector<int>>*> order;
+  for (auto& group : groups) order.push_back(&group);
+  std::sort(order.begin(), order.end(), [](auto* a, auto* b) {
+    return std::make_pair(b->second.size(), a->second[0]) <
+           std::make_pair(a->second.size(), b->second[0]);
+  });
+  std::string text;
+  std::vector<int> blamed;
+  const bool majority = order[0]->second.size() * 2 > calls.size();
+  for (auto* group : order) {
+    text += (text.empty() ? "" : "; ") + name_ranks(group->second) + " called " + group->first;
+    if (majority && group == order[0]) continue;
+    blamed.insert(blamed.end(), group->second.begin(), group->second.end());
+  }
+  std::sort(blamed.begin(), blamed.end());
+  return Fault("mismatch", blamed, text);
+}
+
+/// The tables of all ranks, real or implied by a uniform header.
+class Tables {
+ public:
+  Tables(const Segment& segment, unsigned parity, const std::vector<Call>& calls)
+      : segment_(segment), parity_(parity), calls_(calls) {}
+
+  int64_t sends(int from, int to) const { return entry(from, to, 0); }
+  int64_t expects(int at, int from) const { return entry(at, from, calls_.size()); }
+
+ private:
+  int64_t entry(int rank, int peer, size_t base) const {
+    if (!calls_[rank].ragged()) return static_cast<int64_t>(calls_[rank].bytes);
+    return segment_.table(rank, parity_)[base + peer].load(relaxed);
+  }
+
+  const Segment& segment_;
+  unsigned parity_;
+  const std::vector<Call>& calls_;
+};
+
+uint64_t compare_pairs(const Segment& segment, unsigned parity, const std::vector<Call>& calls) {
+  Tables tables(segment, parity, calls);
+  const int size = static_cast<int>(calls.size());
+  const auto kind = static_cast<Kind>(calls[0].kind());
+  int64_t longest = 0;
+  for (int from = 0; from < size; ++from)
+    for (int to = 0; to < size; ++to) {
+      if (from == to || !routed(kind, calls[0].root(), from, to)) continue;
+      const int64_t sent = tables.sends(from, to), expected = tables.expects(to, from);
+      if (sent != expected || sent < 0)
+        throw Fault("mismatch", {std::min(from, to), std::max(from, to)},
+                    "rank " + std::to_string(from) + " sends " + std::to_string(sent) +
+                        " bytes to rank " + std::to_string(to) + ", which expects " +
+                        std::to_string(expected) + ", in " + describe(calls[from]));
+      longest = std::max(longest, sent);
+    }
+  return static_cast<uint64_t>(longest);
+}
+
+/// The slow path: something differs, which in some kinds is allowed.
+uint64_t settle(const Segment& segment, unsigned parity) {
+  std::vector<Call> calls;
+  for (int rank = 0; rank < segment.size(); ++rank)
+    calls.push_back(read_call(segment.control(rank).headers[parity]));
+  const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<Kind>(calls[0].kind()));
+  const uint64_t mask = may_differ ? ~kRagged : ~uint64_t{0};
+  bool what = false, labels = false;
+  for (const Call& call : calls) {
+    what |= call.sequence != calls[0].sequence || ((call.what ^ calls[0].what) & mask) != 0 ||
+            (!may_differ && call.bytes != calls[0].bytes);
+    labels |= call.label != calls[0].label;
+  }
+  if (what || labels) throw disagreement(calls, !what);
+  return may_differ ? compare_pairs(segment, parity, calls) : calls[0].bytes;
+}
+
+}  // namespace
+
+Call read_call(const OperationHeader& header) {
+  const uint64_t bits = header.factor.load(relaxed);
+  Call call{header.sequence.load(relaxed), header.what.load(relaxed), header.bytes.load(relaxed),
+            header.label.load(relaxed), 0};
+  memcpy(&call.factor, &bits, sizeof bits);
+  return call;
+}
+
+void publish_call(const Operation& operation, int rank, int size, OperationHeader& header,
+                  std::atomic<int64_t>* tables) {
+  const size_t bytes = first_bytes(operation);
+  const bool uneven = ragged(operation.kind) && !(all_equal(operation.inputs, bytes) &&
+                                                  all_equal(operation.outputs, bytes));
+  uint64_t factor;
+  memcpy(&factor, &operation.factor, sizeof factor);
+  header.sequence.store(operation.sequence, relaxed);
+  header.what.store(pack(operation, uneven), relaxed);
+  header.bytes.store(bytes, relaxed);
+  header.label.store(operation.label, relaxed);
+  header.factor.store(factor, relaxed);
+  if (!uneven) return;
+  const Pieces pieces{operation, rank};
+  for (int peer = 0; peer < size; ++peer) {
+    tables[peer].store(pieces.sends(peer), relaxed);
+    tables[size + peer].store(pieces.expects(peer), relaxed);
+  }
+}
+
+uint64_t agree(const Segment& segment, int rank, unsigned parity, std::vector<double>& factors) {
+  const Call mine = read_call(segment.control(rank).headers[parity]);
+  bool same = !mine.ragged();
+  for (int peer = 0; peer < segment.size(); ++peer) {
+    const Call call = read_call(segment.control(peer).headers[parity]);
+    factors[peer] = call.factor;
+    same &= call.sequence == mine.sequence && call.what == mine.what && call.bytes == mine.bytes &&
+            call.label == mine.label;
+  }
+  return same ? mine.bytes : settle(segment, parity);
+}
+
+}  // namespace tilework

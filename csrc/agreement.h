@@ -1,0 +1,39 @@
+// Whether all ranks called the same operation. Each publishes a header with its first round; all
+// compare all headers, so that every rank sees a mismatch, and all see the same one.
+//
+// In the gathering and scattering kinds sizes may differ by rank. A rank whose pieces all have
+// one size says so in its header ("uniform": the usual case costs nothing); any other rank
+// publishes a table: what it sends to and expects from each rank. All ranks then compare all
+// pairs, and learn the longest piece, which tells how many rounds there are.
+#pragma once
+
+#include <vector>
+
+#include "operation.h"
+#include "segment.h"
+
+namespace tilework {
+
+/// An OperationHeader by value.
+struct Call {
+  uint64_t sequence, what, bytes, label;
+  double factor;
+
+  unsigned kind() const { return what & 0xff; }
+  unsigned dtype() const { return what >> 8 & 0xff; }
+  unsigned reduce_op() const { return what >> 16 & 0xff; }
+  bool ragged() const { return what >> 24 & 1; }
+  int root() const { return static_cast<int>(what >> 32); }
+};
+
+Call read_call(const OperationHeader& header);
+
+/// Write this rank's header, and its table where it needs one. `tables`: 2N numbers.
+void publish_call(const Operation& operation, int rank, int size, OperationHeader& header,
+                  std::atomic<int64_t>* tables);
+
+/// Read all ranks' headers of the same round and return the longest piece that one rank sends to
+/// another, in bytes; throws Fault("mismatch") where they disagree. Fills one factor per rank.
+uint64_t agree(const Segment& segment, int rank, unsigned parity, std::vector<double>& factors);
+
+}  // namespace tilework

@@ -1,0 +1,265 @@
+// Algorithms, for N ranks and n bytes per rank. Each round moves at most slot_bytes per rank, a
+// size that stays in the second-level cache, so that a byte goes through the memory bus when it is
+// read from the input and when it is written to the output, not in between.
+//
+//   kinds                     rounds                 bytes written + read per rank
+//   barrier                   1                      none
+//   all_reduce, small         1                      n + N n
+//   all_reduce, large         n / slot + 1           n + 2 n (see reduce_in_parts)
+//   broadcast, all_gather,    longest / slot         own + all that is received
+//   gather
+//   scatter, all_to_all,      longest (N-1) / slot   all that is sent + all that is received
+//   reduce_scatter
+//
+// The large all_reduce is the reduce-scatter and all-gather of R. Rabenseifner, "Optimization of
+// Collective Reduction Operations" (2004), with both halves pipelined over chunks.
+#include "collectives.h"
+
+#include <string.h>
+
+#include <algorithm>
+
+namespace tilework {
+namespace {
+
+constexpr size_t kBlock = 16 * 1024;  // fits the first-level cache twice
+
+size_t align_down(size_t n) { return n / kLine * kLine; }
+size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }
+size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
+
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0 && to != from) memcpy(to, from, bytes);
+}
+
+/// Bytes [offset, offset + length) of a buffer, as far as it has them.
+Buffer piece(const Buffer& buffer, size_t offset, size_t length) {
+  if (offset >= buffer.bytes) return {buffer.data, 0};
+  return {buffer.data + offset, std::min(length, buffer.bytes - offset)};
+}
+
+size_t elements(const Operation& operation, size_t bytes) {
+  return bytes / kItemBytes[static_cast<size_t>(operation.dtype)];
+}
+
+// ---- operations that move data ---------------------------------------------------------------
+
+/// Which buffer of this rank goes to, and which comes from, each peer.
+class Routes {
+ public:
+  explicit Routes(const Exchange& x) : x_(x), operation_(x.operation) {}
+
+  /// Whether peers get different data, so that the slot is divided among them.
+  bool split() const {
+    return operation_.kind == Kind::kScatter || operation_.kind == Kind::kAllToAll ||
+           operation_.kind == Kind::kReduceScatter;
+  }
+  size_t cell_bytes() const {
+    return split() ? align_down(x_.slot_bytes / std::max(1, x_.size - 1)) : x_.slot_bytes;
+  }
+  /// Where in the slot of `from` the data for `to` lies.
+  size_t cell(int from, int to) const { return split() ? (to - (to > from)) * cell_bytes() : 0; }
+
+  Buffer outgoing(int peer) const {
+    switch (operation_.kind) {
+      case Kind::kBroadcast: return root() ? operation_.outputs[0] : Buffer{};
+      case Kind::kAllGather: return operation_.inputs[0];
+      case Kind::kGather: return root() == (peer == x_.rank) ? operation_.inputs[0] : Buffer{};
+      case Kind::kScatter: return root() ? operation_.inputs[peer] : Buffer{};
+      default: return operation_.inputs[peer];
+    }
+  }
+  Buffer incoming(int peer) const {
+    switch (operation_.kind) {
+      case Kind::kBroadcast: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
+      case Kind::kGather: return root() ? operation_.outputs[peer] : Buffer{};
+      case Kind::kScatter: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
+      default: return operation_.outputs[peer];
+    }
+  }
+
+ private:
+  bool root() const { return x_.rank == operation_.root; }
+
+  const Exchange& x_;
+  const Operation& operation_;
+};
+
+void write_pieces(const Exchange& x, const Routes& routes, size_t offset) {
+  const int last = routes.split() ? x.size : 1;
+  for (int i = 0; i < last; ++i) {
+    const int peer = routes.split() ? i : (x.rank + 1) % x.size;
+    if (peer == x.rank) continue;
+    const Buffer part = piece(routes.outgoing(peer), offset, routes.cell_bytes());
+    copy(x.slot() + routes.cell(x.rank, peer), part.data, part.bytes);
+  }
+}
+
+void copy_own(const Exchange& x, const Routes& routes, size_t offset, size_t length) {
+  const Buffer from = piece(routes.outgoing(x.rank), offset, length);
+  copy(piece(routes.incoming(x.rank), offset, length).data, from.data, from.bytes);
+}
+
+void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
+  for (int i = 1; i < x.size; ++i) {
+    const int peer = (x.rank + i) % x.size;  // each rank starts elsewhere
+    const Buffer part = piece(routes.incoming(peer), offset, routes.cell_bytes());
+    copy(part.data, x.slot_of(peer) + routes.cell(peer, x.rank), part.bytes);
+  }
+}
+
+/// broadcast, all_gather, gather, scatter, all_to_all. Own parts are copied while peers arrive.
+void move(Exchange& x) {
+  const Routes routes(x);
+  const size_t cell = routes.cell_bytes();
+  size_t offset = 0;
+  do {
+    write_pieces(x, routes, offset);
+    x.publish();
+    copy_own(x, routes, offset, cell);
+    x.await();
+    read_pieces(x, routes, offset);
+    offset += cell;
+  } while (offset < x.longest());
+  copy_own(x, routes, offset, SIZE_MAX);
+}
+
+// ---- operations that reduce ------------------------------------------------------------------
+
+/// Reduce `bytes` bytes at sources() into `to`, and also into `copy_to` unless that is null,
+/// block by block so that the copy reads from the first-level cache.
+void reduce_blocks(Exchange& x, char* to, char* copy_to, size_t bytes) {
+  auto& sources = x.sources();
+  for (size_t done = 0; done < bytes; done += kBlock) {
+    const size_t block = std::min(kBlock, bytes - done);
+    x.operation.reduction(to + done, sources.data(), x.factors().data(), x.size,
+                          elements(x.operation, block));
+    if (copy_to) copy(copy_to + done, to + done, block);
+    for (auto& source : sources) source = static_cast<const char*>(source) + block;
+  }
+}
+
+void reduce_scatter(Exchange& x) {
+  const Routes routes(x);
+  const size_t cell = routes.cell_bytes();
+  size_t offset = 0;
+  do {
+    write_pieces(x, routes, offset);
+    x.turn();
+    const Buffer result = piece(x.operation.outputs[0], offset, cell);
+    for (int peer = 0; peer < x.size; ++peer)
+      x.sources()[peer] = peer == x.rank ? x.operation.inputs[peer].data + offset
+                                         : x.slot_of(peer) + routes.cell(peer, x.rank);
+    reduce_blocks(x, result.data, nullptr, result.bytes);
+    offset += cell;
+  } while (offset < x.longest());
+}
+
+/// Every rank shows all it has; whoever wants the result reduces all of it.
+void reduce_whole(Exchange& x, const Buffer& input, char* output) {
+  copy(x.slot(), input.data, input.bytes);
+  x.turn();
+  if (!output) return;
+  for (int peer = 0; peer < x.size; ++peer)
+    x.sources()[peer] = peer == x.rank ? input.data : x.slot_of(peer);
+  reduce_blocks(x, output, nullptr, input.bytes);
+}
+
+/// How a long reduction is cut: into chunks, one per round; a chunk into parts, one per owner.
+struct Cut {
+  Cut(size_t bytes_, int size, size_t slot_bytes)
+      : bytes(bytes_), cell(align_down(slot_bytes / size)) {
+    chunks = ceil_div(bytes, cell * size);
+    chunk = align_up(ceil_div(ceil_div(bytes, chunks), size)) * size;  // equal chunks
+    part = chunk / size;
+  }
+  Buffer of(char* data, size_t index, int owner) const {
+    const size_t begin = std::min(bytes, index * chunk + owner * part);
+    const size_t end = std::min(bytes, begin + part);
+    return {data + begin, end - begin};
+  }
+
+  size_t bytes, cell, chunks, chunk, part;
+};
+
+/// Each rank owns a part of each chunk. In round t it shows its contributions to chunk t, for
+/// their owners, and its finished part of chunk t - 1; then it reduces its part of chunk t, straight
+/// into its slot for the next round, and copies the others' parts of chunk t - 1 out.
+/// `output` is null on ranks that do not want the result.
+void reduce_in_parts(Exchange& x, const Buffer& input, char* output) {
+  const Cut cut(input.bytes, x.size, x.slot_bytes);
+  for (size_t t = 0; t <= cut.chunks; ++t) {
+    for (int owner = 0; t < cut.chunks && owner < x.size; ++owner) {
+      const Buffer part = cut.of(input.data, t, owner);
+      if (owner != x.rank) copy(x.slot() + owner * cut.cell, part.data, part.bytes);
+    }
+    x.turn();
+    if (t < cut.chunks) {
+      const Buffer mine = cut.of(input.data, t, x.rank);
+      for (int peer = 0; peer < x.size; ++peer)
+        x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer) + x.rank * cut.cell;
+      reduce_blocks(x, x.slot() + x.rank * cut.cell,
+                    output ? cut.of(output, t, x.rank).data : nullptr, mine.bytes);
+    }
+    for (int i = 1; t > 0 && output && i < x.size; ++i) {
+      const int owner = (x.rank + i) % x.size;
+      const Buffer part = cut.of(output, t - 1, owner);
+      copy(part.data, x.slot_of(owner) + owner * cut.cell, part.bytes);
+    }
+  }
+}
+
+/// all_reduce and reduce.
+void reduce(Exchange& x) {
+  const Buffer input = x.operation.inputs[0];
+  char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
+  if (x.size == 1 || input.bytes <= std::min(small_bytes(x.size), x.slot_bytes))
+    reduce_whole(x, input, output);
+  else
+    reduce_in_parts(x, input, output);
+}
+
+void run(Exchange& x) {
+  switch (x.operation.kind) {
+    case Kind::kBarrier: return x.turn();
+    case Kind::kAllReduce: case Kind::kReduce: return reduce(x);
+    case Kind::kReduceScatter: return reduce_scatter(x);
+    default: return move(x);
+  }
+}
+
+/// What a rank brings in, or where it brings nothing in, takes out.
+size_t payload_bytes(const Operation& operation) {
+  const Buffers& side = operation.inputs.count > 0 ? operation.inputs : operation.outputs;
+  size_t bytes = 0;
+  for (int i = 0; i < side.count; ++i) bytes += side[i].bytes;
+  return bytes;
+}
+
+}  // namespace
+
+size_t small_bytes(int size) { return size_t{64} * 1024 / size; }
+
+void Collectives::execute(const Operation& operation, const Patience& patience) {
+  if (cause_) throw *cause_;
+  if (auto fault = station_.stopped()) throw *fault;
+  try {
+    Exchange exchange(station_, state_, operation, patience, cancelled_);
+    run(exchange);
+  } catch (const Fault& fault) {
+    cause_ = fault;
+    throw;
+  } catch (const Interrupted&) {
+    cause_ = Fault("aborted", {station_.rank}, "a signal interrupted an operation of this rank");
+    throw;
+  }
+  station_.operations.fetch_add(1, std::memory_order_relaxed);
+  station_.bytes.fetch_add(payload_bytes(operation), std::memory_order_relaxed);
+}
+
+void Collectives::cancel() {
+  cancelled_.store(true);
+  station_.segment.control(station_.rank).turn_bell.ring_always();
+}
+
+}  // namespace tilework

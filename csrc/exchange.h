@@ -1,0 +1,76 @@
+// Rounds: how ranks exchange data. In each round every rank writes into its outbox slot, publishes
+// that it did, waits until all have, and reads what it needs from the slots of the others.
+//
+// Each rank has one counter, `step`, of the rounds it has published, and two slots; round s uses
+// slot s % 2. One wait per round is enough. Claim: when a rank writes its slot for round s, nobody
+// reads that slot for round s - 2 any more. Proof: it has finished waiting in round s - 1, so every
+// peer has published s - 1; a peer publishes s - 1 only after it finished reading in round s - 2.
+// The counter never restarts, so this holds across operations too, whatever they are, and no two
+// operations share a slot that is in use. The same holds for headers and tables, which live by
+// the parity of their operation's first round.
+//
+// Cost of a round: one store, N - 1 cache lines read, and where ranks sleep one wake-up each by
+// the rank that arrives last.
+#pragma once
+
+#include <vector>
+
+#include "agreement.h"
+#include "station.h"
+
+namespace tilework {
+
+/// What outlives an operation.
+struct RoundState {
+  explicit RoundState(int size) : factors(size), sources(size) {}
+  uint64_t step = 0;
+  std::vector<double> factors;        // per rank, of the current operation
+  std::vector<const void*> sources;  // scratch for reductions
+};
+
+/// The rounds of one operation. The first one carries the header.
+class Exchange {
+ public:
+  /// `stop` is asked for reasons to give up, while waiting.
+  Exchange(Station& station, RoundState& state, const Operation& operation,
+           const Patience& patience, const std::atomic<bool>& cancelled);
+
+  /// Where to write for the coming round. Not between publish() and await().
+  char* slot() const { return segment_.slot(rank, parity(1)); }
+  /// What a rank wrote for the current round; valid until the next publish().
+  const char* slot_of(int peer) const { return segment_.slot(peer, parity(0)); }
+
+  void publish();
+  void await();
+  void turn() {
+    publish();
+    await();
+  }
+
+  /// The longest piece that one rank sends to another; known after the first round.
+  uint64_t longest() const { return longest_; }
+  std::vector<double>& factors() { return state_.factors; }
+  std::vector<const void*>& sources() { return state_.sources; }
+
+  const Operation& operation;
+  const int rank;
+  const int size;
+  const size_t slot_bytes;
+
+ private:
+  unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
+  bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
+  bool all_arrived(int& next) const;
+  std::optional<Fault> trouble(bool slice_over) const;
+  Fault late(const std::vector<int>& missing) const;
+
+  Station& station_;
+  const Segment& segment_;
+  RoundState& state_;
+  const Patience& patience_;
+  const std::atomic<bool>& cancelled_;
+  const uint64_t first_step_;
+  uint64_t longest_ = 0;
+};
+
+}  // namespace tilework

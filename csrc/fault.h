@@ -1,0 +1,28 @@
+// How the core says that an operation failed. Misuse is std::invalid_argument (Python's
+// ValueError), thrown before anything moves; what goes wrong between ranks is a Fault.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tilework {
+
+/// kind is "mismatch", "peer_lost", "timeout", "aborted" or "closed"; ranks are those at fault.
+struct Fault : std::runtime_error {
+  Fault(const char* kind_, std::vector<int> ranks_, const std::string& text)
+      : std::runtime_error(text), kind(kind_), ranks(std::move(ranks_)) {}
+
+  std::string kind;
+  std::vector<int> ranks;
+};
+
+/// A signal handler of the interpreter raised; its exception is pending in the calling thread.
+struct Interrupted : std::exception {
+  const char* what() const noexcept override { return "interrupted by a signal"; }
+};
+
+/// "rank 3" or "ranks 1, 2, 7 and 60 more".
+std::string name_ranks(const std::vector<int>& ranks);
+
+}  // namespace tilework

@@ -1,0 +1,318 @@
+#include "group.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace tilework {
+
+/// A submitted collective; owns its lists of buffers.
+struct Group::Queued {
+  Queued(const Operation& operation_, double timeout_)
+      : inputs(operation_.inputs.items, operation_.inputs.items + operation_.inputs.count),
+        outputs(operation_.outputs.items, operation_.outputs.items + operation_.outputs.count),
+        operation(operation_),
+        timeout(timeout_) {
+    operation.inputs.items = inputs.data();
+    operation.outputs.items = outputs.data();
+  }
+
+  std::vector<Buffer> inputs, outputs;
+  Operation operation;
+  double timeout;
+  std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
+};
+
+/// A thread inside a method of a group; the segment stays mapped meanwhile.
+class Group::Entry {
+ public:
+  explicit Entry(Group& group) : group_(group), outer_(innermost) {
+    if (group.generation_ != fork_generation())
+      throw Fault("closed", {group.rank_},
+                  "the group belongs to process " + std::to_string(group.pid_) +
+                      ", of which this is a fork; a forked process makes its own groups");
+    group_.inside_.fetch_add(1);
+    if (group_.closing_.load()) {
+      group_.inside_.fetch_sub(1);
+      throw Fault("closed", {group.rank_}, "the group was closed on this rank");
+    }
+    innermost = this;
+  }
+  ~Entry() {
+    innermost = outer_;
+    group_.inside_.fetch_sub(1);
+  }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+
+  /// How many entries of this thread are in `group`: callbacks may call back.
+  static int depth(const Group& group) {
+    int count = 0;
+    for (Entry* entry = innermost; entry; entry = entry->outer_) count += &entry->group_ == &group;
+    return count;
+  }
+
+ private:
+  static thread_local Entry* innermost;
+  Group& group_;
+  Entry* outer_;
+};
+
+thread_local Group::Entry* Group::Entry::innermost = nullptr;
+
+std::shared_ptr<Group> Group::make(int fd, int rank, int size, const std::string& nonce) {
+  if (rank < 0 || rank >= size)
+    throw std::invalid_argument("rank: " + std::to_string(rank) + " given, 0 to size - 1 (" +
+                                std::to_string(size - 1) + ") is possible");
+  std::shared_ptr<Group> group(new Group(fd, rank, size, nonce));
+  group->engine_->mail.set_owner(group);
+  return group;
+}
+
+Group::Group(int fd, int rank, int size, const std::string& nonce)
+    : rank_(rank),
+      size_(size),
+      pid_(getpid()),
+      generation_(fork_generation()),
+      engine_(std::make_unique<Engine>(fd, rank, size, nonce)) {}
+
+Group::~Group() {
+  close();
+  if (!thread_.joinable()) return;
+  if (thread_.get_id() == std::this_thread::get_id())
+    thread_.detach();  // it held the last reference, and ends now
+  else
+    thread_.join();
+}
+
+Patience Group::patience(double timeout, SignalCheck signals, Pace pace) const {
+  return {pace, timeout, deadline_after(timeout), signals, &engine_->station.sleeps};
+}
+
+// ---- collectives -----------------------------------------------------------------------------
+
+/// Number the operation; true if this thread may execute it now, false if it must be queued.
+bool Group::claim(Operation& operation, bool inline_only) {
+  operation.sequence = ++sequence_;
+  if (!inline_only || busy_ || !queue_.empty()) return false;
+  return busy_ = true;
+}
+
+void Group::release() {
+  std::lock_guard<std::mutex> lock(order_);
+  busy_ = false;
+  if (!queue_.empty()) work_.notify_one();
+}
+
+void Group::run(Operation& operation, double timeout, SignalCheck signals) {
+  Entry entry(*this);
+  prepare(operation, rank_, size_);
+  std::shared_ptr<Ticket> ticket;
+  {
+    std::lock_guard<std::mutex> lock(order_);
+    if (!claim(operation, true)) ticket = enqueue(operation, timeout);
+  }
+  if (ticket) return wait_for_queued(*ticket, signals);
+  struct Release {
+    ~Release() { group.release(); }
+    Group& group;
+  } release{*this};
+  engine_->collectives.execute(operation, patience(timeout, signals, engine_->station.pace));
+}
+
+std::shared_ptr<Ticket> Group::submit(Operation& operation, double timeout) {
+  Entry entry(*this);
+  prepare(operation, rank_, size_);
+  std::lock_guard<std::mutex> lock(order_);
+  claim(operation, false);
+  return enqueue(operation, timeout);
+}
+
+/// Under order_.
+std::shared_ptr<Ticket> Group::enqueue(const Operation& operation, double timeout) {
+  queue_.push_back(std::make_unique<Queued>(operation, timeout));
+  if (!thread_.joinable())
+    thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
+  work_.notify_one();
+  return queue_.back()->ticket;
+}
+
+void Group::wait_for_queued(Ticket& ticket, SignalCheck signals) {
+  try {
+    ticket.sleep_until_done(patience(-1, signals, engine_->station.background_pace));
+  } catch (const Interrupted&) {
+    engine_->collectives.cancel();  // the caller may free the buffers once we return
+    ticket.sleep_until_done(patience(-1, nullptr, engine_->station.background_pace));
+    throw;
+  }
+  if (auto fault = ticket.fault()) throw *fault;
+}
+
+/// The progress thread: one operation after the other; on closing each fails at once.
+void Group::run_thread() {
+  for (;;) {
+    std::unique_ptr<Queued> next;
+    {
+      std::unique_lock<std::mutex> lock(order_);
+      work_.wait(lock, [this] { return !busy_ && (!queue_.empty() || stopping_); });
+      if (queue_.empty()) return;
+      next = std::move(queue_.front());
+      queue_.pop_front();
+      busy_ = true;
+    }
+    std::optional<Fault> fault;
+    try {
+      engine_->collectives.execute(
+          next->operation, patience(next->timeout, nullptr, engine_->station.background_pace));
+    } catch (const Fault& caught) {
+      fault = caught;
+    }
+    release();
+    next->ticket->complete(std::move(fault));
+  }
+}
+
+// ---- messages --------------------------------------------------------------------------------
+
+void Group::post(const RequestPtr& request, bool will_wait) {
+  Entry entry(*this);
+  const std::string name = request->is_send ? "send" : "receive";
+  const int lowest = request->is_send ? 0 : kAnyRank;
+  if (request->peer < lowest || request->peer >= size_)
+    throw std::invalid_argument(name + ": rank " + std::to_string(request->peer) +
+                                " is not in this group of " + std::to_string(size_));
+  if (request->buffer.bytes > 0 && !request->buffer.data)
+    throw std::invalid_argument(name + ": null address");
+  engine_->mail.start(request, will_wait);
+}
+
+void Group::cancel(const RequestPtr& request) {
+  Entry entry(*this);
+  engine_->mail.cancel(request);
+}
+
+bool Group::wait_for_mail(const Ticket& ticket, double timeout, SignalCheck signals) {
+  if (ticket.done()) return true;
+  Entry entry(*this);
+  return engine_->mail.wait(ticket, patience(timeout, signals, engine_->station.pace));
+}
+
+// ---- looking around --------------------------------------------------------------------------
+
+/// The header may be rewritten while it is read: then the rank has moved on, and we look again.
+std::vector<std::pair<Call, int>> Group::calls() {
+  Entry entry(*this);
+  std::vector<std::pair<Call, int>> result;
+  for (int rank = 0; rank < size_; ++rank) {
+    const RankControl& peer = control(rank);
+    Call call{};
+    for (int attempt = 0; attempt < 100; ++attempt) {
+      const uint64_t before = peer.entered.load();
+      if (before == 0) break;
+      call = read_call(peer.headers[before & 1]);
+      if (peer.entered.load() == before) break;
+    }
+    result.emplace_back(call, peer.pid.load());
+  }
+  return result;
+}
+
+uint64_t Group::sequence() {
+  std::lock_guard<std::mutex> lock(order_);
+  return sequence_;
+}
+
+Statistics Group::statistics() {
+  try {
+    Entry entry(*this);
+    const Station& station = engine_->station;
+    return {station.operations.load(), station.bytes.load(), station.sleeps.load(),
+            station.segment.bytes()};
+  } catch (const Fault&) {
+    return last_statistics_;
+  }
+}
+
+void Group::say(const std::string& text) {
+  Entry entry(*this);
+  LastWords& words = control(rank_).words;
+  uint32_t none = 0;
+  if (!words.state.compare_exchange_strong(none, 1)) return;  // the first words stand
+  words.bytes = static_cast<uint32_t>(std::min(text.size(), kMaxWords));
+  memcpy(words.text, text.data(), words.bytes);
+  words.state.store(2);
+  engine_->station.segment.ring_everybody();
+}
+
+std::optional<std::string> Group::words_of(int rank) const {
+  const LastWords& words = control(rank).words;
+  if (words.state.load() != 2) return std::nullopt;
+  return std::string(words.text, std::min<size_t>(words.bytes, kMaxWords));
+}
+
+/// Everybody who still can.
+bool Group::everybody_spoke(bool thorough) const {
+  Liveness& liveness = engine_->station.liveness;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (control(rank).words.state.load() == 2 || liveness.departed(rank)) continue;
+    if (!thorough || !liveness.dead(rank)) return false;
+  }
+  return true;
+}
+
+std::vector<std::optional<std::string>> Group::heard(double timeout, SignalCheck signals) {
+  Entry entry(*this);
+  const Patience bounds = patience(timeout, signals, engine_->station.pace);
+  bool thorough = true;
+  while (!closing_) {
+    Sleeper sleeper(control(rank_).turn_bell);
+    if (everybody_spoke(thorough) || now_ns() >= bounds.deadline) break;
+    const Woken woken = sleeper.sleep(bounds, bounds.deadline);
+    thorough = woken == Woken::kTimeout;
+    if (woken != Woken::kBell) bounds.check_signals();
+  }
+  std::vector<std::optional<std::string>> result;
+  for (int rank = 0; rank < size_; ++rank) result.push_back(words_of(rank));
+  return result;
+}
+
+void Group::abort(const std::string& kind, const std::string& text) {
+  Entry entry(*this);
+  engine_->station.abort(kind, text);
+}
+
+std::optional<Abort> Group::aborted() {
+  Entry entry(*this);
+  return engine_->station.aborted();
+}
+
+// ---- the end ---------------------------------------------------------------------------------
+
+void Group::close() {
+  if (foreign() || closing_.load()) return;
+  const Statistics last = statistics();
+  if (closing_.exchange(true)) return;
+  last_statistics_ = last;
+  engine_->station.closing = true;
+  control(rank_).departed.store(1);
+  engine_->station.segment.ring_everybody();
+  engine_->mail.close();
+  const int own = Entry::depth(*this);
+  while (inside_.load() > own) usleep(50);  // they see that the group is closing
+  stop_thread();
+  // Called back from inside, the segment must outlive the frames below; the destructor frees it.
+  const bool on_thread = thread_.joinable() || engine_->mail.on_own_thread();
+  if (own == 0 && !on_thread) engine_.reset();
+}
+
+void Group::stop_thread() {
+  {
+    std::lock_guard<std::mutex> lock(order_);
+    stopping_ = true;  // only now: nobody is inside who could still queue
+    work_.notify_one();
+  }
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+}
+
+}  // namespace tilework

@@ -1,0 +1,109 @@
+// One rank's end of a group, as Python sees it: collectives in order, asynchronous ones on a
+// progress thread, messages, last words, and an orderly end.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives.h"
+#include "mail.h"
+#include "station.h"
+#include "ticket.h"
+
+namespace tilework {
+
+/// Asks the interpreter for pending signals; true if a handler raised.
+using SignalCheck = bool (*)();
+
+struct Statistics {
+  uint64_t operations, bytes, sleeps, segment_bytes;
+};
+
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  static std::shared_ptr<Group> make(int fd, int rank, int size, const std::string& nonce);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  /// Run a collective after those submitted, and return when this rank is done. Throws what
+  /// prepare() throws, Fault, and Interrupted. The buffers are not touched after it returns.
+  void run(Operation& operation, double timeout, SignalCheck signals);
+
+  /// Queue a collective for the progress thread. Copies the lists of buffers, not the buffers.
+  std::shared_ptr<Ticket> submit(Operation& operation, double timeout);
+
+  /// Start a message; see Mail::start.
+  void post(const RequestPtr& request, bool will_wait);
+  /// Give a message up: its buffer is not touched after this returns.
+  void cancel(const RequestPtr& request);
+  /// Drive messages until `ticket` is done; false after `timeout` seconds.
+  bool wait_for_mail(const Ticket& ticket, double timeout, SignalCheck signals);
+
+  std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
+  uint64_t sequence();
+  void say(const std::string& text);
+  std::vector<std::optional<std::string>> heard(double timeout, SignalCheck signals);
+  void abort(const std::string& kind, const std::string& text);
+  std::optional<Abort> aborted();
+  Statistics statistics();
+
+  /// Leave the group: what is pending fails, other threads of this rank leave its methods, the
+  /// core's threads end. Idempotent; may be called by a callback.
+  void close();
+
+  /// Whether this process is a fork of the one that made the group. There, even destroying it is
+  /// wrong: its threads are missing and its locks may be held by nobody.
+  bool foreign() const { return generation_ != fork_generation(); }
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+ private:
+  struct Queued;
+  class Entry;
+
+  /// What needs the segment mapped; gone once the group is closed and nobody is inside.
+  struct Engine {
+    Engine(int fd, int rank, int size, const std::string& nonce)
+        : station(fd, rank, size, nonce), collectives(station), mail(station) {}
+    Station station;
+    Collectives collectives;
+    Mail mail;
+  };
+
+  Group(int fd, int rank, int size, const std::string& nonce);
+
+  RankControl& control(int rank) const { return engine_->station.segment.control(rank); }
+  Patience patience(double timeout, SignalCheck signals, Pace pace) const;
+  std::shared_ptr<Ticket> enqueue(const Operation& operation, double timeout);
+  void wait_for_queued(Ticket& ticket, SignalCheck signals);
+  bool claim(Operation& operation, bool inline_only);
+  void release();
+  void run_thread();
+  void stop_thread();
+  bool everybody_spoke(bool thorough) const;
+  std::optional<std::string> words_of(int rank) const;
+
+  const int rank_, size_, pid_;
+  const unsigned generation_;
+  std::unique_ptr<Engine> engine_;
+  Statistics last_statistics_{};
+
+  std::atomic<bool> closing_{false};
+  std::atomic<int> inside_{0};  // entries of all threads
+
+  std::mutex order_;  // guards what follows
+  uint64_t sequence_ = 0;
+  bool busy_ = false;  // a thread executes a collective
+  std::deque<std::unique_ptr<Queued>> queue_;
+  std::condition_variable work_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace tilework

@@ -1,0 +1,105 @@
+#include "liveness.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <string>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434  // the same on every architecture; older headers lack it
+#endif
+
+namespace tilework {
+namespace {
+
+uint64_t pid_namespace() {
+  struct stat status;
+  return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+struct ProcessStat {
+  char state = 0;           // 0: there is no such process
+  uint64_t start_time = 0;  // in clock ticks since boot
+};
+
+/// Fields 3 and 22 of /proc/PID/stat; the name in field 2 may hold anything, so start after it.
+ProcessStat read_stat(int pid) {
+  char path[64], text[1024];
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  FILE* file = fopen(path, "re");
+  if (!file) return {};
+  size_t length = fread(text, 1, sizeof text - 1, file);
+  fclose(file);
+  text[length] = 0;
+  const char* at = strrchr(text, ')');
+  if (!at || at[1] != ' ') return {};
+  ProcessStat result{at[2], 0};
+  at += 2;
+  for (int field = 3; at && field < 22; ++field) at = strchr(at + 1, ' ');
+  if (at) result.start_time = strtoull(at, nullptr, 10);
+  return result;
+}
+
+bool gone(int pid, uint64_t start_time) {
+  ProcessStat now = read_stat(pid);
+  if (now.state == 0) return errno == ENOENT || errno == ESRCH;  // no /proc is not a death
+  return now.state == 'Z' || now.state == 'X' || (start_time && now.start_time != start_time);
+}
+
+}  // namespace
+
+void announce(RankControl& mine, int rank) {
+  mine.pid_namespace.store(pid_namespace());
+  mine.start_time.store(read_stat(getpid()).start_time);
+  int32_t nobody = 0;
+  if (!mine.pid.compare_exchange_strong(nobody, getpid()))
+    throw std::invalid_argument("rank " + std::to_string(rank) + " is already taken, by process " +
+                                std::to_string(nobody));
+}
+
+Liveness::Liveness(const Segment& segment, int rank)
+    : segment_(segment), peers_(segment.size()), namespace_(pid_namespace()) {
+  peers_[rank].state = State::kUnwatchable;
+}
+
+Liveness::~Liveness() {
+  for (Peer& peer : peers_)
+    if (peer.pidfd >= 0) close(peer.pidfd);
+}
+
+void Liveness::open(Peer& peer, const RankControl& control) const {
+  peer.pid = control.pid.load();
+  if (peer.pid == 0) return;  // not here yet
+  if (peer.pid == getpid() || control.pid_namespace.load() != namespace_) {
+    peer.state = State::kUnwatchable;
+    return;
+  }
+  peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0));
+  int reason = errno;
+  if (gone(peer.pid, control.start_time.load()) || (peer.pidfd < 0 && reason == ESRCH))
+    peer.state = State::kDead;
+  else
+    peer.state = peer.pidfd >= 0 ? State::kWatched : State::kPolled;
+}
+
+bool Liveness::dead(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = peers_[rank];
+  const RankControl& control = segment_.control(rank);
+  if (peer.state == State::kUnknown) open(peer, control);
+  if (peer.state == State::kWatched) {
+    pollfd watched{peer.pidfd, POLLIN, 0};
+    if (poll(&watched, 1, 0) == 1) peer.state = State::kDead;
+  } else if (peer.state == State::kPolled && gone(peer.pid, control.start_time.load())) {
+    peer.state = State::kDead;
+  }
+  return peer.state == State::kDead;
+}
+
+}  // namespace tilework

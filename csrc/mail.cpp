@@ -1,0 +1,418 @@
+#include "mail.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include <algorithm>
+
+namespace tilework {
+namespace {
+
+constexpr size_t kFragment = 32 * 1024;
+
+size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine * kLine; }
+
+/// Copy to and from a ring, whose end may lie inside.
+void write_ring(char* ring, uint64_t at, const char* from, size_t bytes) {
+  const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
+  if (first > 0) memcpy(ring + offset, from, first);
+  if (bytes > first) memcpy(ring, from + first, bytes - first);
+}
+
+void read_ring(const char* ring, uint64_t at, char* to, size_t bytes) {
+  const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
+  if (first > 0) memcpy(to, ring + offset, first);
+  if (bytes > first) memcpy(to + first, ring, bytes - first);
+}
+
+std::optional<Fault> check_fit(const Request& request, const Envelope& envelope, int source) {
+  const auto dtype = static_cast<unsigned>(request.dtype);
+  if (envelope.total == request.buffer.bytes && envelope.dtype == dtype) return std::nullopt;
+  return Fault("mismatch", {source},
+               "rank " + std::to_string(source) + " sent " + std::to_string(envelope.total) +
+                   " bytes of " + dtype_name(envelope.dtype) + " with tag " +
+                   std::to_string(envelope.tag) + " where " +
+                   std::to_string(request.buffer.bytes) + " bytes of " + dtype_name(dtype) +
+                   " are received");
+}
+
+Fault late(const Request& request) {
+  char text[96];
+  snprintf(text, sizeof text, " did not %s tag %lld within %.3g s",
+           request.is_send ? "make room for a message with" : "send a message with",
+           static_cast<long long>(request.tag), request.seconds);
+  if (request.peer == kAnyRank) return Fault("timeout", {}, std::string("any rank") + text);
+  return Fault("timeout", {request.peer}, "rank " + std::to_string(request.peer) + text);
+}
+
+}  // namespace
+
+Mail::Mail(Station& station)
+    : station_(station),
+      segment_(station.segment),
+      rank_(station.rank),
+      outgoing_(station.size),
+      incoming_(station.size) {}
+
+Mail::~Mail() {
+  close();
+  if (thread_.joinable()) thread_.detach();  // this is that thread, about to end
+}
+
+// ---- driving ---------------------------------------------------------------------------------
+
+void Mail::start(const RequestPtr& request, bool will_wait) {
+  std::vector<Completion> completions;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    requests_.push_back(request);
+    pending_ = requests_.size();
+    if (request->is_send)
+      outgoing_[request->peer].queue.push_back(request);
+    else if (!deliver_unexpected(request))
+      posted_.push_back(request);
+    progress(Care::kUsual);
+    if (!will_wait) ensure_driver();
+    completions.swap(completions_);
+  }
+  announce(completions);
+}
+
+void Mail::cancel(const RequestPtr& request) {
+  std::vector<Completion> completions;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!request->over) finish(request, Fault("aborted", {rank_}, "interrupted by a signal"), -1);
+    posted_.remove(request);
+    completions.swap(completions_);
+  }
+  announce(completions);
+}
+
+void Mail::progress(Care care) {
+  for (int peer = 0; peer < station_.size; ++peer) {
+    if (!outgoing_[peer].queue.empty()) push(peer);
+    if (incoming_[peer].active || !posted_.empty()) pull(peer);
+  }
+  if (care == Care::kQuick || requests_.empty()) return;
+  fail_stopped();
+  fail_lost(care == Care::kThorough);
+  fail_broken();
+  fail_late();
+}
+
+void Mail::drive(Care care) {
+  std::vector<Completion> completions;
+  {
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    if (care != Care::kQuick)
+      lock.lock();
+    else if (!lock.try_lock())
+      return;  // somebody else drives
+    progress(care);
+    completions.swap(completions_);
+  }
+  announce(completions);
+}
+
+/// Tell the tickets. Not under the lock, since callbacks may post requests.
+void Mail::announce(std::vector<Completion>& completions) {
+  if (completions.empty()) return;
+  for (Completion& done : completions) done.ticket->complete(std::move(done.fault), done.source);
+  segment_.control(rank_).mail_bell.ring();  // another thread may wait for one of these
+}
+
+template <class Finished>
+bool Mail::drive_until(Finished&& finished, const Patience& patience) {
+  auto look = [&] {
+    drive(Care::kQuick);
+    return finished();
+  };
+  if (spin(patience.pace, look)) return true;
+  bool slice_over = false;
+  for (;;) {
+    Sleeper sleeper(segment_.control(rank_).mail_bell);
+    drive(slice_over ? Care::kThorough : Care::kUsual);
+    if (finished()) return true;
+    if (now_ns() >= patience.deadline) return false;
+    const Woken woken = sleeper.sleep(patience, std::min(patience.deadline, next_deadline()));
+    slice_over = woken == Woken::kTimeout;
+    if (woken != Woken::kBell) patience.check_signals();
+  }
+}
+
+int64_t Mail::next_deadline() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t next = kNever;
+  for (const RequestPtr& request : requests_) next = std::min(next, request->deadline);
+  return next;
+}
+
+bool Mail::wait(const Ticket& ticket, const Patience& patience) {
+  struct Waiter {
+    explicit Waiter(Mail& mail_) : mail(mail_) { ++mail.waiters_; }
+    ~Waiter() {
+      if (--mail.waiters_ > 0 || mail.pending_ == 0) return;
+      std::lock_guard<std::mutex> lock(mail.mutex_);
+      mail.ensure_driver();
+    }
+    Mail& mail;
+  } waiter(*this);
+  return drive_until([&] { return ticket.done(); }, patience);
+}
+
+/// See that a thread of the core drives while nobody waits.
+void Mail::ensure_driver() {
+  if (requests_.empty() || waiters_ > 0 || stopping_) return;
+  if (!thread_.joinable())
+    thread_ = std::thread([this, owner = owner_.lock()] { run_thread(); });
+  wake_thread_.notify_one();
+}
+
+void Mail::run_thread() {
+  Patience patience;
+  patience.pace = station_.background_pace;
+  patience.sleeps = &station_.sleeps;
+  auto needed = [this] { return pending_ > 0 && waiters_ == 0; };
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    wake_thread_.wait(lock, [&] { return stopping_ || needed(); });
+    lock.unlock();
+    drive_until([&] { return stopping_ || !needed(); }, patience);
+    lock.lock();
+  }
+}
+
+void Mail::close() {
+  std::vector<Completion> completions;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    const Fault closed("closed", {rank_}, "the group was closed on this rank");
+    fail_where([&](const Request&) { return std::optional<Fault>(closed); });
+    completions.swap(completions_);
+    wake_thread_.notify_one();
+  }
+  announce(completions);
+  segment_.control(rank_).mail_bell.ring_always();
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+}
+
+// ---- sending ---------------------------------------------------------------------------------
+
+void Mail::push(int peer) {
+  Outgoing& out = outgoing_[peer];
+  Cursor& cursor = segment_.cursor(rank_, peer);
+  char* ring = segment_.ring(rank_, peer);
+  while (!out.queue.empty() && !out.broken) {
+    const RequestPtr request = out.queue.front();
+    if (request->over) {  // it failed; if half of it is gone, nothing sensible can follow
+      out.broken = request->moved > 0;
+      out.queue.pop_front();
+      continue;
+    }
+    const size_t left = request->buffer.bytes - request->moved;
+    const size_t bytes = std::min(left, kFragment);
+    const uint64_t used = out.head - cursor.tail.load();
+    if (used > kRingBytes || kRingBytes - used < fragment_room(bytes)) return;
+    Envelope envelope{};
+    envelope.bytes = static_cast<uint32_t>(bytes);
+    envelope.first = request->moved == 0;
+    envelope.tag = request->tag;
+    envelope.total = request->buffer.bytes;
+    envelope.dtype = static_cast<uint32_t>(request->dtype);
+    memcpy(ring + out.head % kRingBytes, &envelope, sizeof envelope);
+    write_ring(ring, out.head + kLine, request->buffer.data + request->moved, bytes);
+    out.head += fragment_room(bytes);
+    cursor.head.store(out.head);
+    if (peer != rank_) segment_.control(peer).mail_bell.ring();
+    request->moved += bytes;
+    if (request->moved < request->buffer.bytes) continue;
+    out.queue.pop_front();
+    finish(request, std::nullopt, -1);
+  }
+}
+
+// ---- receiving -------------------------------------------------------------------------------
+
+void Mail::pull(int peer) {
+  Incoming& in = incoming_[peer];
+  Cursor& cursor = segment_.cursor(peer, rank_);
+  while (!in.corrupt) {
+    const uint64_t available = cursor.head.load() - in.tail;
+    if (available == 0) return;
+    const uint64_t before = in.tail;
+    in.corrupt = available > kRingBytes || available < kLine || !pull_fragment(peer, available);
+    if (in.tail == before) return;
+    cursor.tail.store(in.tail);
+    if (peer != rank_) segment_.control(peer).mail_bell.ring();
+  }
+}
+
+/// Take one fragment, or leave it where nobody wants it. False if it makes no sense.
+bool Mail::pull_fragment(int peer, uint64_t available) {
+  Incoming& in = incoming_[peer];
+  Envelope envelope;  // a private copy: what is checked is what is used
+  memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
+  if (envelope.bytes > kFragment || fragment_room(envelope.bytes) > available) return false;
+  if ((envelope.first != 0) == in.active) return false;
+  if (in.active) {
+    if (envelope.bytes > in.current.total - in.received) return false;
+  } else {
+    if (envelope.bytes > envelope.total) return false;
+    if (!begin_message(peer, envelope)) return true;
+  }
+  store_fragment(peer, envelope);
+  in.tail += fragment_room(envelope.bytes);
+  if (in.received == in.current.total) finish_message(peer);
+  return true;
+}
+
+/// Decide where a message goes; false to leave it in the ring.
+bool Mail::begin_message(int peer, const Envelope& envelope) {
+  Incoming& in = incoming_[peer];
+  RequestPtr request = match(peer, envelope.tag);
+  if (!request && !wanted_behind(peer)) return false;
+  in.active = true;
+  in.current = envelope;
+  in.received = 0;
+  if (!request) {
+    in.parked = std::make_shared<Unexpected>(Unexpected{peer, envelope, {}, nullptr});
+    unexpected_.push_back(in.parked);
+  } else if (auto fault = check_fit(*request, envelope, peer)) {
+    finish(request, fault, peer);
+  } else {
+    in.target = request;
+  }
+  return true;
+}
+
+void Mail::store_fragment(int peer, const Envelope& envelope) {
+  Incoming& in = incoming_[peer];
+  const char* ring = segment_.ring(peer, rank_);
+  if (in.target && !in.target->over) {
+    read_ring(ring, in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes);
+  } else if (in.parked) {
+    in.parked->data.resize(in.received + envelope.bytes);  // grows by what came, not by a promise
+    read_ring(ring, in.tail + kLine, in.parked->data.data() + in.received, envelope.bytes);
+  }
+  in.received += envelope.bytes;
+}
+
+void Mail::finish_message(int peer) {
+  Incoming& in = incoming_[peer];
+  in.active = false;
+  if (in.target && !in.target->over) finish(in.target, std::nullopt, peer);
+  in.target.reset();
+  const auto parked = std::move(in.parked);
+  in.parked.reset();
+  if (!parked) return;
+  parked->complete = true;
+  if (!parked->claimed) return;
+  unexpected_.remove(parked);
+  if (parked->claimed->over) return;
+  memcpy(parked->claimed->buffer.data, parked->data.data(), parked->data.size());
+  finish(parked->claimed, std::nullopt, peer);
+}
+
+/// Serve a new receive from the messages that came before it. True if one of them is its.
+bool Mail::deliver_unexpected(const RequestPtr& request) {
+  auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](auto& message) {
+    return !message->claimed && message->envelope.tag == request->tag &&
+           (request->peer == kAnyRank || request->peer == message->source);
+  });
+  if (found == unexpected_.end()) return false;
+  const std::shared_ptr<Unexpected> message = *found;
+  const auto fault = check_fit(*request, message->envelope, message->source);
+  if (!message->complete && !fault) {
+    message->claimed = request;
+    return true;
+  }
+  if (!fault && request->buffer.bytes > 0)
+    memcpy(request->buffer.data, message->data.data(), request->buffer.bytes);
+  unexpected_.erase(found);
+  if (incoming_[message->source].parked == message) incoming_[message->source].parked.reset();
+  finish(request, fault, message->source);
+  return true;
+}
+
+RequestPtr Mail::match(int peer, int64_t tag) {
+  auto found = std::find_if(posted_.begin(), posted_.end(), [&](auto& request) {
+    return request->tag == tag && (request->peer == kAnyRank || request->peer == peer);
+  });
+  if (found == posted_.end()) return nullptr;
+  RequestPtr request = *found;
+  posted_.erase(found);
+  return request;
+}
+
+bool Mail::wanted_behind(int peer) const {
+  return std::any_of(posted_.begin(), posted_.end(), [&](auto& request) {
+    return request->peer == kAnyRank || request->peer == peer;
+  });
+}
+
+// ---- finishing -------------------------------------------------------------------------------
+
+void Mail::finish(const RequestPtr& request, std::optional<Fault> fault, int source) {
+  request->over = true;
+  requests_.remove(request);
+  pending_ = requests_.size();
+  completions_.push_back({request->ticket, std::move(fault), source});
+}
+
+/// Fail the requests for which doom(request) is a fault.
+template <class Doom>
+void Mail::fail_where(Doom&& doom) {
+  for (auto at = requests_.begin(); at != requests_.end();) {
+    const RequestPtr request = *at++;
+    if (std::optional<Fault> fault = doom(*request)) finish(request, std::move(fault), -1);
+  }
+  posted_.remove_if([](const RequestPtr& request) { return request->over; });
+}
+
+void Mail::fail_stopped() {
+  if (auto fault = station_.stopped()) fail_where([&](const Request&) { return fault; });
+}
+
+void Mail::fail_late() {
+  const int64_t now = now_ns();
+  fail_where([&](const Request& request) -> std::optional<Fault> {
+    if (now < request.deadline) return std::nullopt;
+    return late(request);
+  });
+}
+
+/// Requests on channels that can carry nothing sensible any more.
+void Mail::fail_broken() {
+  fail_where([&](const Request& request) -> std::optional<Fault> {
+    if (request.peer == kAnyRank) return std::nullopt;
+    const std::string name = "rank " + std::to_string(request.peer);
+    if (request.is_send && outgoing_[request.peer].broken)
+      return Fault("aborted", {rank_}, "an earlier message to " + name + " was given up half way");
+    if (!request.is_send && incoming_[request.peer].corrupt)
+      return Fault("mismatch", {request.peer}, "the channel from " + name + " holds garbage");
+    return std::nullopt;
+  });
+}
+
+/// Requests whose peer is gone. A receive from any rank fails once one rank died, or all left.
+void Mail::fail_lost(bool thorough) {
+  std::vector<int> died, gone;
+  for (int peer = 0; peer < station_.size; ++peer) {
+    if (peer == rank_) continue;
+    const bool dead = thorough && station_.liveness.dead(peer);
+    if (dead) died.push_back(peer);
+    if (dead || station_.liveness.departed(peer)) gone.push_back(peer);
+  }
+  if (gone.empty()) return;
+  for (int peer : gone) pull(peer);  // what a rank sent before it went still counts
+  const bool any = !died.empty() || static_cast<int>(gone.size()) == station_.size - 1;
+  fail_where([&](const Request& request) -> std::optional<Fault> {
+    if (request.peer == kAnyRank && any) return lost_fault(died, gone);
+    if (!std::count(gone.begin(), gone.end(), request.peer)) return std::nullopt;
+    return lost_fault(died, {request.peer});
+  });
+}
+
+}  // namespace tilework

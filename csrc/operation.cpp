@@ -1,0 +1,129 @@
+#include "operation.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+namespace tilework {
+namespace {
+
+using std::to_string;
+
+/// How many buffers each side of an operation takes on one rank.
+struct Arity {
+  int inputs, outputs;
+};
+
+Arity arity(const Operation& operation, int rank, int size) {
+  const bool root = rank == operation.root;
+  switch (operation.kind) {
+    case Kind::kBarrier: return {0, 0};
+    case Kind::kBroadcast: return {0, 1};
+    case Kind::kAllReduce: return {1, 1};
+    case Kind::kReduce: return {1, root ? 1 : 0};
+    case Kind::kAllGather: return {1, size};
+    case Kind::kGather: return {1, root ? size : 0};
+    case Kind::kScatter: return {root ? size : 0, 1};
+    case Kind::kReduceScatter: return {size, 1};
+    case Kind::kAllToAll: return {size, size};
+  }
+  return {0, 0};
+}
+
+[[noreturn]] void refuse(const Operation& operation, const std::string& why) {
+  throw std::invalid_argument(std::string(kind_name(static_cast<unsigned>(operation.kind))) + ": " +
+                              why);
+}
+
+void check_buffers(const Operation& operation, const Buffers& buffers, int expected,
+                   const char* side) {
+  if (buffers.count != expected)
+    refuse(operation, to_string(buffers.count) + " " + side + " given, " + to_string(expected) +
+                          " expected on this rank");
+  const size_t item = kItemBytes[static_cast<size_t>(operation.dtype)];
+  for (int i = 0; i < buffers.count; ++i) {
+    const auto [data, bytes] = buffers[i];
+    if (bytes % item != 0)
+      refuse(operation, to_string(bytes) + " bytes in " + side + "[" + to_string(i) +
+                            "] are not a whole number of " +
+                            kDTypeNames[static_cast<size_t>(operation.dtype)] + " elements");
+    if (bytes > 0 && !data) refuse(operation, std::string("null address in ") + side);
+    if (reduces(operation.kind) && reinterpret_cast<uintptr_t>(data) % std::min<size_t>(item, 8))
+      refuse(operation, std::string("unaligned address in ") + side);
+  }
+}
+
+/// The input and the output that hold the same part: one may be the other (in place).
+bool paired(Kind kind, int rank, int input, int output) {
+  switch (kind) {
+    case Kind::kAllGather: case Kind::kGather: return output == rank;
+    case Kind::kScatter: case Kind::kReduceScatter: return input == rank;
+    default: return input == output;
+  }
+}
+
+void check_sizes(const Operation& operation, int rank) {
+  const auto& [inputs, outputs] = std::tie(operation.inputs, operation.outputs);
+  for (int i = 0; i < inputs.count; ++i)
+    for (int o = 0; o < outputs.count; ++o) {
+      if (operation.kind == Kind::kAllToAll && i != rank) break;
+      if (operation.kind == Kind::kAllToAll && o != rank) continue;
+      if (paired(operation.kind, rank, i, o) && inputs[i].bytes != outputs[o].bytes)
+        refuse(operation, "this rank's own part has " + to_string(inputs[i].bytes) +
+                              " bytes in the input and " + to_string(outputs[o].bytes) +
+                              " in the output");
+    }
+}
+
+bool overlap(const Buffer& a, const Buffer& b) {
+  return a.bytes && b.bytes && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
+}
+
+Buffer span(const Buffers& buffers) {
+  char *low = nullptr, *high = nullptr;
+  for (int i = 0; i < buffers.count; ++i) {
+    const auto [data, bytes] = buffers[i];
+    if (bytes == 0) continue;
+    low = low ? std::min(low, data) : data;
+    high = std::max(high, data + bytes);
+  }
+  return {low, static_cast<size_t>(high - low)};
+}
+
+/// Outputs are written while inputs are still read, so they must be the same or apart.
+void check_overlap(const Operation& operation, int rank) {
+  const auto& [inputs, outputs] = std::tie(operation.inputs, operation.outputs);
+  if (!overlap(span(inputs), span(outputs))) return;
+  for (int i = 0; i < inputs.count; ++i)
+    for (int o = 0; o < outputs.count; ++o) {
+      if (!overlap(inputs[i], outputs[o])) continue;
+      if (paired(operation.kind, rank, i, o) && inputs[i].data == outputs[o].data) continue;
+      refuse(operation, "inputs[" + to_string(i) + "] and outputs[" + to_string(o) +
+                            "] overlap; only a rank's own part may be in place");
+    }
+}
+
+}  // namespace
+
+void prepare(Operation& operation, int rank, int size) {
+  if (operation.root < 0 || operation.root >= size)
+    refuse(operation, "root " + to_string(operation.root) + " is not a rank of this group of " +
+                          to_string(size));
+  const Arity expected = arity(operation, rank, size);
+  check_buffers(operation, operation.inputs, expected.inputs, "inputs");
+  check_buffers(operation, operation.outputs, expected.outputs, "outputs");
+  check_sizes(operation, rank);
+  check_overlap(operation, rank);
+  if (!reduces(operation.kind)) {
+    if (operation.reduce_op != ReduceOp::kNone) refuse(operation, "it takes no reduce operation");
+    return;
+  }
+  operation.reduction = find_reduction(operation.dtype, operation.reduce_op);
+  if (!operation.reduction)
+    refuse(operation, std::string("cannot reduce ") +
+                          kDTypeNames[static_cast<size_t>(operation.dtype)] + " by " +
+                          kReduceOpNames[static_cast<size_t>(operation.reduce_op)]);
+}
+
+}  // namespace tilework

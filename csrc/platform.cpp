@@ -1,0 +1,61 @@
+#include "platform.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+#include <mutex>
+
+namespace tilework {
+namespace {
+
+std::atomic<unsigned> generation{0};
+
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is a plain 32-bit word");
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr,
+                 0);
+}
+
+}  // namespace
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * kSecond + t.tv_nsec;
+}
+
+int64_t deadline_after(double seconds) {
+  if (!(seconds >= 0) || seconds > 1e9) return kNever;
+  return now_ns() + static_cast<int64_t>(seconds * 1e9);
+}
+
+Woken futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns) {
+  if (ns <= 0) return Woken::kTimeout;
+  timespec timeout{static_cast<time_t>(ns / kSecond), static_cast<long>(ns % kSecond)};
+  if (futex(word, FUTEX_WAIT, expected, &timeout) == 0 || errno == EAGAIN) return Woken::kBell;
+  return errno == EINTR ? Woken::kSignal : Woken::kTimeout;
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
+
+int available_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  long online = sysconf(_SC_NPROCESSORS_ONLN);  // more cores than a cpu_set_t holds
+  return online > 0 ? static_cast<int>(online) : 1;
+}
+
+unsigned fork_generation() { return generation.load(std::memory_order_relaxed); }
+
+void watch_forks() {
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); }); });
+}
+
+}  // namespace tilework

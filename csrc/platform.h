@@ -1,0 +1,42 @@
+// The few things the core asks of Linux: a clock, futexes, the cores it may use, fork notices.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace tilework {
+
+constexpr int64_t kMicrosecond = 1'000;
+constexpr int64_t kMillisecond = 1'000'000;
+constexpr int64_t kSecond = 1'000'000'000;
+constexpr int64_t kNever = INT64_MAX;
+
+/// Nanoseconds of the monotonic clock.
+int64_t now_ns();
+
+/// The moment `seconds` from now; negative or infinite means kNever.
+int64_t deadline_after(double seconds);
+
+/// Tell the processor that this is a spin loop.
+inline void cpu_relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // unlike `yield`, it really waits a little
+#endif
+}
+
+enum class Woken { kBell, kTimeout, kSignal };
+
+/// Sleep while *word == expected, at most `ns`. Works across processes that share the word.
+Woken futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns);
+void futex_wake_all(std::atomic<uint32_t>& word);
+
+/// How many cores this process may run on (sched_getaffinity).
+int available_cores();
+
+/// Changes in a forked child: what was made under another value belongs to the parent.
+unsigned fork_generation();
+void watch_forks();
+
+}  // namespace tilework

@@ -1,0 +1,32 @@
+#include "reduce.h"
+
+namespace tilework {
+
+// Each is reduce_kernels.cpp, compiled for one level of the instruction set.
+namespace baseline {
+Reduction find(unsigned dtype, unsigned op);
+}
+#ifdef TILEWORK_MULTIVERSION
+namespace avx2 {
+Reduction find(unsigned dtype, unsigned op);
+}
+namespace avx512 {
+Reduction find(unsigned dtype, unsigned op);
+}
+#endif
+
+Reduction find_reduction(DType dtype, ReduceOp op) {
+  const auto d = static_cast<unsigned>(dtype), o = static_cast<unsigned>(op);
+#ifdef TILEWORK_MULTIVERSION
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") &&
+                                 __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq") &&
+                                 __builtin_cpu_supports("avx512vl");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx512) return avx512::find(d, o);
+  if (has_avx2) return avx2::find(d, o);
+#endif
+  return baseline::find(d, o);
+}
+
+}  // namespace tilework

@@ -1,0 +1,344 @@
+// The loops of reduce.h. CMake compiles this file once per level of the instruction set, with
+// TILEWORK_LEVEL as the namespace. It must not use anything from the standard library that has
+// linkage: the linker would keep one copy of it, maybe one that this processor cannot run.
+//
+// -ffp-contract=off is required: a fused multiply-add in the vector body and none in the tail
+// would make bits depend on where a piece begins.
+#include "reduce.h"
+
+#if defined(__clang__)
+#define TILEWORK_VECTORISE _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define TILEWORK_VECTORISE _Pragma("GCC ivdep")
+#else
+#define TILEWORK_VECTORISE
+#endif
+
+namespace tilework {
+namespace TILEWORK_LEVEL {
+namespace {
+
+template <class To, class From>
+inline To bits_of(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) { return condition ? yes : no; }
+
+// ---- element types: what is stored, and load() and store() from and to what is accumulated
+
+template <class T>
+struct Plain {
+  using Stored = T;
+  using Value = T;
+  static Value load(Stored x) { return x; }
+  static Stored store(Value x) { return x; }
+};
+
+struct Bool {
+  using Stored = uint8_t;
+  using Value = uint8_t;
+  static Value load(Stored x) { return x != 0; }
+  static Stored store(Value x) { return x; }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Value = float;
+  static Value load(Stored x) { return bits_of<float>(static_cast<uint32_t>(x) << 16); }
+  static Stored store(Value x) {
+    const uint32_t bits = bits_of<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const uint32_t nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into infinity
+    return static_cast<Stored>(choose((bits & 0x7fffffff) > 0x7f800000, nan, rounded));
+  }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  using Value = float;
+
+  // All three cases are computed and one is chosen, so that the loop has no branches.
+  static Value load(Stored x) {
+    const uint32_t magnitude = x & 0x7fff;
+    const uint32_t normal = (magnitude << 13) + ((127 - 15) << 23);
+    const uint32_t huge = (magnitude << 13) | 0x7f800000;  // infinity, NaN
+    // 0.5 has a unit in the last place of 2^-24, which is float16's smallest step.
+    const uint32_t tiny = bits_of<uint32_t>(bits_of<float>(0x3f000000 | magnitude) - 0.5f);
+    const uint32_t bits =
+        choose(magnitude >= 0x7c00, huge, choose(magnitude < 0x0400, tiny, normal));
+    return bits_of<float>(bits | (static_cast<uint32_t>(x & 0x8000) << 16));
+  }
+
+  static Stored store(Value x) {
+    const uint32_t bits = bits_of<uint32_t>(x);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    const uint32_t normal = (magnitude - ((127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    // Adding 0.5 lets the processor round to steps of 2^-24.
+    const uint32_t tiny = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3f000000;
+    const uint32_t huge = choose(magnitude > 0x7f800000, 0x7e00 | ((magnitude >> 13) & 0x3ff), 0x7c00);
+    const uint32_t result = choose(magnitude >= 0x477ff000, huge,  // 65520 rounds to infinity
+                                   choose(magnitude < 0x38800000, tiny, normal));
+    return static_cast<Stored>(result | ((bits >> 16) & 0x8000));
+  }
+};
+
+template <class T>
+struct ComplexValue {
+  T re, im;
+};
+
+template <class T>
+struct Complex {
+  using Stored = ComplexValue<T>;
+  using Value = ComplexValue<T>;
+  static Value load(Stored x) { return x; }
+  static Stored store(Value x) { return x; }
+};
+
+// ---- operations
+
+struct Sum {
+  template <class V>
+  static V apply(V a, V b) {
+    return static_cast<V>(a + b);
+  }
+  template <class T>
+  static ComplexValue<T> apply(ComplexValue<T> a, ComplexValue<T> b) {
+    return {a.re + b.re, a.im + b.im};
+  }
+};
+
+struct Product {
+  template <class V>
+  static V apply(V a, V b) {
+    return a * b;
+  }
+  // uint16_t would be promoted to int, whose overflow is undefined.
+  static uint8_t apply(uint8_t a, uint8_t b) { return static_cast<uint8_t>(uint32_t{a} * b); }
+  static uint16_t apply(uint16_t a, uint16_t b) { return static_cast<uint16_t>(uint32_t{a} * b); }
+  template <class T>
+  static ComplexValue<T> apply(ComplexValue<T> a, ComplexValue<T> b) {
+    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+  }
+};
+
+template <class V>
+inline bool is_nan(V x) {
+  return x != x;
+}
+
+struct Min {
+  template <class V>
+  static V apply(V a, V b) {
+    return (a < b) | is_nan(a) ? a : b;
+  }
+};
+
+struct Max {
+  template <class V>
+  static V apply(V a, V b) {
+    return (a > b) | is_nan(a) ? a : b;
+  }
+};
+
+struct And {
+  template <class V>
+  static V apply(V a, V b) {
+    return static_cast<V>(a & b);
+  }
+};
+
+struct Or {
+  template <class V>
+  static V apply(V a, V b) {
+    return static_cast<V>(a | b);
+  }
+};
+
+struct Xor {
+  template <class V>
+  static V apply(V a, V b) {
+    return static_cast<V>(a ^ b);
+  }
+};
+
+// ---- what happens to a contribution before, and to the result after
+
+template <class V>
+inline V times(V x, double factor) {
+  return x * static_cast<V>(factor);
+}
+template <class T>
+inline ComplexValue<T> times(ComplexValue<T> x, double factor) {
+  return {x.re * static_cast<T>(factor), x.im * static_cast<T>(factor)};
+}
+template <class V>
+inline V over(V x, int ranks) {
+  return x / static_cast<V>(ranks);
+}
+template <class T>
+inline ComplexValue<T> over(ComplexValue<T> x, int ranks) {
+  return {x.re / static_cast<T>(ranks), x.im / static_cast<T>(ranks)};
+}
+
+struct AsIs {
+  template <class V>
+  static V before(V x, double) {
+    return x;
+  }
+  template <class V>
+  static V after(V x, int) {
+    return x;
+  }
+};
+
+struct Scaled : AsIs {
+  template <class V>
+  static V before(V x, double factor) {
+    return times(x, factor);
+  }
+};
+
+struct Averaged : AsIs {
+  template <class V>
+  static V after(V x, int ranks) {
+    return over(x, ranks);
+  }
+};
+
+// ---- the loops
+
+template <class Type, class Op, class Around>
+void reduce_two(void* destination, const void* const* sources, const double* factors,
+                size_t count) {
+  using Stored = typename Type::Stored;
+  auto* to = static_cast<Stored*>(destination);
+  auto* a = static_cast<const Stored*>(sources[0]);
+  auto* b = static_cast<const Stored*>(sources[1]);
+  const double fa = factors[0], fb = factors[1];
+  TILEWORK_VECTORISE
+  for (size_t i = 0; i < count; ++i) {
+    to[i] = Type::store(Around::after(Op::apply(Around::before(Type::load(a[i]), fa),
+                                                Around::before(Type::load(b[i]), fb)),
+                                      2));
+  }
+}
+
+/// The general case goes block by block through an accumulator that stays in the first cache.
+template <class Type, class Op, class Around>
+void reduce_many(void* destination, const void* const* sources, const double* factors, int ranks,
+                 size_t count) {
+  using Stored = typename Type::Stored;
+  using Value = typename Type::Value;
+  constexpr size_t kBlock = 4096 / sizeof(Value);
+  Value sum[kBlock];
+  for (size_t base = 0; base < count; base += kBlock) {
+    const size_t block = count - base < kBlock ? count - base : kBlock;
+    auto* first = static_cast<const Stored*>(sources[0]) + base;
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < block; ++i) sum[i] = Around::before(Type::load(first[i]), factors[0]);
+    for (int rank = 1; rank < ranks; ++rank) {
+      auto* next = static_cast<const Stored*>(sources[rank]) + base;
+      const double factor = factors[rank];
+      TILEWORK_VECTORISE
+      for (size_t i = 0; i < block; ++i)
+        sum[i] = Op::apply(sum[i], Around::before(Type::load(next[i]), factor));
+    }
+    auto* to = static_cast<Stored*>(destination) + base;
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < block; ++i) to[i] = Type::store(Around::after(sum[i], ranks));
+  }
+}
+
+template <class Type, class Op, class Around = AsIs>
+void reduce(void* destination, const void* const* sources, const double* factors, int ranks,
+            size_t count) {
+  if (ranks == 2)
+    reduce_two<Type, Op, Around>(destination, sources, factors, count);
+  else
+    reduce_many<Type, Op, Around>(destination, sources, factors, ranks, count);
+}
+
+// ---- which reductions a dtype has
+
+template <class Type>
+Reduction find_floating(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return reduce<Type, Sum>;
+    case ReduceOp::kAvg: return reduce<Type, Sum, Averaged>;
+    case ReduceOp::kPremulSum: return reduce<Type, Sum, Scaled>;
+    case ReduceOp::kProduct: return reduce<Type, Product>;
+    case ReduceOp::kMin: return reduce<Type, Min>;
+    case ReduceOp::kMax: return reduce<Type, Max>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+Reduction find_complex(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return reduce<Complex<T>, Sum>;
+    case ReduceOp::kAvg: return reduce<Complex<T>, Sum, Averaged>;
+    case ReduceOp::kPremulSum: return reduce<Complex<T>, Sum, Scaled>;
+    case ReduceOp::kProduct: return reduce<Complex<T>, Product>;
+    default: return nullptr;
+  }
+}
+
+/// Sums and products wrap, so they run on the unsigned type, whose overflow is defined.
+template <class T, class Unsigned>
+Reduction find_integer(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return reduce<Plain<Unsigned>, Sum>;
+    case ReduceOp::kProduct: return reduce<Plain<Unsigned>, Product>;
+    case ReduceOp::kMin: return reduce<Plain<T>, Min>;
+    case ReduceOp::kMax: return reduce<Plain<T>, Max>;
+    case ReduceOp::kBand: return reduce<Plain<Unsigned>, And>;
+    case ReduceOp::kBor: return reduce<Plain<Unsigned>, Or>;
+    case ReduceOp::kBxor: return reduce<Plain<Unsigned>, Xor>;
+    default: return nullptr;
+  }
+}
+
+Reduction find_bool(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: case ReduceOp::kMax: case ReduceOp::kBor: return reduce<Bool, Or>;
+    case ReduceOp::kProduct: case ReduceOp::kMin: case ReduceOp::kBand: return reduce<Bool, And>;
+    case ReduceOp::kBxor: return reduce<Bool, Xor>;
+    default: return nullptr;
+  }
+}
+
+}  // namespace
+
+Reduction find(unsigned dtype, unsigned reduce_op);  // declared where it is used: reduce.cpp
+
+Reduction find(unsigned dtype, unsigned reduce_op) {
+  const auto op = static_cast<ReduceOp>(reduce_op);
+  switch (static_cast<DType>(dtype)) {
+    case DType::kFloat64: return find_floating<Plain<double>>(op);
+    case DType::kFloat32: return find_floating<Plain<float>>(op);
+    case DType::kFloat16: return find_floating<Float16>(op);
+    case DType::kBFloat16: return find_floating<BFloat16>(op);
+    case DType::kInt64: return find_integer<int64_t, uint64_t>(op);
+    case DType::kInt32: return find_integer<int32_t, uint32_t>(op);
+    case DType::kInt16: return find_integer<int16_t, uint16_t>(op);
+    case DType::kInt8: return find_integer<int8_t, uint8_t>(op);
+    case DType::kUInt8: return find_integer<uint8_t, uint8_t>(op);
+    case DType::kUInt16: return find_integer<uint16_t, uint16_t>(op);
+    case DType::kUInt32: return find_integer<uint32_t, uint32_t>(op);
+    case DType::kUInt64: return find_integer<uint64_t, uint64_t>(op);
+    case DType::kBool: return find_bool(op);
+    case DType::kComplex64: return find_complex<float>(op);
+    case DType::kComplex128: return find_complex<double>(op);
+    case DType::kBytes: return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace TILEWORK_LEVEL
+}  // namespace tilework

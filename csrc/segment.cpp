@@ -1,0 +1,126 @@
+#include "segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <system_error>
+
+namespace tilework {
+namespace {
+
+constexpr uint64_t kMagic = 0x006b726f77656c69;  // "ilework" in memory
+constexpr size_t kPage = 4096;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+/// Closes the file unless it was released.
+struct File {
+  explicit File(int fd_) : fd(fd_) {}
+  ~File() {
+    if (fd >= 0) close(fd);
+  }
+  int release() {
+    int result = fd;
+    fd = -1;
+    return result;
+  }
+  int fd;
+};
+
+void check_nonce(const std::string& nonce) {
+  if (nonce.size() > kMaxNonce)
+    throw std::invalid_argument("nonce: " + std::to_string(nonce.size()) + " bytes given, at most " +
+                                std::to_string(kMaxNonce) + " are allowed");
+}
+
+Layout checked_layout(int fd, int size, const std::string& nonce) {
+  check_nonce(nonce);
+  int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals)
+    throw std::invalid_argument("not a tilework segment: not a sealed memfd");
+  Identity found;  // read by value: whoever can write the file is not trusted
+  if (pread(fd, &found, sizeof found, 0) != static_cast<ssize_t>(sizeof found))
+    throw std::invalid_argument("not a tilework segment: too short");
+  if (found.magic != kMagic) throw std::invalid_argument("not a tilework segment: wrong magic");
+  if (found.abi != kAbi)
+    throw std::invalid_argument("the segment has ABI " + std::to_string(found.abi) +
+                                ", this build has " + std::to_string(kAbi) +
+                                ": all ranks must run the same tilework");
+  if (found.size != static_cast<uint32_t>(size))
+    throw std::invalid_argument("the segment is for " + std::to_string(found.size) +
+                                " ranks, not " + std::to_string(size));
+  if (found.nonce_bytes != nonce.size() ||
+      memcmp(found.nonce, nonce.data(), nonce.size()) != 0)
+    throw std::invalid_argument("the segment belongs to another group (its nonce differs)");
+  Layout layout(size, found.slot_bytes);
+  struct stat status;
+  if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != layout.total)
+    throw std::invalid_argument("not a tilework segment: wrong length");
+  return layout;
+}
+
+}  // namespace
+
+Layout::Layout(int size_, size_t slot_bytes_) : size(size_), slot_bytes(slot_bytes_) {
+  if (size < 1 || size > kMaxRanks)
+    throw std::invalid_argument("size: " + std::to_string(size) + " given, 1 to " +
+                                std::to_string(kMaxRanks) + " ranks are possible");
+  size_t least = round_up(size * kLine, kPage);
+  if (slot_bytes < least || slot_bytes % kPage != 0 || slot_bytes > (size_t{1} << 30))
+    throw std::invalid_argument("slot_bytes: " + std::to_string(slot_bytes) +
+                                " given, a multiple of 4096 from " + std::to_string(least) +
+                                " to 2**30 is needed");
+  const size_t n = size;
+  tables = sizeof(GroupHeader) + n * sizeof(RankControl);
+  cursors = round_up(tables + n * 2 * 2 * n * sizeof(int64_t), kPage);
+  outboxes = round_up(cursors + n * n * sizeof(Cursor), kPage);
+  channels = outboxes + n * 2 * slot_bytes;
+  total = channels + n * n * kRingBytes;
+}
+
+int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
+  Layout layout(size, slot_bytes);
+  check_nonce(nonce);
+  File file(memfd_create("tilework", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.fd < 0) fail("memfd_create");
+  if (ftruncate(file.fd, static_cast<off_t>(layout.total)) != 0) fail("ftruncate of the segment");
+  Identity identity{};  // the rest of the file is zeroes, a valid start for everything else
+  identity.magic = kMagic;
+  identity.abi = kAbi;
+  identity.size = static_cast<uint32_t>(size);
+  identity.slot_bytes = slot_bytes;
+  identity.nonce_bytes = static_cast<uint32_t>(nonce.size());
+  memcpy(identity.nonce, nonce.data(), nonce.size());
+  if (pwrite(file.fd, &identity, sizeof identity, 0) != static_cast<ssize_t>(sizeof identity))
+    fail("write of the segment's header");
+  if (fcntl(file.fd, F_ADD_SEALS, kSeals) != 0) fail("sealing the segment");
+  return file.release();
+}
+
+Segment::Segment(int fd, int size, const std::string& nonce)
+    : layout_(checked_layout(fd, size, nonce)) {
+  void* place = mmap(nullptr, layout_.total, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (place == MAP_FAILED) fail("mmap of the segment");
+  base_ = static_cast<char*>(place);
+}
+
+Segment::~Segment() { munmap(base_, layout_.total); }
+
+void Segment::ring_everybody() const {
+  for (int rank = 0; rank < size(); ++rank) {
+    control(rank).turn_bell.ring_always();
+    control(rank).mail_bell.ring_always();
+  }
+}
+
+}  // namespace tilework

@@ -1,0 +1,167 @@
+// The memory that the ranks of one group share: a sealed memfd, mapped by each of them.
+//
+//   GroupHeader                          magic, ABI, size, nonce, the abort record
+//   RankControl   x N                    step counter, bells, pid, operation headers, last words
+//   int64         x N x 2 x 2N           what each rank sends to and expects from each other rank
+//   Cursor        x N x N                heads and tails of the point-to-point channels
+//   outbox slots  x N x 2 x slot_bytes   what a rank shows its peers in a round
+//   channels      x N x N x kRingBytes   point-to-point rings
+//
+// The file is sparse: a page costs memory once it is touched, so idle channels cost nothing.
+//
+// Every byte may be written by every rank. Whatever is read from here and then used as an index
+// or a size is read once, checked, and used from the private copy.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "platform.h"
+
+namespace tilework {
+
+constexpr uint32_t kAbi = 2;
+constexpr int kMaxRanks = 1024;
+constexpr size_t kMaxNonce = 64;
+constexpr size_t kMaxWords = 2000;
+constexpr size_t kRingBytes = 128 * 1024;
+constexpr size_t kLine = 64;
+constexpr size_t kDefaultSlotBytes = 512 * 1024;
+
+/// Futex word of one rank, with the number of threads asleep on it.
+///
+/// No wake-up is lost: a sleeper counts itself, then reads its condition; a ringer makes the
+/// condition true, then reads the count. All four are sequentially consistent, so one of them
+/// sees the other (Dekker's argument). The word catches a ring between the check and the sleep.
+struct Bell {
+  std::atomic<uint32_t> word;
+  std::atomic<uint32_t> sleepers;
+
+  void ring() {
+    if (sleepers.load() > 0) ring_always();
+  }
+  void ring_always() {
+    word.fetch_add(1);
+    futex_wake_all(word);
+  }
+};
+
+/// What a rank calls in its current collective; compared by all. Two of them, used in turn.
+struct OperationHeader {
+  std::atomic<uint64_t> sequence;
+  std::atomic<uint64_t> what;  // kind, dtype, reduce op, ragged flag, root: see pack()
+  std::atomic<uint64_t> bytes;
+  std::atomic<uint64_t> label;
+  std::atomic<uint64_t> factor;  // bits of a double
+  uint64_t reserved[3];
+};
+static_assert(sizeof(OperationHeader) == kLine, "one header, one cache line");
+
+struct LastWords {
+  std::atomic<uint32_t> state;  // 0 none, 1 being written, 2 there
+  uint32_t bytes;
+  char text[kMaxWords];
+};
+
+/// 128-byte alignment: x86 prefetches cache lines in pairs.
+struct alignas(4096) RankControl {
+  alignas(128) std::atomic<uint64_t> step;  // rounds this rank has published
+  Bell turn_bell;                           // rung when a round is complete
+  alignas(128) Bell mail_bell;              // rung when a channel moved
+  alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined
+  std::atomic<uint32_t> departed;
+  std::atomic<uint64_t> pid_namespace;
+  std::atomic<uint64_t> start_time;  // of the process, to see through a reused pid
+  std::atomic<uint64_t> entered;     // the step whose parity says which header is current
+  alignas(128) OperationHeader headers[2];
+  alignas(128) LastWords words;
+};
+static_assert(sizeof(RankControl) == 4096, "one page a rank");
+
+struct AbortRecord {
+  std::atomic<uint32_t> state;  // as LastWords
+  int32_t rank;
+  char kind[32];
+  uint32_t bytes;
+  char text[kMaxWords];
+};
+
+struct Identity {
+  uint64_t magic;
+  uint32_t abi;
+  uint32_t size;
+  uint64_t slot_bytes;
+  uint32_t nonce_bytes;
+  char nonce[kMaxNonce];
+};
+
+struct alignas(4096) GroupHeader {
+  Identity identity;
+  alignas(128) AbortRecord abort;
+};
+
+/// Where the sender's and the receiver's ends of a channel stand, in bytes since the start.
+struct Cursor {
+  alignas(kLine) std::atomic<uint64_t> head;
+  alignas(kLine) std::atomic<uint64_t> tail;
+};
+
+/// Offsets of the parts, from (size, slot_bytes) alone.
+struct Layout {
+  Layout(int size, size_t slot_bytes);  // throws std::invalid_argument
+
+  int size;
+  size_t slot_bytes;
+  size_t tables, cursors, outboxes, channels, total;
+};
+
+/// A sealed memfd for `size` ranks; throws std::system_error where the kernel refuses.
+int create_segment(int size, size_t slot_bytes, const std::string& nonce);
+
+/// A mapping of a group's segment.
+class Segment {
+ public:
+  /// Check seals, size and header against what is expected (std::invalid_argument), then map.
+  Segment(int fd, int size, const std::string& nonce);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int size() const { return layout_.size; }
+  size_t slot_bytes() const { return layout_.slot_bytes; }
+  size_t bytes() const { return layout_.total; }
+
+  GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
+  RankControl& control(int rank) const {
+    return *reinterpret_cast<RankControl*>(base_ + sizeof(GroupHeader) + rank * sizeof(RankControl));
+  }
+  /// 2N numbers: bytes that `rank` sends to each rank, then bytes it expects from each.
+  std::atomic<int64_t>* table(int rank, unsigned parity) const {
+    auto* tables = reinterpret_cast<std::atomic<int64_t>*>(base_ + layout_.tables);
+    return tables + (static_cast<size_t>(rank) * 2 + parity) * 2 * layout_.size;
+  }
+  char* slot(int rank, unsigned parity) const {
+    return base_ + layout_.outboxes + (static_cast<size_t>(rank) * 2 + parity) * layout_.slot_bytes;
+  }
+  /// Cursors of one receiver lie together, so that it can scan them.
+  Cursor& cursor(int source, int destination) const {
+    return reinterpret_cast<Cursor*>(base_ + layout_.cursors)[channel(source, destination)];
+  }
+  char* ring(int source, int destination) const {
+    return base_ + layout_.channels + channel(source, destination) * kRingBytes;
+  }
+  /// Wake whoever sleeps anywhere in this group.
+  void ring_everybody() const;
+
+ private:
+  size_t channel(int source, int destination) const {
+    return static_cast<size_t>(destination) * layout_.size + source;
+  }
+
+  Layout layout_;
+  char* base_ = nullptr;
+};
+
+}  // namespace tilework

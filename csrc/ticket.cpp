@@ -1,0 +1,46 @@
+#include "ticket.h"
+
+namespace tilework {
+
+bool Ticket::sleep_until_done(const Patience& patience) {
+  if (spin(patience.pace, [this] { return done(); })) return true;
+  while (!done()) {
+    const int64_t now = now_ns();
+    if (now >= patience.deadline) return false;
+    const int64_t left = patience.deadline - now;
+    if (futex_wait(state_, 0, left < kSlice ? left : kSlice) != Woken::kBell)
+      patience.check_signals();
+  }
+  return true;
+}
+
+std::optional<Fault> Ticket::fault() const {
+  if (!done()) return std::nullopt;
+  return fault_;
+}
+
+void Ticket::when_done(std::function<void()> callback) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!done()) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void Ticket::complete(std::optional<Fault> fault, int source) {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fault_ = std::move(fault);
+    source_ = source;
+    callbacks.swap(callbacks_);
+    state_.store(1);
+  }
+  futex_wake_all(state_);
+  for (auto& callback : callbacks) callback();
+}
+
+}  // namespace tilework

@@ -1,0 +1,41 @@
+// An operation that was submitted and will be done by another thread, or by whoever waits.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "fault.h"
+#include "waiting.h"
+
+namespace tilework {
+
+class Ticket {
+ public:
+  bool done() const { return state_.load() != 0; }
+
+  /// Sleep until done; false once patience.deadline has passed. Throws Interrupted.
+  bool sleep_until_done(const Patience& patience);
+
+  /// The failure of a done operation.
+  std::optional<Fault> fault() const;
+  /// Group rank a receive was served by, -1 before.
+  int source() const { return done() ? source_ : -1; }
+
+  /// Run `callback` once done: by the thread that completes, or at once by this one.
+  void when_done(std::function<void()> callback);
+
+  /// Complete; once only. Runs the callbacks, so hold no lock.
+  void complete(std::optional<Fault> fault, int source = -1);
+
+ private:
+  std::atomic<uint32_t> state_{0};  // 0 pending, 1 done; a futex
+  std::mutex mutex_;
+  std::vector<std::function<void()>> callbacks_;
+  std::optional<Fault> fault_;
+  int source_ = -1;
+};
+
+}  // namespace tilework

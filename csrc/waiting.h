@@ -1,0 +1,107 @@
+// How a rank waits: it spins briefly, since a peer that runs at the same time answers within a
+// microsecond; then gives its core away a few times, since with more ranks than cores the peer
+// needs it; then sleeps on its bell. Sleep comes in slices, so that a wait also ends where nobody
+// rings: at a deadline, a dead peer, an abort, a signal.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <optional>
+
+#include "fault.h"
+#include "platform.h"
+#include "segment.h"
+
+namespace tilework {
+
+constexpr int64_t kSlice = 50 * kMillisecond;  // a dead peer is noticed within this, and a little
+
+/// How long to spin and how often to yield before sleeping.
+struct Pace {
+  int64_t spin_ns;
+  int yields;
+};
+
+/// The pace that suits `threads` waiting threads on this process's cores.
+inline Pace pace_for(int threads) {
+  if (threads <= available_cores()) return {50 * kMicrosecond, 0};
+  return {500, 4};
+}
+
+/// What bounds and interrupts a wait.
+struct Patience {
+  Pace pace;
+  double seconds = -1;  // as the caller gave them, for messages
+  int64_t deadline = kNever;
+  bool (*interrupted)() = nullptr;  // asks the interpreter for signals; null off its threads
+  std::atomic<uint64_t>* sleeps = nullptr;
+
+  void check_signals() const {
+    if (interrupted && interrupted()) throw Interrupted();
+  }
+};
+
+/// One visit to a bell: counts the sleeper while it lives.
+class Sleeper {
+ public:
+  explicit Sleeper(Bell& bell) : bell_(bell) {
+    bell_.sleepers.fetch_add(1);
+    heard_ = bell_.word.load();
+  }
+  ~Sleeper() { bell_.sleepers.fetch_sub(1); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+  /// Sleep for a slice, or until the bell rings (also if it rang since this was made).
+  Woken sleep(const Patience& patience, int64_t wake_at) {
+    if (patience.sleeps) patience.sleeps->fetch_add(1, std::memory_order_relaxed);
+    int64_t left = wake_at == kNever ? kSlice : wake_at - now_ns();
+    return futex_wait(bell_.word, heard_, left < kSlice ? left : kSlice);
+  }
+
+ private:
+  Bell& bell_;
+  uint32_t heard_;
+};
+
+/// Whether ready() came true while spinning.
+template <class Ready>
+bool spin(const Pace& pace, Ready&& ready) {
+  constexpr int kLooksPerClock = 16;  // reading the clock costs as much as several looks
+  if (ready()) return true;
+  const int64_t stop = now_ns() + pace.spin_ns;
+  do {
+    for (int i = 0; i < kLooksPerClock; ++i) {
+      cpu_relax();
+      if (ready()) return true;
+    }
+  } while (now_ns() < stop);
+  for (int i = 0; i < pace.yields; ++i) {
+    sched_yield();
+    if (ready()) return true;
+  }
+  return false;
+}
+
+/// Return once ready() is true. trouble(slice_over) is asked before each sleep and says why
+/// waiting is in vain; slice_over is true after a sleep in which no bell rang. A fault counts only
+/// if ready() is still false after it was seen: what a peer did before it failed comes first.
+template <class Ready, class Trouble>
+void wait_until(Bell& bell, const Patience& patience, Ready&& ready, Trouble&& trouble) {
+  if (spin(patience.pace, ready)) return;
+  bool slice_over = false;
+  for (;;) {
+    Sleeper sleeper(bell);
+    if (ready()) return;
+    if (std::optional<Fault> fault = trouble(slice_over)) {
+      if (ready()) return;
+      throw *fault;
+    }
+    Woken woken = sleeper.sleep(patience, patience.deadline);
+    slice_over = woken == Woken::kTimeout;
+    if (woken != Woken::kBell) patience.check_signals();
+  }
+}
+
+}  // namespace tilework
