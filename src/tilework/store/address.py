@@ -1,0 +1,254 @@
+"""Where a store's server is: a TCP host and port, or a Unix socket. Binding and connecting."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+from tilework.errors import DistNetworkError
+
+#: What the kernel keeps of a Unix socket's name, its terminator aside.
+_MAX_UNIX_BYTES: Final = 107
+_BACKLOG: Final = 4096
+
+
+class Address(ABC):
+    """Where a server listens."""
+
+    @abstractmethod
+    def listen(self) -> socket.socket:
+        """A socket bound here that listens. Raises DistNetworkError."""
+
+    @abstractmethod
+    def connect(self, timeout_seconds: float) -> socket.socket:
+        """One attempt to connect. Raises OSError."""
+
+    @abstractmethod
+    def bound(self, listener: socket.socket) -> Address:
+        """This address as ``listener`` has it (a port of 0 becomes the one that was picked)."""
+
+    @property
+    @abstractmethod
+    def hint(self) -> str:
+        """What to check when nobody answers here."""
+
+    def refuses(self, peer: socket.socket) -> str:
+        """Why this process will not talk to who is at the other end; empty if it will."""
+        return ""
+
+    def released(self) -> None:  # noqa: B027 (most leave nothing behind)
+        """Remove what the listening socket left behind, after it was closed."""
+
+
+@dataclass(frozen=True)
+class TcpAddress(Address):
+    """A host (name or IPv4 or IPv6 address) and a port."""
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.host, str) or not self.host:
+            raise ValueError(f"a store's host must be a name or an address, got {self.host!r}")
+        if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ValueError(f"a store's port must be between 0 and 65535, got {self.port!r}")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def hint(self) -> str:
+        """What to check when nobody answers here."""
+        return (
+            "Check that rank 0 is running and listens there, that the host name means the same "
+            "machine everywhere (not 127.0.1.1 on rank 0), and that no firewall is between."
+        )
+
+    def listen(self) -> socket.socket:
+        """Bind exactly the address that the host means: never all interfaces unless told so."""
+        failures: list[OSError] = []
+        for family, where in self._resolve_or_raise():
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                # A port whose last connections linger in TIME_WAIT is free.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(where)
+                listener.listen(_BACKLOG)
+                return listener
+            except OSError as error:
+                listener.close()
+                failures.append(error)
+                if error.errno == errno.EADDRINUSE:
+                    break
+        raise DistNetworkError(
+            f"cannot listen on {self}: {failures[-1].strerror}. {_listen_advice(failures[-1])}"
+        ) from failures[-1]
+
+    def connect(self, timeout_seconds: float) -> socket.socket:
+        """Try each address that the host means, once."""
+        failure: OSError = OSError("the host has no address")
+        for family, where in self._resolve():
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(timeout_seconds)
+                sock.connect(where)
+                if sock.getsockname() == sock.getpeername():
+                    # Port chosen by the kernel for this end happened to be the very one sought.
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+                tune_tcp(sock)
+                return sock
+            except OSError as error:
+                sock.close()
+                failure = error
+        raise failure
+
+    def bound(self, listener: socket.socket) -> TcpAddress:
+        """The same host with the port that ``listener`` has."""
+        return TcpAddress(self.host, listener.getsockname()[1])
+
+    def _resolve(self) -> list[tuple[int, tuple[str, int]]]:
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        # IPv4 first on every rank: then "localhost" means one thing to server and clients.
+        found.sort(key=lambda info: info[0] != socket.AF_INET)
+        return [(info[0], info[4]) for info in found]  # type: ignore[misc]
+
+    def _resolve_or_raise(self) -> list[tuple[int, tuple[str, int]]]:
+        try:
+            return self._resolve()
+        except (OSError, UnicodeError) as error:
+            raise DistNetworkError(
+                f"cannot listen on {self}: the host name cannot be resolved ({error}). Use an "
+                "address of this machine."
+            ) from error
+
+
+@dataclass(frozen=True)
+class UnixAddress(Address):
+    """A Unix socket: ``@name`` in Linux's abstract namespace, a path otherwise."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or self.name in ("", "@") or "\0" in self.name:
+            raise ValueError(f"a Unix socket's address is @name or a path, got {self.name!r}")
+        if self.abstract and sys.platform != "linux":
+            raise ValueError(f"abstract socket names are Linux's: use a path, not {self.name!r}")
+        if len(os.fsencode(self.name)) > _MAX_UNIX_BYTES:
+            raise ValueError(
+                f"a Unix socket's address takes at most {_MAX_UNIX_BYTES} bytes, got "
+                f"{len(os.fsencode(self.name))}: {self.name!r}. Use a shorter path, or @name."
+            )
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def abstract(self) -> bool:
+        """Whether it is a name that leaves nothing on disk."""
+        return self.name.startswith("@")
+
+    @property
+    def hint(self) -> str:
+        """What to check when nobody answers here."""
+        return (
+            "Check that the process that serves the store (the launcher, or rank 0) is running, "
+            "on this host and in this network namespace, and uses the same address."
+        )
+
+    def listen(self) -> socket.socket:
+        """Bind the name; a path that a killed server left behind is taken over."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            try:
+                listener.bind(self._kernel_name)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or self.abstract or self._answers():
+                    raise
+                os.unlink(self.name)
+                listener.bind(self._kernel_name)
+            if not self.abstract:
+                os.chmod(self.name, 0o600)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            advice = _listen_advice(error)
+            raise DistNetworkError(
+                f"cannot listen on {self}: {error.strerror}. {advice}"
+            ) from error
+        return listener
+
+    def connect(self, timeout_seconds: float) -> socket.socket:
+        """One attempt."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_seconds)
+            sock.connect(self._kernel_name)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def bound(self, listener: socket.socket) -> UnixAddress:
+        """The same address."""
+        return self
+
+    def refuses(self, peer: socket.socket) -> str:
+        """Both ends must be the same user's: names can be taken by anyone."""
+        if not hasattr(socket, "SO_PEERCRED"):
+            return ""  # Elsewhere the path's mode, 0600, has to do.
+        size = struct.calcsize("3i")
+        _, uid, _ = struct.unpack(
+            "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        mine = os.geteuid()
+        return "" if uid == mine else f"it belongs to user {uid}, this process to user {mine}"
+
+    def released(self) -> None:
+        """Remove the path."""
+        if not self.abstract:
+            with contextlib.suppress(OSError):
+                os.unlink(self.name)
+
+    @property
+    def _kernel_name(self) -> bytes:
+        name = os.fsencode(self.name)
+        return b"\0" + name[1:] if self.abstract else name
+
+    def _answers(self) -> bool:
+        try:
+            self.connect(1.0).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True  # Busy, or not ours to touch.
+        return True
+
+
+def tune_tcp(sock: socket.socket) -> None:
+    """No delay for small messages; notice within about half a minute that a host went away."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _listen_advice(error: OSError) -> str:
+    advice = {
+        errno.EADDRINUSE: "Another process listens there, perhaps an earlier job: end it, or use "
+        "another port (0 picks a free one) or name.",
+        errno.EADDRNOTAVAIL: "It is not an address of this machine: rank 0 must run on that host, "
+        "and the host name must mean an address that this machine has.",
+        errno.EACCES: "Ports below 1024 and foreign directories need privileges: use another.",
+        errno.ENOENT: "The directory of the path does not exist: make it first.",
+    }
+    return advice.get(error.errno or 0, "Use another address.")

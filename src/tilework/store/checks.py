@@ -1,0 +1,153 @@
+"""What every store checks and says in the same way: keys, values, durations, time-outs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from tilework.errors import DistStoreError, StoreTimeoutError
+
+#: The longest key, in bytes of UTF-8.
+MAX_KEY_BYTES: Final = 64 << 10
+#: The longest value, and the longest expected and desired of ``compare_set`` together. A little
+#: below the largest message, so that one value with its key always fits into one.
+MAX_VALUE_BYTES: Final = (64 << 20) - (128 << 10)
+#: A value at an integer key fits into 64 signed bits, as in every other c10d store.
+MAX_INTEGER: Final = (1 << 63) - 1
+
+#: No wait is longer, however large the timeout: poll() counts milliseconds in 32 bits.
+LONGEST_WAIT_SECONDS: Final = 20.0 * 24 * 3600
+
+#: How many keys an error message spells out.
+_KEYS_SHOWN: Final = 8
+
+
+def key_bytes(key: str) -> bytes:
+    """``key`` as UTF-8. Raises TypeError or ValueError where it cannot be a key."""
+    if not isinstance(key, str):
+        raise TypeError(f"a store's key is a str, got {type(key).__name__}")
+    try:
+        data = key.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a store's key must be encodable as UTF-8, got {key!r}") from error
+    if len(data) > MAX_KEY_BYTES:
+        raise ValueError(
+            f"a store's key takes at most {MAX_KEY_BYTES} bytes, got {len(data)}: {key[:40]!r}…"
+        )
+    return data
+
+
+def keys_bytes(keys: Sequence[str]) -> list[bytes]:
+    """Each of ``keys`` as UTF-8; a lone str is refused, it would mean its letters."""
+    if isinstance(keys, str | bytes):
+        raise TypeError(f"expected a sequence of keys, got one {type(keys).__name__}: {keys!r}")
+    return [key_bytes(key) for key in keys]
+
+
+def data_bytes(value: str | bytes) -> bytes:
+    """``value`` as bytes, str as UTF-8. Raises TypeError or ValueError where it is no value."""
+    if isinstance(value, str):
+        value = value.encode()
+    elif not isinstance(value, bytes):
+        raise TypeError(f"a store's value is str or bytes, got {type(value).__name__}")
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(f"a store's value takes at most {MAX_VALUE_BYTES} bytes, got {len(value)}")
+    return value
+
+
+def compare_set_bytes(expected: str | bytes, desired: str | bytes) -> tuple[bytes, bytes]:
+    """Both arguments of ``compare_set`` as bytes; together they must fit into one message."""
+    old, new = data_bytes(expected), data_bytes(desired)
+    if len(old) + len(new) > MAX_VALUE_BYTES:
+        raise ValueError(
+            f"expected and desired together take at most {MAX_VALUE_BYTES} bytes, "
+            f"got {len(old)} + {len(new)}"
+        )
+    return old, new
+
+
+def amount_int(amount: int) -> int:
+    """``amount`` if it is an integer of 64 signed bits. Raises TypeError or ValueError."""
+    if not isinstance(amount, int):
+        raise TypeError(f"add takes an int, got {type(amount).__name__}")
+    if not -MAX_INTEGER - 1 <= amount <= MAX_INTEGER:
+        raise ValueError(f"add takes an integer of 64 signed bits, got {amount}")
+    return amount
+
+
+def same_length(keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+    """Raise ValueError unless there are as many values as keys."""
+    if len(keys) != len(values):
+        raise ValueError(
+            f"multi_set needs one value per key, got {len(keys)} keys and {len(values)} values"
+        )
+
+
+def positive(timeout: timedelta) -> timedelta:
+    """``timeout`` if it is a positive timedelta. Raises TypeError or ValueError."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"a timeout is a datetime.timedelta, got {type(timeout).__name__} {timeout!r}"
+        )
+    if timeout <= timedelta(0):
+        raise ValueError(f"a store's timeout must be positive, got {timeout}")
+    return timeout
+
+
+def seconds(timeout: timedelta) -> float:
+    """The seconds of one wait; zero means: look once. Raises TypeError or ValueError."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"a timeout is a datetime.timedelta, got {type(timeout).__name__} {timeout!r}"
+        )
+    if timeout < timedelta(0):
+        raise ValueError(f"a timeout cannot be negative, got {timeout}")
+    return min(timeout.total_seconds(), LONGEST_WAIT_SECONDS)
+
+
+class Deadline:
+    """A point in time after which waiting ends."""
+
+    def __init__(self, after_seconds: float) -> None:
+        self._end = time.monotonic() + after_seconds
+
+    def left(self) -> float:
+        """Seconds that remain, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time remains."""
+        return time.monotonic() >= self._end
+
+
+def show_key(key: bytes) -> str:
+    """``key`` for an error message; a stranger's need not be UTF-8."""
+    return repr(key.decode(errors="replace"))
+
+
+def show_keys(keys: Sequence[str]) -> str:
+    """``keys`` for an error message: the first few, and how many more."""
+    shown = ", ".join(repr(key) for key in keys[:_KEYS_SHOWN])
+    more = len(keys) - _KEYS_SHOWN
+    return f"[{shown}]" if more <= 0 else f"[{shown}, … and {more} more]"
+
+
+def timeout_error(
+    where: str, keys: Sequence[str], missing: Sequence[str], waited_seconds: float
+) -> StoreTimeoutError:
+    """The error for ``keys`` that did not all come to the store ``where`` in time."""
+    some = "" if len(missing) == len(keys) else f" (not set: {show_keys(missing)})"
+    noun = "key" if len(keys) == 1 else "keys"
+    return StoreTimeoutError(
+        f"Timeout: waited {waited_seconds:g} s for {noun} {show_keys(keys)} in {where}{some}. "
+        "Check that the ranks that set them are running, and use the same store and prefix.",
+        missing=missing,
+    )
+
+
+def closed_error(where: str) -> DistStoreError:
+    """The error for a store that is used after its close()."""
+    return DistStoreError(f"{where} is closed: make a new one to go on")

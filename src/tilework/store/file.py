@@ -1,0 +1,196 @@
+"""A store in a file, for the processes of one host or of a shared file system."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from tilework.store import checks
+from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
+from tilework.store.log import Log
+from tilework.store.records import Kind, Record
+from tilework.store.table import Table
+
+T = TypeVar("T")
+
+#: Pauses between looks at the file while waiting, in seconds: from the first to the longest.
+_FIRST_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.02
+
+
+class FileStore(Store):
+    """A store that any number of processes share through one file.
+
+    The file is a log (see :mod:`tilework.store.records`): each change is one record, appended
+    under a lock, so ``set``, ``add``, ``compare_set``, ``append`` and ``delete_key`` are atomic
+    across processes, a killed writer leaves at most a torn last record, which is ignored and cut
+    off, and a full disk raises and changes nothing. The log only grows: meant for start-up, not
+    for bulk data. Waiting polls the file every 0.5 to 20 ms.
+
+    What an earlier job left at ``path`` is still there: use a new path for each job.
+
+    Args:
+        path: The file; created (mode 0600) if missing, an empty one is fine.
+        world_size: How many stores will be made on ``path``, over all processes. If positive, the
+            file is removed when the last of them closes.
+        timeout: How long blocking methods wait; also for the file's lock.
+
+    Raises:
+        DistStoreError: The file cannot be opened or written, is damaged, or is something else's.
+
+    Example::
+
+        with FileStore("/tmp/my-job", world_size=1) as store:
+            store.set("k", "v")
+            assert store.get("k") == b"v"
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        world_size: int = -1,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(timeout)
+        #: The file, as an absolute path.
+        self.path = os.path.abspath(os.fspath(path))
+        self._log = Log(self.path, world_size, checks.seconds(timeout))
+        # Also when the store is dropped, and at exit: others count on the last one to clean up.
+        self._finalizer = weakref.finalize(self, self._log.close)
+
+    def set(self, key: str, value: Data) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+        record = Record(Kind.SET, checks.key_bytes(key), checks.data_bytes(value))
+        self._change(lambda table: [record])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
+        """``set`` for several keys, with one write."""
+        checks.same_length(keys, values)
+        pairs = zip(checks.keys_bytes(keys), map(checks.data_bytes, values), strict=True)
+        records = [Record(Kind.SET, key, value) for key, value in pairs]
+        self._change(lambda table: records)
+
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Wait until ``key`` exists, then return its value."""
+        name = checks.key_bytes(key)
+        return self._when_present([name], timeout, lambda table: table.values[name])
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """``get`` for several keys, all read at one moment."""
+        names = checks.keys_bytes(keys)
+        return self._when_present(names, timeout, lambda table: [table.values[n] for n in names])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer at ``key``; see :meth:`Store.add`."""
+        name, number = checks.key_bytes(key), checks.amount_int(amount)
+
+        def changes(table: Table) -> list[Record]:
+            total = b"%d" % table.sum(name, number)
+            # Polling with add(key, 0) must not make the file grow.
+            return [] if table.values.get(name) == total else [Record(Kind.SET, name, total)]
+
+        return int(self._change(changes, lambda table: table.values[name]))
+
+    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
+        name, (old, new) = checks.key_bytes(key), checks.compare_set_bytes(expected, desired)
+        record = Record(Kind.SET, name, new)
+        return self._change(
+            lambda table: [record] if table.would_set(name, old) else [],
+            lambda table: table.values.get(name, old),
+        )
+
+    def append(self, key: str, value: Data) -> None:
+        """Append to the value at ``key``, which is created if absent."""
+        record = Record(Kind.APPEND, checks.key_bytes(key), checks.data_bytes(value))
+
+        def changes(table: Table) -> list[Record]:
+            table.check_append(record.key, record.value)
+            return [record]
+
+        self._change(changes)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist, without waiting."""
+        names = checks.keys_bytes(keys)
+        return self._look(lambda table: table.has(names))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` exist at once."""
+        self._when_present(checks.keys_bytes(keys), timeout, lambda table: None)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``; return whether it existed."""
+        name, existed = checks.key_bytes(key), False
+
+        def changes(table: Table) -> list[Record]:
+            nonlocal existed
+            existed = name in table.values
+            return [Record(Kind.DELETE, name)] if existed else []
+
+        self._change(changes)
+        return existed
+
+    def num_keys(self) -> int:
+        """How many keys exist."""
+        return self._look(lambda table: len(table.values))
+
+    def close(self) -> None:
+        """Close the file; the last of ``world_size`` stores removes it. Idempotent."""
+        self._finalizer()
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether the file belongs to this user and nobody else may write to it."""
+        with self._log.mutex:
+            self._ensure_open()
+            return self._log.private
+
+    def __repr__(self) -> str:
+        return str(self._log)
+
+    def _change(
+        self,
+        changes: Callable[[Table], list[Record]],
+        result: Callable[[Table], bytes] = lambda table: b"",
+    ) -> bytes:
+        """Append the records that ``changes`` makes of the present state, as one atomic step."""
+        with self._log.mutex:
+            self._ensure_open()
+            with self._log.writing(checks.seconds(self._timeout)) as table:
+                records = changes(table)
+                if records:
+                    self._log.write(records)
+                return result(table)
+
+    def _look(self, read: Callable[[Table], T]) -> T:
+        with self._log.mutex:
+            self._ensure_open()
+            self._log.refresh()
+            return read(self._log.table)
+
+    def _when_present(
+        self, names: Sequence[bytes], timeout: timedelta | None, read: Callable[[Table], T]
+    ) -> T:
+        """``read`` at a moment when all ``names`` exist."""
+        limit = self._wait_seconds(timeout)
+        deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
+        while True:
+            late = deadline.passed
+            with self._log.mutex:
+                missing = self._look(lambda table: table.missing(names))
+                if not missing:
+                    return read(self._log.table)
+            if late:
+                shown, lacking = ([n.decode() for n in part] for part in (names, missing))
+                raise checks.timeout_error(repr(self), shown, lacking, limit)
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _ensure_open(self) -> None:
+        if self._log.closed:
+            raise checks.closed_error(repr(self))

@@ -1,0 +1,243 @@
+"""The file under a :class:`FileStore`: locking, reading its tail, appending, repair.
+
+Writers take an exclusive ``flock``, read what others wrote, drop a torn last record, and append.
+Readers take no lock: a record counts once all of it is there with a good checksum. ``flock``
+belongs to the open file, so two stores of one process exclude each other too, which POSIX
+record locks would not do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from tilework.errors import DistStoreError, StoreTimeoutError
+from tilework.store.checks import Deadline
+from tilework.store.fork import watch_forks
+from tilework.store.records import (
+    HEADER_BYTES,
+    MAGIC,
+    DamagedLogError,
+    Kind,
+    Record,
+    pack,
+    record_bytes,
+    unpack,
+)
+from tilework.store.table import Table
+
+#: Bytes read at once where a record does not ask for more.
+_CHUNK: Final = 64 << 10
+#: How long to wait for the lock when closing; whoever holds it longer than that is stuck.
+_CLOSE_SECONDS: Final = 5.0
+
+
+class Log:
+    """One open file and the table that its records make."""
+
+    def __init__(self, path: str, world_size: int, wait_seconds: float) -> None:
+        self.path = path
+        #: Guards everything here against this process's other threads.
+        self.mutex = threading.RLock()
+        self._world_size = world_size
+        # A forked child reads and writes as well, but it did not open and so does not close.
+        self._counted = False
+        self._fd = -1
+        try:
+            self._open(wait_seconds)
+        except BaseException:
+            self._drop_fd()
+            raise
+        watch_forks(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._fd < 0
+
+    @property
+    def private(self) -> bool:
+        """Whether the file is this user's, and nobody else may write to it."""
+        info = os.fstat(self._fd)
+        return info.st_uid == os.geteuid() and info.st_mode & 0o022 == 0
+
+    def refresh(self) -> None:
+        """Read what others have appended since; waits for nobody."""
+        size = os.fstat(self._fd).st_size
+        if size == self._offset:
+            return
+        try:
+            self._read(size)
+        except DamagedLogError:
+            # Perhaps a torn record was replaced while it was read; no writer is busy under a lock.
+            with self._flock(fcntl.LOCK_SH, _CLOSE_SECONDS):
+                self._read_or_raise()
+
+    @contextlib.contextmanager
+    def writing(self, wait_seconds: float) -> Iterator[Table]:
+        """Exclusive use of the file, all of it read: what happens inside is atomic."""
+        with self.mutex, self._flock(fcntl.LOCK_EX, wait_seconds):
+            self._read_or_raise()
+            yield self.table
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Append ``records``, all or none; only inside :meth:`writing`."""
+        records = list(records)
+        data = b"".join(pack(record) for record in records)
+        if self._offset == 0:
+            data = MAGIC + data
+        try:
+            # Whatever is behind the last good record was torn off by a killed writer.
+            os.ftruncate(self._fd, self._offset)
+            self._write_at_end(data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._offset)
+            raise DistStoreError(
+                f"{self} could not be written: {error.strerror}. Nothing was changed, and what it "
+                "holds can still be read. Free some space, or use a path on another disk."
+            ) from error
+        self._offset += len(data)
+        for record in records:
+            self._apply(record)
+
+    def close(self) -> None:
+        """Leave; the last of ``world_size`` users removes the file. Idempotent."""
+        with self.mutex:
+            if self._fd < 0:
+                return
+            try:
+                if self._counted:
+                    self._leave()
+            except (OSError, DistStoreError):
+                pass  # The file stays where it is, which is all that a failure here can mean.
+            finally:
+                self._drop_fd()
+
+    def after_fork_in_child(self) -> None:
+        """Take an open file of one's own: the parent's would share its locks."""
+        self.mutex = threading.RLock()
+        self._counted = False
+        inherited, self._fd = self._fd, -1
+        if inherited < 0:
+            return
+        for path in (f"/proc/self/fd/{inherited}", self.path):  # The first also if it was removed.
+            with contextlib.suppress(OSError):
+                self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                break
+        os.close(inherited)
+
+    def __str__(self) -> str:
+        return f"FileStore({self.path!r})"
+
+    def _open(self, wait_seconds: float) -> None:
+        while True:
+            self.table, self._offset, self._opened, self._finished = Table(), 0, 0, 0
+            try:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise DistStoreError(
+                    f"{self} could not be opened: {error.strerror}. Its path must be a file, or a "
+                    "new name, in a directory that every rank can read and write."
+                ) from error
+            with self.writing(wait_seconds):
+                # The last user of an earlier store may have removed the file since it was opened.
+                if os.fstat(self._fd).st_nlink:
+                    self.write([Record(Kind.OPEN)])
+                    self._counted = True
+                    return
+            self._drop_fd()
+
+    def _leave(self) -> None:
+        with self.writing(_CLOSE_SECONDS):
+            self.write([Record(Kind.CLOSE)])
+            last = self._finished == self._opened and self._finished >= self._world_size
+            if self._world_size > 0 and last and self._is_ours():
+                os.unlink(self.path)
+
+    def _is_ours(self) -> bool:
+        at_path, opened = os.stat(self.path), os.fstat(self._fd)
+        return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)
+
+    def _drop_fd(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _flock(self, how: int, wait_seconds: float) -> Iterator[None]:
+        # Polled, since a blocking flock has no time-out and its holder may have been stopped.
+        deadline, pause = Deadline(wait_seconds), 0.0002
+        while True:
+            try:
+                fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline.passed:
+                    raise StoreTimeoutError(
+                        f"Timeout: waited {wait_seconds:g} s for the lock of {self}, which another "
+                        "process holds. Check for a stopped process that uses it (see `lslocks`)."
+                    ) from None
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 1.5, 0.01)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _read_or_raise(self) -> None:
+        try:
+            self._read(os.fstat(self._fd).st_size)
+        except DamagedLogError as error:
+            raise DistStoreError(
+                f"{self} cannot be used: {error}. It was written by something else, or damaged; "
+                "remove it, or use another path."
+            ) from error
+
+    def _read(self, size: int) -> None:
+        """Apply every whole record up to ``size``; what is torn is left for later."""
+        if size < self._offset:
+            raise DamagedLogError("the file has become shorter")
+        if self._offset == 0 and not self._read_magic():
+            return
+        data, at, wanted = b"", 0, HEADER_BYTES
+        while self._offset + wanted <= size:
+            if len(data) - at < wanted:
+                data, at = os.pread(self._fd, max(wanted, _CHUNK), self._offset), 0
+                if len(data) < wanted:
+                    return  # A torn record was just cut off by its repairer.
+            wanted = record_bytes(data[at : at + HEADER_BYTES])
+            if len(data) - at >= wanted:
+                self._apply(unpack(data[at : at + wanted]))
+                self._offset, at, wanted = self._offset + wanted, at + wanted, HEADER_BYTES
+
+    def _read_magic(self) -> bool:
+        start = os.pread(self._fd, len(MAGIC), 0)
+        if not MAGIC.startswith(start):
+            raise DamagedLogError("it does not begin like a tilework store of this version")
+        if start == MAGIC:
+            self._offset = len(MAGIC)
+        return start == MAGIC
+
+    def _write_at_end(self, data: bytes) -> None:
+        view, at = memoryview(data), self._offset
+        while view:
+            written = os.pwrite(self._fd, view, at)
+            view, at = view[written:], at + written
+
+    def _apply(self, record: Record) -> None:
+        if record.kind is Kind.SET:
+            self.table.set(record.key, record.value)
+        elif record.kind is Kind.APPEND:
+            self.table.append(record.key, record.value)
+        elif record.kind is Kind.DELETE:
+            self.table.delete(record.key)
+        elif record.kind is Kind.OPEN:
+            self._opened += 1
+        else:
+            self._finished += 1

@@ -1,0 +1,129 @@
+"""A store for the threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from tilework.store import checks
+from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
+from tilework.store.fork import watch_forks
+from tilework.store.table import Table
+
+T = TypeVar("T")
+
+
+class HashStore(Store):
+    """A dictionary that the threads of one process share.
+
+    For ranks that are threads, and for tests. A forked child gets a copy of its own, which
+    nobody else sees. ``close`` makes every waiting thread raise at once::
+
+        store = HashStore()
+        threading.Thread(target=lambda: store.set("k", "v")).start()
+        assert store.get("k") == b"v"
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._table = Table()
+        self._lock = threading.Lock()
+        watch_forks(self)
+
+    def after_fork_in_child(self) -> None:
+        """Take a fresh lock: a thread that is not here may have held the old one."""
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: Data) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+        name, data = checks.key_bytes(key), checks.data_bytes(value)
+        self._locked(lambda table: table.set(name, data))
+
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Wait until ``key`` exists, then return its value."""
+        name = checks.key_bytes(key)
+        return self._when_present([name], timeout, lambda: self._table.values[name])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer at ``key``; see :meth:`Store.add`."""
+        name, number = checks.key_bytes(key), checks.amount_int(amount)
+        return self._locked(lambda table: table.add(name, number))
+
+    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
+        name, (old, new) = checks.key_bytes(key), checks.compare_set_bytes(expected, desired)
+        return self._locked(lambda table: table.compare_set(name, old, new))
+
+    def append(self, key: str, value: Data) -> None:
+        """Append to the value at ``key``, which is created if absent."""
+        name, data = checks.key_bytes(key), checks.data_bytes(value)
+        self._locked(lambda table: table.append(name, data))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist, without waiting."""
+        names = checks.keys_bytes(keys)
+        return self._locked(lambda table: table.has(names))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` exist at once."""
+        self._when_present(checks.keys_bytes(keys), timeout, lambda: None)
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """``get`` for several keys, all read at one moment."""
+        names = checks.keys_bytes(keys)
+        return self._when_present(names, timeout, lambda: [self._table.values[n] for n in names])
+
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``; return whether it existed."""
+        name = checks.key_bytes(key)
+        return self._locked(lambda table: table.delete(name))
+
+    def num_keys(self) -> int:
+        """How many keys exist."""
+        return self._locked(lambda table: len(table.values))
+
+    def close(self) -> None:
+        """Make threads that wait raise, and every later call of all who share the store."""
+        with self._lock:
+            self._closed = True
+            self._table.wake_all()
+
+    @property
+    def authenticated(self) -> bool:
+        """True: only this process can reach it."""
+        return True
+
+    def __repr__(self) -> str:
+        return "HashStore()"
+
+    def _locked(self, use: Callable[[Table], T]) -> T:
+        with self._lock:
+            self._ensure_open()
+            return use(self._table)
+
+    def _when_present(
+        self, names: Sequence[bytes], timeout: timedelta | None, read: Callable[[], T]
+    ) -> T:
+        """``read()`` under the lock, at a moment when all ``names`` exist."""
+        limit = self._wait_seconds(timeout)
+        deadline = checks.Deadline(limit)
+        while True:
+            arrived = threading.Event()
+            with self._lock:
+                self._ensure_open()
+                waiter = self._table.park(names, arrived.set)
+                if waiter is None:
+                    return read()
+            came = arrived.wait(deadline.left())
+            with self._lock:
+                self._table.unpark(waiter)
+                missing = self._table.missing(names)
+            if not came and missing:
+                shown, lacking = ([n.decode() for n in part] for part in (names, missing))
+                raise checks.timeout_error("HashStore", shown, lacking, limit)
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise checks.closed_error("HashStore")

@@ -1,0 +1,107 @@
+"""A view of a store in which every key has a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from tilework.store import checks
+from tilework.store.contract import Data, Store
+
+
+class PrefixStore(Store):
+    """``store``, with every key prefixed by ``prefix`` and a slash.
+
+    So several groups share one store without their keys meeting. The view has a time-out of its
+    own, at first the store's. Closing it closes the view only. ``num_keys`` counts the whole
+    store's keys. Error messages name the keys with their prefix::
+
+        store = HashStore()
+        PrefixStore("group_1", store).set("k", "v")
+        assert store.get("group_1/k") == b"v"
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(store, Store):
+            raise TypeError(
+                f"PrefixStore(prefix, store) needs a tilework store, got {type(store).__name__}; "
+                "wrap one of torch's in TorchStoreAdapter"
+            )
+        super().__init__(store.timeout)
+        checks.key_bytes(prefix)
+        #: What every key begins with, the slash aside.
+        self.prefix = prefix
+        self._store = store
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store that this is a view of."""
+        return self._store
+
+    def set(self, key: str, value: Data) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+        self._open_store().set(self._full(key), value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
+        """``set`` for several keys; the lengths must agree."""
+        self._open_store().multi_set(self._full_all(keys), values)
+
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Wait until ``key`` exists, then return its value."""
+        return self._open_store().get(self._full(key), self._own(timeout))
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """``get`` for several keys, in their order, under one timeout."""
+        return self._open_store().multi_get(self._full_all(keys), self._own(timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer at ``key``; see :meth:`Store.add`."""
+        return self._open_store().add(self._full(key), amount)
+
+    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
+        return self._open_store().compare_set(self._full(key), expected, desired)
+
+    def append(self, key: str, value: Data) -> None:
+        """Append to the value at ``key``, which is created if absent."""
+        self._open_store().append(self._full(key), value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist, without waiting."""
+        return self._open_store().check(self._full_all(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` exist at once."""
+        self._open_store().wait(self._full_all(keys), self._own(timeout))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``; return whether it existed."""
+        return self._open_store().delete_key(self._full(key))
+
+    def num_keys(self) -> int:
+        """How many keys exist in the whole underlying store."""
+        return self._open_store().num_keys()
+
+    @property
+    def authenticated(self) -> bool:
+        """As the underlying store."""
+        return self._store.authenticated
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.prefix!r}, {self._store!r})"
+
+    def _own(self, timeout: timedelta | None) -> timedelta:
+        return self._timeout if timeout is None else timeout
+
+    def _full(self, key: str) -> str:
+        checks.key_bytes(key)
+        return f"{self.prefix}/{key}"
+
+    def _full_all(self, keys: Sequence[str]) -> list[str]:
+        checks.keys_bytes(keys)
+        return [self._full(key) for key in keys]
+
+    def _open_store(self) -> Store:
+        if self._closed:
+            raise checks.closed_error(repr(self))
+        return self._store

@@ -1,0 +1,79 @@
+"""The format of a :class:`FileStore`'s file: an append-only log of checksummed records.
+
+::
+
+    file    = MAGIC record*
+    MAGIC   = "tilework-store" 0x00 0x01                         16 bytes, the last is the version
+    record  = size:u32 crc(payload):u32 crc(size, crc):u32 payload       integers big-endian
+    payload = kind:u8 key_size:u32 key value
+
+The header's own checksum tells a torn record from a damaged one. Only the last record can be
+torn (its writer was killed, or is still writing): then the header is good, or shorter than 12
+bytes, and the payload ends beyond the file. Anything else that does not add up is damage.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+MAGIC: Final = b"tilework-store\x00\x01"
+
+_HEADER: Final = struct.Struct("!III")
+_PAYLOAD: Final = struct.Struct("!BI")
+HEADER_BYTES: Final = _HEADER.size
+
+
+class Kind(IntEnum):
+    """What a record does."""
+
+    SET = 1
+    APPEND = 2
+    DELETE = 3
+    #: A store object opened the file, or closed it; they count who still uses it.
+    OPEN = 4
+    CLOSE = 5
+
+
+class Record(NamedTuple):
+    """One change."""
+
+    kind: Kind
+    key: bytes = b""
+    value: bytes = b""
+
+
+class DamagedLogError(Exception):
+    """Bytes that no writer of this format leaves behind, killed or not."""
+
+
+def pack(record: Record) -> bytes:
+    """``record`` as it is written."""
+    payload = _PAYLOAD.pack(record.kind, len(record.key)) + record.key + record.value
+    sizes = struct.pack("!II", len(payload), zlib.crc32(payload))
+    return sizes + struct.pack("!I", zlib.crc32(sizes)) + payload
+
+
+def record_bytes(header: bytes) -> int:
+    """Size of the whole record that ``header`` (12 bytes or more) begins."""
+    size, _, check = _HEADER.unpack_from(header)
+    if zlib.crc32(header[:8]) != check:
+        raise DamagedLogError("a record's header fails its checksum")
+    return HEADER_BYTES + int(size)
+
+
+def unpack(data: bytes) -> Record:
+    """The record that is ``data``, header included."""
+    payload = data[HEADER_BYTES:]
+    if zlib.crc32(payload) != _HEADER.unpack_from(data)[1]:
+        raise DamagedLogError("a record fails its checksum")
+    try:
+        kind, key_bytes = _PAYLOAD.unpack_from(payload)
+        key_end = _PAYLOAD.size + key_bytes
+        if key_end > len(payload):
+            raise DamagedLogError("a record's key is longer than the record")
+        return Record(Kind(kind), payload[_PAYLOAD.size : key_end], payload[key_end:])
+    except (struct.error, ValueError) as error:
+        raise DamagedLogError(f"a record makes no sense: {error}") from error

@@ -1,0 +1,279 @@
+"""The event-loop side of a store's server: connections, greeting, requests, parked requests."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tilework.errors import DistStoreError
+from tilework.store import wire
+from tilework.store.address import Address, TcpAddress, tune_tcp
+from tilework.store.checks import LONGEST_WAIT_SECONDS
+from tilework.store.requests import HANDLERS
+from tilework.store.table import Table
+from tilework.store.wire import Code, GarbageError
+
+_log = logging.getLogger(__name__)
+
+#: How long a new connection may take over its greeting.
+_GREETING_SECONDS: Final = 30.0
+#: How long not to accept when the process is out of file descriptors.
+_ACCEPT_PAUSE_SECONDS: Final = 0.2
+#: Connections accepted per turn, so that a flood does not starve those that are there.
+_ACCEPTS_PER_TURN: Final = 64
+_READ_BYTES: Final = 256 << 10
+
+_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Service:
+    """One store's table and its clients. Everything runs in the loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        where: Address,
+        secret: bytes | None,
+    ) -> None:
+        self.loop = loop
+        self.secret = secret
+        self.table = Table()
+        #: Names of the clients that joined as workers.
+        self.workers: set[bytes] = set()
+        #: Called, once each, when a worker joins.
+        self.worker_watchers: dict[Callable[[], None], None] = {}
+        self._where = where
+        self._listener = listener
+        self._connections: set[Connection] = set()
+
+    def open(self) -> None:
+        """Start accepting."""
+        self._listener.setblocking(False)
+        self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Close every connection."""
+        if self._listener.fileno() >= 0:
+            self.loop.remove_reader(self._listener.fileno())
+        for connection in list(self._connections):
+            connection.close()
+
+    def drop_sockets(self) -> None:
+        """Close this process's descriptors only: for a forked child, where no loop runs."""
+        for connection in self._connections:
+            connection.sock.close()
+
+    def forget(self, connection: Connection) -> None:
+        """``connection`` was closed."""
+        self._connections.discard(connection)
+
+    def join(self, worker: bytes) -> None:
+        """One more worker has come (or the same one again)."""
+        self.workers.add(worker)
+        for watcher in list(self.worker_watchers):
+            watcher()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, _peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._accept_failed(error)
+                return
+            self._greet(sock)
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            why = self._where.refuses(sock)
+            if isinstance(self._where, TcpAddress):
+                tune_tcp(sock)
+        except OSError:
+            sock.close()  # It has gone again.
+            return
+        self._connections.add(Connection(self, sock, why))
+
+    def _accept_failed(self, error: OSError) -> None:
+        """Stop accepting for a moment: the clients that are there must not suffer."""
+        if error.errno not in _OUT_OF_DESCRIPTORS:
+            _log.error("the store server at %s cannot accept: %s", self._where, error)
+        self.loop.remove_reader(self._listener.fileno())
+        self.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._accept_again)
+
+    def _accept_again(self) -> None:
+        self.loop.add_reader(self._listener.fileno(), self._accept)
+
+
+class Connection:
+    """One client: its bytes in and out, its greeting, and the request that it waits for."""
+
+    def __init__(self, service: Service, sock: socket.socket, why_not: str) -> None:
+        self.sock = sock
+        self._service = service
+        self._loop = service.loop
+        self._fd = sock.fileno()
+        self._inbox = wire.Inbox()
+        self._unsent = memoryview(b"")
+        self._closing = False
+        self._why_not = why_not
+        self._nonces: tuple[bytes, bytes] | None = None
+        self._on_message = self._hello
+        #: Undoes the waiting of a parked request; None while none is parked.
+        self._unpark: Callable[[], None] | None = None
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
+            _GREETING_SECONDS, self.close
+        )
+        self._loop.add_reader(self._fd, self._readable)
+
+    def close(self) -> None:
+        """Close the socket and forget what was waited for. Idempotent."""
+        if self._fd < 0:
+            return
+        self._end_waiting()
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._fd = -1
+        self.sock.close()
+        self._service.forget(self)
+
+    def send(self, code: Code, fields: Sequence[bytes] = ()) -> None:
+        """Send an answer; what the kernel does not take now follows when it does."""
+        data = memoryview(wire.encode(code, fields))
+        try:
+            sent = self.sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        if sent < len(data):
+            self._unsent = data[sent:]
+            self._loop.add_writer(self._fd, self._writable)
+        elif self._closing:
+            self.close()
+
+    def park(
+        self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
+    ) -> None:
+        """Wait for something else to answer; ``expired`` answers when the time is up."""
+        after = min(max(0, milliseconds) / 1000, LONGEST_WAIT_SECONDS)
+        self._unpark = undo
+        self._deadline = self._loop.call_later(after, self._expire, expired)
+
+    def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None:
+        """The answer to the parked request."""
+        self._end_waiting()
+        self.send(code, fields)
+
+    def _expire(self, expired: Callable[[], None]) -> None:
+        self._end_waiting()
+        expired()
+
+    def _end_waiting(self) -> None:
+        undo, self._unpark = self._unpark, None
+        if undo is not None:
+            undo()
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _readable(self) -> None:
+        try:
+            data = self.sock.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data or self._closing:
+            self.close()
+            return
+        try:
+            self._take(data)
+        except GarbageError as error:
+            _log.info("closed a connection that sent garbage: %s", error)
+            self.close()
+        except Exception:
+            # Our bug, but one client's request must not take the others down.
+            _log.exception("closed a connection whose request failed")
+            self.close()
+
+    def _take(self, data: bytes) -> None:
+        if self._unpark is not None or self._unsent:
+            raise GarbageError("a request before the last one was answered")
+        message = self._inbox.feed(data)
+        if message is not None:
+            self._on_message(message)
+
+    def _writable(self) -> None:
+        try:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        if not self._unsent:
+            self._loop.remove_writer(self._fd)
+            if self._closing:
+                self.close()
+
+    # The greeting.
+
+    def _hello(self, message: wire.Message) -> None:
+        code, fields = message
+        if code != Code.HELLO or len(fields) != 2 or len(fields[1]) != wire.NONCE_BYTES:
+            raise GarbageError("no greeting")
+        if fields[0] != wire.MAGIC:
+            self._refuse("it speaks another version of the protocol")
+        elif self._why_not:
+            self._refuse(self._why_not)
+        elif self._service.secret is None:
+            self._welcome(())
+        else:
+            self._nonces = (fields[1], os.urandom(wire.NONCE_BYTES))
+            self._on_message = self._proof
+            self.send(Code.CHALLENGE, self._nonces[1:])
+
+    def _proof(self, message: wire.Message) -> None:
+        secret, nonces = self._service.secret, self._nonces
+        assert secret is not None
+        assert nonces is not None
+        if message.code != Code.PROOF or len(message.fields) != 1:
+            raise GarbageError("no proof")
+        if wire.same_proof(wire.proof(secret, b"client", nonces), message.fields[0]):
+            self._welcome((wire.proof(secret, b"server", nonces),))
+        else:
+            self._refuse("its secret is wrong")
+
+    def _refuse(self, why: str) -> None:
+        self._closing = True
+        self.send(Code.REFUSED, (why.encode(),))
+
+    def _welcome(self, fields: Sequence[bytes]) -> None:
+        self._end_waiting()
+        self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
+        self._on_message = self._request
+        self.send(Code.WELCOME, fields)
+
+    # Requests.
+
+    def _request(self, message: wire.Message) -> None:
+        handle = HANDLERS.get(message.code)
+        if handle is None:
+            raise GarbageError(f"an unknown request, {message.code}")
+        try:
+            handle(self, self._service, message.fields)
+        except DistStoreError as error:
+            self.send(Code.ERROR, (str(error).encode(),))
+
+    def ok(self, *fields: bytes) -> None:
+        """Answer that all went well."""
+        self.send(Code.OK, fields)

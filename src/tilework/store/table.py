@@ -1,0 +1,138 @@
+"""A store's contents and who waits for them, without locks or sockets.
+
+:class:`HashStore`, :class:`FileStore` and the server behind :class:`TCPStore` hold one each, so
+the meaning of every operation is written once. Calls come from one thread at a time: each
+owner sees to that in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tilework.errors import DistStoreError
+from tilework.store.checks import MAX_INTEGER, MAX_VALUE_BYTES, show_key
+
+
+class Waiter:
+    """Someone who waits until several keys exist at once."""
+
+    __slots__ = ("at", "keys", "ready")
+
+    def __init__(self, keys: Sequence[bytes], ready: Callable[[], None]) -> None:
+        self.keys = keys
+        #: Called once, by the call that completed the keys. Must be quick and must not raise.
+        self.ready = ready
+        #: Index of the key that it is parked on; the keys before it have been seen.
+        self.at = 0
+
+
+class Table:
+    """Keys to values, with waiters."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        # Each waiter is parked on one missing key at a time (dicts keep the order of arrival).
+        self._parked: dict[bytes, dict[Waiter, None]] = {}
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Store ``value``, and wake those who waited for ``key``."""
+        self.values[key] = value
+        if key in self._parked:
+            self._wake(key)
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to the integer at ``key``; see :meth:`Store.add`."""
+        total = self.sum(key, amount)
+        self.set(key, b"%d" % total)
+        return total
+
+    def sum(self, key: bytes, amount: int) -> int:
+        """What ``add`` would make of ``key``, without doing it."""
+        current = self.values.get(key, b"0")
+        try:
+            total = int(current) + amount
+        except ValueError:
+            raise DistStoreError(
+                f"add needs an integer at key {show_key(key)}, which holds {current[:40]!r}"
+            ) from None
+        if not -MAX_INTEGER - 1 <= total <= MAX_INTEGER:
+            raise DistStoreError(
+                f"add would take key {show_key(key)} to {total}, beyond 64 signed bits"
+            )
+        return total
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Set ``key`` if it holds ``expected``; see :meth:`Store.compare_set`."""
+        if self.would_set(key, expected):
+            self.set(key, desired)
+        return self.values.get(key, expected)
+
+    def would_set(self, key: bytes, expected: bytes) -> bool:
+        """Whether ``compare_set`` with ``expected`` would change ``key``."""
+        return self.values.get(key, b"") == expected
+
+    def append(self, key: bytes, value: bytes) -> None:
+        """Append to the value at ``key``, within the largest value's size."""
+        self.check_append(key, value)
+        self.set(key, self.values.get(key, b"") + value)
+
+    def check_append(self, key: bytes, value: bytes) -> None:
+        """Raise DistStoreError if appending would make the value too long."""
+        total = len(self.values.get(key, b"")) + len(value)
+        if total > MAX_VALUE_BYTES:
+            raise DistStoreError(
+                f"append would take key {show_key(key)} to {total} bytes; "
+                f"a value takes at most {MAX_VALUE_BYTES}"
+            )
+
+    def delete(self, key: bytes) -> bool:
+        """Remove ``key``; whether it existed."""
+        return self.values.pop(key, None) is not None
+
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of ``keys`` that do not exist."""
+        return [key for key in keys if key not in self.values]
+
+    def has(self, keys: Iterable[bytes]) -> bool:
+        """Whether all ``keys`` exist."""
+        return all(key in self.values for key in keys)
+
+    def park(self, keys: Sequence[bytes], ready: Callable[[], None]) -> Waiter | None:
+        """Call ``ready`` once all ``keys`` exist; None, and no call, if they do already."""
+        waiter = Waiter(keys, ready)
+        return waiter if self._seat(waiter) else None
+
+    def unpark(self, waiter: Waiter) -> None:
+        """Forget ``waiter``; harmless if it was woken already."""
+        if waiter.at == len(waiter.keys):
+            return
+        key = waiter.keys[waiter.at]
+        seats = self._parked.get(key, {})
+        seats.pop(waiter, None)
+        if not seats:
+            self._parked.pop(key, None)
+
+    def wake_all(self) -> None:
+        """Call every waiter's ``ready``, whatever is missing: the table is going away."""
+        parked, self._parked = self._parked, {}
+        for seats in parked.values():
+            for waiter in seats:
+                waiter.ready()
+
+    def _wake(self, key: bytes) -> None:
+        for waiter in self._parked.pop(key):
+            if not self._seat(waiter):
+                waiter.ready()
+
+    def _seat(self, waiter: Waiter) -> bool:
+        """Park ``waiter`` on its next missing key; False if nothing is missing."""
+        keys, values = waiter.keys, self.values
+        while waiter.at < len(keys) and keys[waiter.at] in values:
+            waiter.at += 1
+        if waiter.at == len(keys):
+            # All were seen, but an early one may have been deleted since.
+            waiter.at = next((i for i, key in enumerate(keys) if key not in values), len(keys))
+        if waiter.at == len(keys):
+            return False
+        self._parked.setdefault(keys[waiter.at], {})[waiter] = None
+        return True

@@ -1,0 +1,144 @@
+"""A store over TCP, for ranks on any hosts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+from tilework.errors import StoreTimeoutError
+from tilework.store import checks, wire
+from tilework.store.address import TcpAddress
+from tilework.store.client import RemoteStore
+from tilework.store.contract import DEFAULT_TIMEOUT
+from tilework.store.fork import watch_forks
+from tilework.store.server import StoreServer, check_secret
+from tilework.store.wire import Code
+
+
+class TCPStore(RemoteStore):
+    """A store that one rank serves over TCP and every rank uses.
+
+    Making one blocks until the server answers, and on the master until the workers came. The
+    server listens on exactly the address that ``host`` means: 127.0.0.1 cannot be reached from
+    elsewhere. With a ``secret`` both sides prove that they know it; nothing is encrypted. A
+    dead server is noticed at once, also by those who wait: they raise DistNetworkError.
+
+    Args:
+        host: Name or address of the server's machine.
+        port: Its port; on the master, 0 picks a free one (see :attr:`port`).
+        world_size: How many stores will be made, the master's included, where known.
+        is_master: Whether this process serves. It does until this store is closed.
+        timeout: How long blocking methods wait; also for the server and the workers to come.
+        wait_for_workers: Whether the master waits until ``world_size`` stores were made.
+        multi_tenant: Whether to share the server that this process may have at this address.
+        secret: The job's secret, the same on all ranks; None for none.
+
+    Raises:
+        DistNetworkError: Nobody answers at the address, or it cannot be listened on, or what
+            answers is not this job's server (another service, a wrong secret).
+        StoreTimeoutError: Workers are missing; it says how many came.
+
+    Example::
+
+        store = TCPStore("127.0.0.1", 29500, world_size=2, is_master=rank == 0)
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        secret: bytes | None = None,
+    ) -> None:
+        checks.positive(timeout)
+        check_secret(secret)
+        where = TcpAddress(host, port)
+        if not is_master and port == 0:
+            raise ValueError("port 0 picks a free port on the master; a client must name the port")
+        lease = _tenants.serve(where, secret, multi_tenant) if is_master else None
+        if lease is not None:
+            where = TcpAddress(host, lease.port)
+        self.host, self.port = where.host, where.port
+        super().__init__(where, timeout, secret, lease)
+        try:
+            self._join(world_size if is_master and wait_for_workers else None)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, wait_for: int | None) -> None:
+        self._ask(Code.JOIN, os.urandom(16))
+        if wait_for is None or wait_for <= 1:
+            return
+        left = checks.seconds(self._timeout)
+        request = wire.encode(
+            Code.WAIT_WORKERS, (wire.encode_number(int(left * 1000)), wire.encode_number(wait_for))
+        )
+        answer = self._pool.ask(request, left)
+        if answer.code == Code.TIMEOUT:
+            raise StoreTimeoutError(
+                f"Timeout: waited {left:g} s for {wait_for} workers to join the store at "
+                f"{self._pool.where}; {wire.decode_number(answer.fields[0])} came, this one "
+                "included. Check that all ranks were started, and with the same address."
+            )
+        self._checked(answer)
+
+
+class _Lease:
+    """One store's share of a server; calling it gives the share back. Idempotent."""
+
+    def __init__(self, tenants: _Tenants, server: StoreServer) -> None:
+        self.port = server.port
+        self._tenants = tenants
+        self._server: StoreServer | None = server
+
+    def __call__(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            self._tenants.give_back(server)
+
+
+class _Tenants:
+    """The servers of this process, and how many stores use each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._users: dict[StoreServer, int] = {}
+        self._shared: dict[tuple[TcpAddress, bytes | None], StoreServer] = {}
+        watch_forks(self)
+
+    def serve(self, where: TcpAddress, secret: bytes | None, shared: bool) -> _Lease:
+        """A server at ``where`` that runs; where ``shared``, perhaps one that ran already."""
+        with self._lock:
+            server = self._shared.get((where, secret)) if shared else None
+            if server is None:
+                server = StoreServer(where, secret)
+                server.start()
+                self._users[server] = 0
+                if shared:
+                    self._shared[TcpAddress(where.host, server.port), secret] = server
+            self._users[server] += 1
+            return _Lease(self, server)
+
+    def give_back(self, server: StoreServer) -> None:
+        """One user less; the last one closes the server."""
+        with self._lock:
+            self._users[server] -= 1
+            if self._users[server]:
+                return
+            del self._users[server]
+            self._shared = {key: at for key, at in self._shared.items() if at is not server}
+        server.close()
+
+    def after_fork_in_child(self) -> None:
+        """The servers stayed in the parent."""
+        self._lock = threading.RLock()
+        self._shared.clear()
+
+
+_tenants = _Tenants()

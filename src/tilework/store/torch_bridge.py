@@ -1,0 +1,228 @@
+"""tilework's stores and torch's, each seen as the other.
+
+Not imported by :mod:`tilework.store` itself: stores work without torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch._C._distributed_c10d as c10d  # torch.distributed hides these from type checkers.
+import torch.distributed as torch_dist
+
+from tilework.errors import DistNetworkError, DistStoreError
+from tilework.store import checks
+from tilework.store.contract import Data, Store
+from tilework.store.table import Table
+
+#: Pauses between looks at a torch store while waiting, in seconds: first and longest.
+_FIRST_PAUSE: Final = 0.001
+_LONGEST_PAUSE: Final = 0.02
+
+
+class TorchStoreAdapter(Store):
+    """One of torch's stores behind tilework's contract.
+
+    For a store that exists already, such as the one that torchrun's agent serves. It is not
+    closed by closing the adapter: torch closes a store when the last reference to it goes.
+
+    Args:
+        store: Any ``torch.distributed.Store``.
+        timeout: How long blocking methods wait; the store's own time-out unless given.
+        authenticated: Whether only this job can reach it, if the caller knows.
+
+    Example::
+
+        store = TorchStoreAdapter(torch.distributed.HashStore())
+    """
+
+    def __init__(
+        self,
+        store: c10d.Store,
+        timeout: timedelta | None = None,
+        authenticated: bool = False,
+    ) -> None:
+        # Any: torch's stubs lack some of its methods.
+        self._store: Any = store
+        super().__init__(self._store.timeout if timeout is None else timeout)
+        self._authenticated = authenticated
+        # FileStore has none of append, multi_get and multi_set.
+        self._extended = bool(self._store.has_extended_api())
+
+    @property
+    def torch_store(self) -> c10d.Store:
+        """The store that was given."""
+        given: c10d.Store = self._store
+        return given
+
+    def set(self, key: str, value: Data) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+        checks.key_bytes(key)
+        self._call("set", key, checks.data_bytes(value))
+
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Wait until ``key`` exists, then return its value."""
+        self.wait([key], timeout)
+        return bytes(self._call("get", key))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer at ``key``; see :meth:`Store.add`."""
+        name, number = checks.key_bytes(key), checks.amount_int(amount)
+        if self.check([key]):
+            # torch's server drops the connection over what is no integer, and wraps around.
+            held = Table()
+            held.set(name, bytes(self._call("get", key)))
+            held.sum(name, number)
+        return int(self._call("add", key, number))
+
+    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
+        checks.key_bytes(key)
+        old, new = checks.compare_set_bytes(expected, desired)
+        return bytes(self._call("compare_set", key, _text(old), _text(new)))
+
+    def append(self, key: str, value: Data) -> None:
+        """Append to the value at ``key``, which is created if absent."""
+        checks.key_bytes(key)
+        data = checks.data_bytes(value)
+        if self._extended:
+            # An empty append creates no key in some of torch's stores.
+            if data or not self.check([key]):
+                self._call("append", key, _text(data))
+            return
+        held = b""
+        while True:
+            now = self.compare_set(key, held, held + data)
+            if now == held + data:
+                return
+            held = now
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist, without waiting."""
+        checks.keys_bytes(keys)
+        return not keys or bool(self._call("check", list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` exist at once."""
+        limit = self._wait_seconds(timeout)
+        deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
+        # Polled: torch's own wait would hold back this store's other threads, and Ctrl-C.
+        while not self.check(keys):
+            if deadline.passed:
+                missing = [key for key in keys if not self.check([key])]
+                raise checks.timeout_error(repr(self), keys, missing, limit)
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``; return whether it existed."""
+        checks.key_bytes(key)
+        existed = self.check([key])  # torch's FileStore says True in any case.
+        return bool(self._call("delete_key", key)) and existed
+
+    def num_keys(self) -> int:
+        """How many keys exist, torch's own bookkeeping included."""
+        return int(self._call("num_keys"))
+
+    @property
+    def authenticated(self) -> bool:
+        """As told at construction; torch's TCPStore authenticates nobody."""
+        return self._authenticated
+
+    def __repr__(self) -> str:
+        return f"TorchStoreAdapter({type(self._store).__name__})"
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._closed:
+            raise checks.closed_error(repr(self))
+        try:
+            return getattr(self._store, method)(*arguments)
+        except torch_dist.DistNetworkError as error:
+            raise DistNetworkError(f"{self!r}: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise DistStoreError(f"{self!r} cannot {method} {arguments[:1]!r}: {error}") from error
+
+
+def _text(value: bytes) -> str:
+    """``value`` for those of torch's methods that take str only."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"torch's stores take UTF-8 only in append and compare_set, got {value[:40]!r}"
+        ) from error
+
+
+class _StoreForTorch(c10d.Store):
+    """A tilework store for torch's C++ code, which calls these methods by name."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Data) -> None:
+        self._store.set(key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
+        return self._store.compare_set(key, _bytes(expected), _bytes(desired))
+
+    def append(self, key: str, value: Data) -> None:
+        self._store.append(key, _bytes(value))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
+    def multi_set(self, keys: list[str], values: list[Data]) -> None:
+        self._store.multi_set(keys, [_bytes(value) for value in values])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+def _bytes(value: Any) -> bytes:
+    """A value as torch's code hands it over: str, bytes or a list of small integers."""
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def as_torch_store(store: Store) -> c10d.Store:
+    """``store`` as a ``torch.distributed.Store``, for torch's own process groups.
+
+    Keep a reference to it for as long as such a group lives. Errors of the store reach the
+    Python caller of torch's function as they are. One of torch's stores behind
+    :class:`TorchStoreAdapter` is handed back itself::
+
+        group = torch.distributed.ProcessGroupGloo(as_torch_store(store), rank, size, timeout)
+    """
+    if isinstance(store, TorchStoreAdapter):
+        return store.torch_store
+    if not isinstance(store, Store):
+        raise TypeError(f"as_torch_store needs a tilework store, got {type(store).__name__}")
+    return _StoreForTorch(store)

@@ -1,0 +1,206 @@
+"""The protocol between a store's server and its clients.
+
+A connection carries messages, in turn: the client sends one and waits for the answer; anything
+beyond that is garbage, and either side closes the connection on garbage. Integers are
+big-endian::
+
+    message = size:u32 code:u8 body          size is the body's, at most MAX_MESSAGE_BYTES
+    body    = field*                          at most MAX_FIELDS
+    field   = size:u32 bytes
+
+It begins with a greeting, in messages of at most MAX_GREETING_BYTES::
+
+    client  HELLO      magic, client's nonce
+    server  WELCOME                                            if the server has no secret
+    server  CHALLENGE  server's nonce                          if it has one
+    client  PROOF      HMAC-SHA256(secret, "client" + both nonces)
+    server  WELCOME    HMAC-SHA256(secret, "server" + both nonces)
+    server  REFUSED    why                                     at any point; then it closes
+
+So each side proves that it knows the secret, and the secret never travels. What follows is
+neither encrypted nor signed: a stranger on the path could read or alter it. Then requests
+(:class:`Code` lists their fields) until the client closes. A number is 8 bytes, signed; a
+time is a number of milliseconds. A request that waits is kept by the server until its keys are
+there or its time is up. Nothing here is ever unpickled or evaluated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+MAGIC: Final = b"tilework-store/1"
+NONCE_BYTES: Final = 32
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_GREETING_BYTES: Final = 1024
+MAX_FIELDS: Final = 1 << 16
+
+# Left for keys and values in a request, which may begin with a few numbers.
+_ROOM_BYTES: Final = MAX_MESSAGE_BYTES - 256
+_ROOM_FIELDS: Final = MAX_FIELDS - 8
+
+_HEADER: Final = struct.Struct("!IB")
+_FIELD: Final = struct.Struct("!I")
+_NUMBER: Final = struct.Struct("!q")
+
+
+class Code(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSED = 5
+
+    #: key, value
+    SET = 16
+    #: milliseconds, key…; answered by the values
+    GET = 17
+    #: key, number; answered by the sum
+    ADD = 18
+    #: key, expected, desired; answered by the value afterwards
+    COMPARE_SET = 19
+    #: key, value
+    APPEND = 20
+    #: key…; answered by 0 or 1
+    CHECK = 21
+    #: milliseconds, key…
+    WAIT = 22
+    #: key; answered by 0 or 1
+    DELETE = 23
+    #: nothing; answered by the number
+    NUM_KEYS = 24
+    #: key, value, key, value…
+    MULTI_SET = 25
+    #: the client's own random name: one more worker has come
+    JOIN = 26
+    #: milliseconds, number of workers; answered by how many have come
+    WAIT_WORKERS = 27
+
+    #: Success, with the fields named above.
+    OK = 64
+    #: The time is up; the keys that are missing.
+    TIMEOUT = 65
+    #: The operation is refused; why.
+    ERROR = 66
+    #: The answer would be longer than a message.
+    TOO_LONG = 67
+
+
+class Message(NamedTuple):
+    """One message, decoded."""
+
+    code: int
+    fields: list[bytes]
+
+
+class GarbageError(Exception):
+    """Bytes that are not this protocol."""
+
+
+def encode(code: Code, fields: Sequence[bytes] = ()) -> bytes:
+    """A message as it travels. Raises ValueError if it would be too long."""
+    size = sum(map(len, fields)) + _FIELD.size * len(fields)
+    if size > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message takes at most {MAX_MESSAGE_BYTES} bytes, got {size}")
+    parts = [_HEADER.pack(size, code)]
+    for field in fields:
+        parts += (_FIELD.pack(len(field)), field)
+    return b"".join(parts)
+
+
+def encode_number(number: int) -> bytes:
+    """A field that holds ``number``."""
+    return _NUMBER.pack(number)
+
+
+def decode_number(field: bytes) -> int:
+    """The number in ``field``. Raises GarbageError."""
+    if len(field) != _NUMBER.size:
+        raise GarbageError(f"expected a number of {_NUMBER.size} bytes, got {len(field)}")
+    return int(_NUMBER.unpack(field)[0])
+
+
+def decode_fields(body: bytes, at: int = 0) -> list[bytes]:
+    """The fields of the body that begins at ``body[at]``. Raises GarbageError."""
+    fields: list[bytes] = []
+    end = len(body)
+    while at < end:
+        start = at + _FIELD.size
+        if start > end or len(fields) == MAX_FIELDS:
+            raise GarbageError("a body's fields do not add up")
+        at = start + int(_FIELD.unpack_from(body, at)[0])
+        fields.append(body[start:at])
+    if at != end:
+        raise GarbageError("a field is longer than its message")
+    return fields
+
+
+class Inbox:
+    """Turns the bytes that arrive on a connection into messages, one at a time."""
+
+    def __init__(self, limit_bytes: int = MAX_GREETING_BYTES) -> None:
+        #: The longest body that is accepted; checked before anything of it is kept.
+        self.limit_bytes = limit_bytes
+        self._kept = bytearray()
+
+    def feed(self, data: bytes) -> Message | None:
+        """The message that ``data`` completes, None if there is more to come.
+
+        Raises GarbageError for a body that is too long, does not add up, or is followed by more.
+        """
+        if self._kept:
+            self._kept += data
+        size, have = self._expect(self._kept or data), len(self._kept or data)
+        if have < size:
+            if not self._kept:
+                self._kept += data
+            return None
+        if have > size:
+            raise GarbageError("bytes after the end of a message")
+        whole = bytes(self._kept) if self._kept else data
+        self._kept.clear()
+        return Message(whole[_HEADER.size - 1], decode_fields(whole, _HEADER.size))
+
+    def _expect(self, data: bytes | bytearray) -> int:
+        """Size of the whole message that ``data`` begins, or of a header."""
+        if len(data) < _HEADER.size:
+            return _HEADER.size
+        size = int(_HEADER.unpack_from(data)[0])
+        if size > self.limit_bytes:
+            raise GarbageError(f"a message of {size} bytes, above the limit {self.limit_bytes}")
+        return _HEADER.size + size
+
+
+def proof(secret: bytes, side: bytes, nonces: Iterable[bytes]) -> bytes:
+    """What ``side`` (``b"client"`` or ``b"server"``) shows to prove that it knows ``secret``."""
+    return hmac.new(secret, side + b"".join(nonces), hashlib.sha256).digest()
+
+
+def same_proof(mine: bytes, theirs: bytes) -> bool:
+    """Whether both are equal, in a time that does not tell where they differ."""
+    return hmac.compare_digest(mine, theirs)
+
+
+def fit_into_messages(groups: Sequence[tuple[bytes, ...]]) -> list[list[bytes]]:
+    """The fields of ``groups`` in order, in runs that each fit into one message; groups stay whole.
+
+    At least one run, so that a request without keys is still asked.
+    """
+    runs: list[list[bytes]] = [[]]
+    used_bytes = 0
+    for group in groups:
+        more_bytes = sum(map(len, group)) + _FIELD.size * len(group)
+        full = used_bytes + more_bytes > _ROOM_BYTES or len(runs[-1]) + len(group) > _ROOM_FIELDS
+        if full and runs[-1]:
+            runs.append([])
+            used_bytes = 0
+        runs[-1] += group
+        used_bytes += more_bytes
+    return runs
