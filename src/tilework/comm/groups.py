@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 from tilework.comm.backend import (
     BackendConfig,
     DistributedBackendOptions,
+    core_error,
     make_backend,
 )
 from tilework.comm.contract import ProcessGroup
@@ -84,6 +86,12 @@ def init_process_group(
     limit = _timeout_setting(timeout)
     choice = os.environ.get("TILEWORK_BACKEND") if backend is None else backend
     config = BackendConfig(choice)
+    if choice is None and core_error() is not None:
+        warnings.warn(
+            f"using backend {config}: {core_error()}. Name a backend to silence this.",
+            UserWarning,
+            stacklevel=2,
+        )
     if store is None:
         url = "env://" if init_method is None else init_method
         store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=limit))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -57,7 +58,7 @@ class NativeGroup(ProcessGroup):
         operation = Operation("all_reduce", reduce_op=opts.reduceOp)
         operation.inputs = [_plain(tensor, as_real=False)]
         operation.outputs = [_stand_in(tensor, operation, as_real=False)]
-        return self._start(operation, opts)
+        return self._start(operation, opts, [tensor])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
         return self._all([self.allreduce([tensor], opts) for tensor in tensors])
@@ -69,7 +70,7 @@ class NativeGroup(ProcessGroup):
         operation.inputs = [_plain(tensor, as_real=False)]
         if self._rank == opts.rootRank:
             operation.outputs = [_stand_in(tensor, operation, as_real=False)]
-        return self._start(operation, opts)
+        return self._start(operation, opts, [tensor] if operation.outputs else [])
 
     def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
         opts = opts or _DEFAULTS
@@ -79,7 +80,7 @@ class NativeGroup(ProcessGroup):
             operation.outputs = [_plain(tensor)]
         else:
             operation.outputs = [_stand_in(tensor, operation)]
-        return self._start(operation, opts)
+        return self._start(operation, opts, [tensor])
 
     def allgather(
         self,
@@ -91,7 +92,7 @@ class NativeGroup(ProcessGroup):
         for outputs, source in zip(output_tensor_lists, input_tensor_list, strict=True):
             operation = Operation("all_gather", inputs=[_plain(source)])
             operation.outputs = [_stand_in(output, operation) for output in outputs]
-            works.append(self._start(operation, opts or _DEFAULTS))
+            works.append(self._start(operation, opts or _DEFAULTS, outputs))
         return self._all(works)
 
     def allgather_into_tensor(
@@ -99,7 +100,7 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         operation = Operation("all_gather", inputs=[_plain(input)], title="all_gather_into_tensor")
         operation.outputs = _stand_in(output, operation)
-        return self._start(operation, opts or _DEFAULTS)
+        return self._start(operation, opts or _DEFAULTS, [output])
 
     def allgather_coalesced(
         self,
@@ -120,7 +121,8 @@ class NativeGroup(ProcessGroup):
         operation = Operation("gather", inputs=[_plain(input_tensor_list[0])], root=opts.rootRank)
         if self._rank == opts.rootRank:
             operation.outputs = [_stand_in(output, operation) for output in output_tensor_lists[0]]
-        return self._start(operation, opts)
+        outputs = output_tensor_lists[0] if operation.outputs else []
+        return self._start(operation, opts, outputs)
 
     def scatter(
         self,
@@ -133,7 +135,7 @@ class NativeGroup(ProcessGroup):
         operation.outputs = [_stand_in(output_tensor_list[0], operation)]
         if self._rank == opts.rootRank:
             operation.inputs = [_plain(source) for source in input_tensor_lists[0]]
-        return self._start(operation, opts)
+        return self._start(operation, opts, output_tensor_list)
 
     def reduce_scatter(
         self,
@@ -147,7 +149,7 @@ class NativeGroup(ProcessGroup):
             operation = Operation("reduce_scatter", reduce_op=opts.reduceOp)
             operation.inputs = [_plain(source, as_real=False) for source in sources]
             operation.outputs = [_stand_in(output, operation, as_real=False)]
-            works.append(self._start(operation, opts))
+            works.append(self._start(operation, opts, [output]))
         return self._all(works)
 
     def reduce_scatter_tensor(
@@ -159,7 +161,7 @@ class NativeGroup(ProcessGroup):
         )
         operation.inputs = _plain(input, as_real=False)
         operation.outputs = [_stand_in(output, operation, as_real=False)]
-        return self._start(operation, opts)
+        return self._start(operation, opts, [output])
 
     def alltoall(
         self,
@@ -169,7 +171,7 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         operation = Operation("all_to_all", inputs=[_plain(part) for part in input_tensor_list])
         operation.outputs = [_stand_in(output, operation) for output in output_tensor_list]
-        return self._start(operation, opts or _DEFAULTS)
+        return self._start(operation, opts or _DEFAULTS, output_tensor_list)
 
     def alltoall_single(
         self,
@@ -182,17 +184,15 @@ class NativeGroup(ProcessGroup):
         operation = Operation("all_to_all", title="all_to_all_single")
         source, target = _plain(input), _stand_in(output, operation)
         operation.inputs = _rows(source, input_split_sizes)
-        operation.outputs = (
-            torch.split(target, output_split_sizes) if output_split_sizes else target
-        )
-        return self._start(operation, opts or _DEFAULTS)
+        operation.outputs = _rows(target, output_split_sizes)
+        return self._start(operation, opts or _DEFAULTS, [output])
 
     def barrier(self, opts: Options | None = None) -> Work:
-        return self._start(Operation("barrier"), opts or _DEFAULTS)
+        return self._start(Operation("barrier"), opts or _DEFAULTS, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
         operation = Operation("barrier", title="monitored_barrier")
-        self._start(operation, Options(timeout=timeout))
+        self._start(operation, Options(timeout=timeout), [])
 
     # -- point to point ------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class NativeGroup(ProcessGroup):
         (tensor,) = tensors
         source = _plain(tensor)
         title = f"send {_told(source)} to rank {self.global_ranks[dst]} tag {tag}"
-        call = Call(self, title, outputs=[], kept=[source])
+        call = Call(self, title, Effects([], [], []), source)
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -209,7 +209,8 @@ class NativeGroup(ProcessGroup):
         target = _stand_in(tensor, operation)
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
         title = f"recv {_told(target)} from {whom} tag {tag}"
-        call = Call(self, title, outputs=[tensor], copy_back=operation.copy_back, kept=[target])
+        effects = Effects([tensor], [tensor], operation.copy_back)
+        call = Call(self, title, effects, target)
         return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
@@ -217,14 +218,14 @@ class NativeGroup(ProcessGroup):
 
     # -- running -------------------------------------------------------------------------
 
-    def _start(self, operation: Operation, opts: Options) -> Work:
+    def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
+        """Run or submit it; ``outputs`` are the user's tensors that it fills."""
         limit = opts.timeout
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
-        outputs = [pair[0] for pair in operation.copy_back] or _as_list(operation.outputs)
-        if operation.kind == "broadcast" and operation.root == self._rank:
-            outputs = []  # only read
+        only_read = operation.kind == "broadcast" and operation.root == self._rank
+        effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
         if opts.asyncOp:
-            call = Call(self, operation.describe(), outputs, operation.copy_back, [operation])
+            call = Call(self, operation.describe(), effects, operation)
             return call.start(lambda: self.engine.submit(operation))
         try:
             self.engine.run(operation)
@@ -234,7 +235,7 @@ class NativeGroup(ProcessGroup):
             # This rank leaves in the middle: the others cannot finish.
             self.abort(f"{type(interruption).__name__} in {operation.describe()}")
             raise
-        settle(outputs, operation.copy_back)
+        effects.settle()
         return CompletedWork(outputs)
 
     def _all(self, works: Sequence[Work]) -> Work:
@@ -317,22 +318,38 @@ class NativeGroup(ProcessGroup):
         self.engine.close()
 
 
+@dataclass(slots=True)
+class Effects:
+    """What a finished operation leaves on this rank."""
+
+    #: The user's tensors that hold its result.
+    outputs: list[Tensor]
+    #: Those of them that it wrote.
+    written: list[Tensor]
+    #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
+    copy_back: list[tuple[Tensor, Tensor]]
+
+    def settle(self) -> None:
+        """Make written tensors look written: stand-ins copied back, versions raised."""
+        for tensor, memory in self.copy_back:
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.copy_(memory)
+        mark_written(self.written)
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd: one saved for backward and then overwritten must fail there, not be wrong."""
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 class Call(Work):
     """An operation handed to an engine, with what must live and happen until it ends."""
 
-    def __init__(
-        self,
-        group: NativeGroup,
-        title: str,
-        outputs: Sequence[Tensor],
-        copy_back: Sequence[tuple[Tensor, Tensor]] = (),
-        kept: Sequence[object] = (),
-    ) -> None:
+    def __init__(self, group: NativeGroup, title: str, effects: Effects, kept: object) -> None:
         self._group = group
         self._title = title
         self._site = call_site()
-        self._outputs = outputs
-        self._copy_back = copy_back
+        self._effects = effects
         #: What the engine reads and writes; the engine keeps it alive too.
         self._kept = kept
         self._ticket: Ticket
@@ -377,7 +394,7 @@ class Call(Work):
     def result(self) -> list[Tensor]:
         if not self.is_completed():
             raise RuntimeError(f"{self._title} is still running: wait() for it first")
-        return list(self._outputs)
+        return list(self._effects.outputs)
 
     def source_rank(self) -> int:
         self.wait()
@@ -398,7 +415,7 @@ class Call(Work):
         if self._error is not None:
             future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it wrongly
         else:
-            future.set_result(list(self._outputs))
+            future.set_result(list(self._effects.outputs))
 
     def _finish(self) -> None:
         """Copy back, or explain the failure; once, on whichever thread comes first."""
@@ -407,11 +424,11 @@ class Call(Work):
                 return
             fault = self._ticket.fault()
             if fault is None:
-                settle(self._outputs, self._copy_back)
+                self._effects.settle()
             else:
                 self._error = self._group._explain(fault, self._title, self._site)
             self._finished = True
-            self._kept = ()
+            self._kept = None
 
 
 class _Several(Work):
@@ -489,22 +506,9 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in sizes)
 
 
-def settle(written: Sequence[Tensor], copy_back: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-    """Make written outputs look written: stand-ins copied back, autograd's versions raised."""
-    for tensor, memory in copy_back:
-        with torch.inference_mode(tensor.is_inference()):
-            tensor.copy_(memory)
-    # A tensor saved for backward and then overwritten must fail there, not be wrong.
-    increment_version([tensor for tensor in written if not tensor.is_inference()])
-
-
 def _rows(tensor: Tensor, splits: list[int]) -> Parts:
     """``tensor``'s rows per rank; itself, for equal parts, where there are no splits."""
     return torch.split(tensor, splits) if splits else tensor
-
-
-def _as_list(parts: Parts) -> list[Tensor]:
-    return [parts] if isinstance(parts, Tensor) else list(parts)
 
 
 def _told(tensor: Tensor) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.engine import Kind, Operation, Parts, Ticket, op_factor, op_type
-from tilework.comm.backends.native import NativeGroup, settle
+from tilework.comm.backends.native import NativeGroup, mark_written
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, Work
 from tilework.comm.reduce_op import AnyReduceOp
@@ -174,7 +174,7 @@ class ShmGroup(NativeGroup):
         except BaseException as interruption:
             self.abort(f"{type(interruption).__name__} in all_reduce")
             raise
-        settle(tensors)
+        mark_written(tensors)
         return CompletedWork(tensors)
 
 
@@ -203,14 +203,15 @@ def create_shm_group(request: DistributedBackendOptions, options: Any) -> Native
 def _host(request: DistributedBackendOptions) -> _core.Group:
     """Rank 0's side: create the segment, hand it to everyone, announce the verdict."""
     nonce = secrets.token_bytes(16)
-    address = f"\0tilework-shm-{nonce.hex()}"
+    # Socket names are there for every user to read: the nonce must not be in one.
+    name = f"tilework-shm-{secrets.token_hex(16)}"
     fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce)
     try:
         group = _core.Group(fd, 0, request.group_size, nonce)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(address)
+            listener.bind(f"\0{name}")
             listener.listen(request.group_size)
-            request.store.set("shm/host", f"{nonce.hex()} {_host_identity()}")
+            request.store.set("shm/host", f"{name} {nonce.hex()} {_host_identity()}")
             reception = _Reception(request, listener, fd, nonce)
             verdict = reception.receive_all()
             request.store.set("shm/verdict", verdict)
@@ -266,7 +267,11 @@ class _Reception:
         if rank is None:
             self._welcome(selector)
             return True
-        if self._joined[rank].recv(1) != _READY:
+        try:
+            well = self._joined[rank].recv(1) == _READY
+        except OSError:
+            well = False
+        if not well:
             return False
         self._ready.add(rank)
         selector.unregister(self._joined[rank])
@@ -314,11 +319,11 @@ class _Reception:
 def _join(request: DistributedBackendOptions) -> _core.Group:
     """Any other rank's side."""
     store, rank = request.store, request.group_rank
-    nonce_hex, _, identity = store.get("shm/host").decode().partition(" ")
+    name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
     nonce = bytes.fromhex(nonce_hex)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(f"\0tilework-shm-{nonce_hex}")
+            connection.connect(f"\0{name}")
             if _peer_uid(connection) != os.geteuid():
                 raise PermissionError("the other side runs as another user")
             connection.send(_HELLO.pack(nonce, rank))
