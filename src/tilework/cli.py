@@ -1,0 +1,227 @@
+"""The command line: ``tilework run``, ``tilework doctor``; room for more."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from tilework import __version__
+from tilework.launch.cores import usable_cores
+from tilework.launch.program import Module, Program, Script
+from tilework.launch.run import run
+from tilework.launch.settings import LaunchSettings, check_backend
+
+#: As for every program: wrong use.
+_USAGE = 2
+
+_RUN_NOTES = """\
+Options of tilework come before SCRIPT; what follows it is the script's own.
+
+  tilework run train.py --lr 0.1          one rank per core
+  tilework run -n 4 -m package.train      a module
+  tilework run -n 2 --tcp train.py        for scripts that use torch.distributed
+
+The exit status is 0, or that of the rank that failed first (128 + number for a signal),
+or 130 after Ctrl-C.
+"""
+
+
+def main() -> None:
+    """The program ``tilework``; exits with the command's status."""
+    status = dispatch(sys.argv[1:])
+    # Skip taking torch apart, object by object; only the operating system would notice.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status; wrong use raises SystemExit(2).
+
+    Example:
+        >>> dispatch(["run", "-n", "2", "train.py"])  # doctest: +SKIP
+        0
+    """
+    options = _parser().parse_args(arguments)
+    status: int = options.command(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilework", description="Sharded tensors and process groups for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"tilework {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_doctor(commands)
+    return parser
+
+
+# tilework run
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a script on several ranks of this machine",
+        usage="tilework run [options] SCRIPT | -m MODULE [arguments]",
+        epilog=_RUN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", type=_ranks, metavar="N", help="number of ranks (default: usable cores)")
+    add("--backend", type=_backend, metavar="B", help='such as "shm", "gloo", "cpu:shm,cuda:nccl"')
+    add("--timeout", type=_timeout, metavar="S", help="seconds that collectives wait at most")
+    add("--log-dir", type=Path, metavar="D", help="also write D/rank-K.stdout and .stderr")
+    add("--start", choices=("fork", "spawn"), default="fork", help=_START_HELP)
+    add("--tcp", action="store_true", help="let ranks meet at a TCP port of 127.0.0.1 (env://)")
+    add("--master-port", type=_port, metavar="P", help="that port (default: any); implies --tcp")
+    add("--prefix", choices=("auto", "all", "others", "none"), default="auto", help=_PREFIX_HELP)
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
+    add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    parser.set_defaults(command=lambda options: _run(parser, options))
+
+
+_START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
+_PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    program = _program(parser, options)
+    ranks = usable_cores() if options.ranks is None else options.ranks
+    settings = LaunchSettings(
+        nprocs=ranks,
+        start=options.start,
+        backend=options.backend,
+        timeout=options.timeout,
+        log_dir=options.log_dir,
+        master_port=0 if options.tcp and options.master_port is None else options.master_port,
+        prefix=options.prefix,
+    )
+    try:
+        return run(settings, program)
+    except OSError as error:
+        where = f" {error.filename!r}" if error.filename is not None else ""
+        print(f"tilework run: cannot start:{where} {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
+    """What is to run, if it is there at all: better one message now than one from each rank."""
+    name, arguments = options.script, tuple(options.arguments)
+    if options.module:
+        _check_module(parser, name)
+        return Module(name, arguments)
+    if not os.path.exists(name):
+        parser.error(f"there is no file {name!r}{_script_guess(name)}")
+    if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+        parser.error(f"{name!r} is a folder without a __main__.py: name a script in it")
+    if not os.access(name, os.R_OK):
+        parser.error(f"the file {name!r} cannot be read: check its permissions")
+    return Script(name, arguments)
+
+
+def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
+    if name.endswith(".py"):
+        parser.error(f"-m takes a module's name ({name[:-3].replace('/', '.')!r}), got {name!r}")
+    sys.path.insert(0, os.getcwd())  # where python -m looks first
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        hint = f": it is a file, leave out -m ({name})" if os.path.exists(name) else ""
+        parser.error(f"there is no module {name!r} here or on Python's path{hint}")
+
+
+def _script_guess(name: str) -> str:
+    """What the user may have meant by a name that is no file."""
+    folder, base = os.path.split(name)
+    with suppress(OSError):
+        known = [entry for entry in os.listdir(folder or ".") if entry.endswith(".py")]
+        near = difflib.get_close_matches(base, known, n=1) or (
+            [f"{base}.py"] if f"{base}.py" in known else []
+        )
+        if near:
+            return f": did you mean {os.path.join(folder, near[0])!r}?"
+    if name.startswith("-"):
+        return ": it looks like an option; see tilework run --help"
+    module = name.replace("/", ".")
+    with suppress(ImportError, ValueError):
+        if "." not in module and importlib.util.find_spec(module) is not None:
+            return f": for the module of that name use -m {module}"
+    return f" (looked in {os.path.abspath(folder or '.')!r})"
+
+
+def _ranks(text: str) -> int:
+    try:
+        ranks = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"the number of ranks must be a whole number, such as 4, got {text!r}"
+        ) from None
+    if ranks < 1:
+        raise argparse.ArgumentTypeError(f"the number of ranks must be at least 1, got {ranks}")
+    return ranks
+
+
+def _timeout(text: str) -> timedelta:
+    try:
+        timeout = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"the timeout is a number of seconds, such as 30 or 0.5, got {text!r}"
+        ) from None
+    if timeout <= timedelta(0):
+        raise argparse.ArgumentTypeError(f"the timeout must be longer than 0 s, got {text!r}")
+    return timeout
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _backend(text: str) -> str:
+    try:
+        check_backend(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+# tilework doctor
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor", help="tell what this machine has, and test a group of two ranks"
+    )
+    parser.set_defaults(command=lambda options: _doctor())
+
+
+def _doctor() -> int:
+    # By name, since it imports torch: seconds that wrong use and help should not cost.
+    status: int = importlib.import_module("tilework.launch.doctor").doctor()
+    return status
+
+
+if __name__ == "__main__":
+    main()

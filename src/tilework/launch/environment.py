@@ -1,0 +1,69 @@
+"""The environment variables that a rank is started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from tilework.launch.cores import THREAD_VARIABLES, threads_per_rank
+from tilework.launch.settings import LaunchSettings
+
+#: What another launcher may have left behind; a rank must not take it for its own.
+_FOREIGN: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "TILEWORK_STORE")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks of one launch find each other: a private socket, or a TCP port if asked."""
+
+    secret: str = field(repr=False)
+    """Hexadecimal; whoever holds it belongs to this job."""
+    store: str | None = None
+    """``unix:@name`` or ``unix:/path`` of the launcher's store; None with ``master``."""
+    master: tuple[str, int] | None = None
+    """Host and port that rank 0 is to listen on; None without TCP."""
+
+
+def rank_environment(
+    settings: LaunchSettings,
+    rank: int,
+    meeting: Meeting,
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """All of ``rank``'s environment: ``base`` (default: this process's) and what is its own.
+
+    The names are torchrun's, so scripts written for it find what they look for, except that
+    MASTER_ADDR and MASTER_PORT exist only where TCP was asked for.
+    """
+    inherited = os.environ if base is None else base
+    kept = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN)}
+    size = str(settings.nprocs)
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "TILEWORK_SECRET": meeting.secret,
+    }
+    if meeting.store is not None:
+        own["TILEWORK_STORE"] = meeting.store
+    if meeting.master is not None:
+        own["MASTER_ADDR"], own["MASTER_PORT"] = meeting.master[0], str(meeting.master[1])
+    if settings.backend is not None:
+        own["TILEWORK_BACKEND"] = settings.backend
+    if settings.timeout is not None:
+        own["TILEWORK_TIMEOUT"] = f"{settings.timeout.total_seconds():g}"
+    return thread_environment(settings.nprocs, inherited) | kept | own
+
+
+def thread_environment(ranks: int, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables for the threads of one of ``ranks``; empty where the user chose already."""
+    threads = threads_per_rank(ranks, base)
+    return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))

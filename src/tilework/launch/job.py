@@ -1,0 +1,259 @@
+"""A job: the ranks of one program and everything made for them, with one owner."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+from tilework.launch import linux, sweep
+from tilework.launch.environment import Meeting, rank_environment
+from tilework.launch.guardian import Guardian
+from tilework.launch.output import Output
+from tilework.launch.process import RankProcess
+from tilework.launch.program import Program
+from tilework.launch.rank import RankPlan
+from tilework.launch.settings import LaunchSettings
+from tilework.launch.signals import SignalInbox
+from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
+from tilework.launch.stdin import StandardInput
+from tilework.launch.stopping import Step
+from tilework.launch.supervise import Outcome, Supervisor, Surroundings
+from tilework.launch.verdict import Failure
+from tilework.store import StoreServer
+
+_SECRET_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """What belongs to ``tilework run`` and not to a function called from a larger program."""
+
+    output: Output
+    stdin: StandardInput
+    inbox: SignalInbox
+    on_failure: Callable[[Failure], None]
+
+
+class Job:
+    """Starts ranks, watches them, ends them and cleans up. A context manager.
+
+    With a ``frontend`` this process is the launcher and nothing else: it passes output on and
+    adopts the processes that ranks leave behind. Without, ranks share this process's stdio.
+
+    Args:
+        settings: How to start them.
+        program: What each of them runs.
+        threads: torch's threads for each; None leaves it to the user's environment.
+        frontend: See above.
+    """
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        program: Program,
+        threads: int | None,
+        frontend: Frontend | None = None,
+    ) -> None:
+        self._settings = settings
+        self._program = program
+        self._threads = threads
+        self._frontend = frontend
+        self._ranks: list[RankProcess] = []
+        self._supervisor: Supervisor | None = None
+        self._server: StoreServer | None = None
+        self._guardian: Guardian | None = None
+        self._folder: Path | None = None
+        self._adopting = False
+        #: Processes that ranks left running and that had to be killed, as "1234 (name)".
+        self.left_behind: list[str] = []
+
+    def __enter__(self) -> Job:
+        """Start every rank; if one cannot be started, end those that were.
+
+        Raises:
+            OSError: No more processes, descriptors or ports.
+            TypeError: The program cannot be sent to fresh interpreters.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave nothing behind."""
+        self.close()
+
+    def supervise(self, timeout: timedelta | None = None) -> Outcome | None:
+        """Wait until every rank has ended; blocks. None if ``timeout`` passes before."""
+        assert self._supervisor is not None
+        seconds = None if timeout is None else timeout.total_seconds()
+        return self._supervisor.outcome if self._supervisor.run(seconds) else None
+
+    def stop(self, steps: Sequence[Step], timeout: timedelta) -> None:
+        """End the ranks by ``steps`` and wait for that, at most ``timeout``."""
+        assert self._supervisor is not None
+        self._supervisor.stop(steps)
+        self._supervisor.run(timeout.total_seconds())
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, in their order."""
+        return [rank.pid for rank in self._ranks]
+
+    def close(self) -> None:
+        """End every rank, wait for it, and remove everything made for the job. Idempotent."""
+        with contextlib.ExitStack() as stack:  # each step, whatever the others raise
+            stack.callback(self._remove_folder)
+            stack.callback(self._close_guardian)
+            stack.callback(self._close_server)
+            stack.callback(self._end_processes)
+
+    # Starting
+
+    def _start(self) -> None:
+        meeting = self._prepare_meeting()
+        self._guardian = Guardian(self._folder)
+        if self._frontend is not None:
+            self._adopting = linux.adopt_orphans()
+        with contextlib.closing(self._starter(meeting)) as starter:
+            for rank in range(self._settings.nprocs):
+                self._start_rank(self._plan(rank, meeting), starter)
+        self._supervisor = Supervisor(self._ranks, self._surroundings())
+        # Only now: a thread must not exist while forking.
+        if self._server is not None:
+            self._server.start()
+
+    def _prepare_meeting(self) -> Meeting:
+        """Make the place where ranks meet; its server does not serve yet."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        if self._settings.master_port is not None:
+            port = self._settings.master_port or _free_port()
+            return Meeting(secret.hex(), master=("127.0.0.1", port))
+        if sys.platform == "linux":
+            address = f"@tilework-{secrets.token_hex(8)}"
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="tilework-"))  # 0700
+            address = str(self._folder / "store")
+        self._server = StoreServer.listen_unix(address, secret)
+        return Meeting(secret.hex(), store=f"unix:{address}")
+
+    def _starter(self, meeting: Meeting) -> Starter:
+        if self._settings.start == "fork":
+            return ForkStarter(self._program, whole_process=self._frontend is not None)
+        return FreshStarter(self._plan(0, meeting), self._program)
+
+    def _plan(self, rank: int, meeting: Meeting) -> RankPlan:
+        return RankPlan(
+            rank=rank,
+            environment=rank_environment(self._settings, rank, meeting),
+            report_fd=-1,
+            launcher=os.getpid(),
+            # The kernel watches the starting thread; only the main one surely lives on.
+            dies_with_launcher=threading.current_thread() is threading.main_thread(),
+            threads=self._threads,
+        )
+
+    def _start_rank(self, plan: RankPlan, starter: Starter) -> None:
+        """Start one rank with its pipes, of which this process keeps one end each."""
+        with contextlib.ExitStack() as rank_side:
+            reader, writer = os.pipe()
+            rank_side.callback(os.close, writer)
+            standard = Standard()
+            if self._frontend is not None:
+                ends = self._frontend.output.open(plan.rank)
+                rank_side.callback(ends.close)
+                stdin = self._frontend.stdin.of(plan.rank)
+                standard = Standard(stdin, ends.stdout, ends.stderr)
+            try:
+                plan = dataclasses.replace(plan, report_fd=writer)
+                pid = starter.start(plan, standard, lambda: self._drop_in_child(reader))
+            except BaseException:
+                os.close(reader)
+                raise
+        self._ranks.append(RankProcess(plan.rank, pid, reader))
+        if self._guardian is not None:
+            self._guardian.watch(pid)
+
+    def _drop_in_child(self, reader: int) -> None:
+        """In a forked rank: close what belongs to the launcher."""
+        os.close(reader)
+        if self._guardian is not None:
+            self._guardian.forget_in_child()
+        for rank in self._ranks:
+            rank.forget_in_child()
+        if self._frontend is not None:
+            self._frontend.output.close()
+            self._frontend.stdin.close()
+            self._frontend.inbox.forget_in_child()
+
+    def _surroundings(self) -> Surroundings:
+        front = self._frontend
+        if front is None:
+            return Surroundings()
+        own_children = self._own_children if self._adopting else None
+        return Surroundings(front.output, front.stdin, front.inbox, front.on_failure, own_children)
+
+    # Ending
+
+    def _own_children(self) -> list[int]:
+        guardian = self._guardian.pid if self._guardian is not None else None
+        return self.pids if guardian is None else [*self.pids, guardian]
+
+    def _end_processes(self) -> None:
+        """Kill what is alive, reap it, and then end what ranks have left behind."""
+        failed = any(rank.ending is None or rank.ending.code != 0 for rank in self._ranks)
+        for rank in self._ranks:
+            # What has ended stays in its group until it is reaped, so this cannot hit strangers.
+            # With orphans adopted there is a better way than by group: see below.
+            if rank.alive or not self._adopting:
+                rank.signal_group(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.reap()
+        if self._adopting:
+            own = self._own_children()
+            self.left_behind += sweep.end_orphans(0.0 if failed else sweep.PATIENCE_SECONDS, own)
+            linux.adopt_orphans(False)
+            self._adopting = False
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _close_guardian(self) -> None:
+        if self._guardian is not None:
+            self._guardian.close()
+            self._guardian = None
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _free_port() -> int:
+    """A TCP port that is free now; rank 0 is to bind it, so this process does not hold it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

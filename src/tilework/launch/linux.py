@@ -1,0 +1,69 @@
+"""What only Linux offers, as functions that do nothing (and say so) elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` ends, or end now if it already has.
+
+    Linux only; elsewhere the guardian (:mod:`tilework.launch.guardian`) sees to it. The kernel
+    watches the *thread* that started this process, so that thread must live as long as the job.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the line above.
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans(on: bool = True) -> bool:
+    """Become the parent of descendants whose own parent dies; whether that worked."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def children() -> list[int]:
+    """Process ids of this process's children, zombies included; empty elsewhere."""
+    me = str(os.getpid())
+    return [int(pid) for pid, parent in _parents() if parent == me]
+
+
+def command_of(pid: int) -> str:
+    """The name of a process for a message; empty where unknown."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _parents() -> list[tuple[str, str]]:
+    """(process id, parent's process id) of all processes that can be seen."""
+    found = []
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    for name in filter(str.isdigit, names):
+        try:
+            stat = Path("/proc", name, "stat").read_text(errors="replace")
+        except OSError:
+            continue  # it ended meanwhile
+        # The command is in parentheses and may itself hold some: "12 (a) b) S 1 …".
+        found.append((name, stat.rpartition(")")[2].split()[1]))
+    return found
+
+
+def _prctl(option: int, argument: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    zero = ctypes.c_ulong(0)
+    result: int = ctypes.CDLL(None).prctl(option, ctypes.c_ulong(argument), zero, zero, zero)
+    return result == 0

@@ -1,0 +1,295 @@
+"""Where ranks' output goes: through the launcher to its own stdout and stderr, and to files.
+
+Each rank writes into pipes of the launcher's; rank 0, where the launcher writes to a terminal,
+into a pseudo-terminal. Here is who is connected to what; how bytes become prefixed lines is in
+:mod:`tilework.launch.lines` and :mod:`tilework.launch.live`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import termios
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from tilework.launch.lines import LineAssembler, prefix_for
+from tilework.launch.live import LiveScreen
+from tilework.launch.settings import LaunchSettings
+from tilework.launch.sink import Sink
+
+_CHUNK_BYTES: Final = 64 << 10
+#: More than this waiting to be written: ranks wait as well, as they would without a launcher.
+_MAX_PENDING_BYTES: Final = 1 << 20
+
+
+class Screen:
+    """One destination: the launcher's stdout or stderr, or both if they are the same.
+
+    Args:
+        fd: Its descriptor.
+        live_prefix: What rank 0's lines begin with, if it is shown live here.
+    """
+
+    def __init__(self, fd: int, live_prefix: bytes = b"") -> None:
+        self.sink = Sink(fd)
+        self.is_terminal = os.isatty(fd)
+        self._live = LiveScreen(live_prefix) if self.is_terminal else None
+
+    def lines(self, data: bytes) -> None:
+        """Write whole lines."""
+        if data:
+            self.sink.write(data if self._live is None else self._live.above(data))
+
+    def live(self, data: bytes) -> None:
+        """Pass on what rank 0 wrote to its pseudo-terminal."""
+        if self._live is not None:
+            self.sink.write(self._live.feed(data))
+
+    def settle(self) -> None:
+        """Before anything else is said: rank 0's display is over."""
+        if self._live is not None:
+            self.sink.write(self._live.settle())
+
+    @property
+    def congested(self) -> bool:
+        """Whether ranks should wait before they write more."""
+        return self.sink.pending_bytes > _MAX_PENDING_BYTES
+
+
+class RankStream:
+    """The launcher's end of one rank's stdout or stderr (or both).
+
+    Args:
+        fd: To read from; owned from here on.
+        screen: Where it goes.
+        assembler: What makes lines of it; None: it is rank 0's live terminal.
+        log: Its file; None without.
+    """
+
+    def __init__(
+        self, fd: int, screen: Screen, assembler: LineAssembler | None, log: LogFile | None
+    ) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._log = log
+        self.screen = screen
+        self._assembler = assembler
+
+    def read(self) -> bool:
+        """Take a chunk and pass it on; False if there is none now. Does not block."""
+        if self._fd < 0:
+            return False
+        try:
+            data = os.read(self._fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EIO:  # a pseudo-terminal's way to say that nobody has it open
+                raise
+            data = b""
+        if data:
+            self._pass_on(data)
+        else:
+            self.close()
+        return bool(data)
+
+    def finish(self) -> None:
+        """Read what is left, write the last line even if it is no whole one, and close."""
+        while self.read():
+            pass
+        if self._assembler is not None:
+            self.screen.lines(self._assembler.finish())
+        self.close()
+
+    def fileno(self) -> int:
+        """What to wait for; -1 once closed."""
+        return self._fd
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._log is not None:
+            self._log.write(data)
+        if self._assembler is None:
+            self.screen.live(data)
+        else:
+            self.screen.lines(self._assembler.feed(data))
+
+
+class LogFile:
+    """A file that gets a rank's bytes as they are. A full disk ends the log, not the job.
+
+    Args:
+        path: Replaced if it exists. Raises OSError if it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115
+        #: What to tell the user, once: this log is incomplete.
+        self.complaint = ""
+
+    def write(self, data: bytes) -> None:
+        """Append; after a failure nothing."""
+        view = memoryview(data)
+        try:
+            while view and self._file is not None:
+                view = view[self._file.write(view) or 0 :]
+        except OSError as error:
+            self.complaint = f"{self._path} is incomplete from here on: {error.strerror}"
+            self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A rank's own ends of its output; the launcher closes them once it has started."""
+
+    stdout: int
+    stderr: int
+
+    def close(self) -> None:
+        """Close both."""
+        for fd in {self.stdout, self.stderr}:
+            os.close(fd)
+
+
+class Output:
+    """The whole of it, for one job. Owns every descriptor but the launcher's 1 and 2.
+
+    Raises:
+        OSError: The folder for logs cannot be made or written.
+    """
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self._settings = settings
+        self._log_dir = settings.log_dir
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        # One pipe for both keeps what a rank writes in order; separate files need separate pipes.
+        self._merged = os.path.sameopenfile(1, 2)
+        self.stdout = Screen(1, self._prefix(0, wants_colour(1)))
+        self.stderr = self.stdout if self._merged else Screen(2, self._prefix(0, wants_colour(2)))
+        self.streams: list[RankStream] = []
+        self._logs: dict[tuple[int, str], LogFile] = {}
+        #: Rank 0's pseudo-terminals: its end, the terminal shown on, and the prefix's width.
+        self._masters: list[tuple[int, int, int]] = []
+
+    def open(self, rank: int) -> Ends:
+        """Make the pipes of one rank."""
+        stdout = self._connect(rank, "stdout", self.stdout)
+        if self._merged and self._log_dir is None:
+            return Ends(stdout, stdout)
+        return Ends(stdout, self._connect(rank, "stderr", self.stderr))
+
+    @property
+    def screens(self) -> list[Screen]:
+        """The distinct destinations."""
+        return [self.stdout] if self._merged else [self.stdout, self.stderr]
+
+    def say(self, text: str) -> None:
+        """Write the launcher's own words, whole lines, to stderr."""
+        self.stderr.lines(text.encode(errors="backslashreplace"))
+
+    def report(self, text: str) -> None:
+        """As :meth:`say`, for the end of the job: rank 0's display is over."""
+        for screen in self.screens:
+            screen.settle()
+        self.say(text)
+
+    def log_failure(self, rank: int, text: str) -> None:
+        """Put a traceback, which did not go through stderr, into the rank's log of it."""
+        log = self._logs.get((rank, "stderr"))
+        if log is not None:
+            log.write(text.encode(errors="backslashreplace"))
+
+    def resize(self) -> None:
+        """Give rank 0's pseudo-terminals the terminal's size, less the prefix."""
+        for master, fd, margin in self._masters:
+            with contextlib.suppress(OSError):
+                rows, columns, x, y = struct.unpack(
+                    "HHHH", fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8))
+                )
+                size = struct.pack("HHHH", rows, max(1, columns - margin), x, y)
+                fcntl.ioctl(master, termios.TIOCSWINSZ, size)
+
+    def complaints(self) -> list[str]:
+        """What went wrong with log files since the last call."""
+        found = [log.complaint for log in self._logs.values() if log.complaint]
+        for log in self._logs.values():
+            log.complaint = ""
+        return found
+
+    def close(self) -> None:
+        """Close every pipe and log; the screens stay. Idempotent; also for forked children."""
+        for stream in self.streams:
+            stream.close()
+        for log in self._logs.values():
+            log.close()
+
+    def drain(self) -> None:
+        """At the end: read what is left in all pipes, pass it on, and close them."""
+        for stream in self.streams:
+            stream.finish()
+
+    def flush(self, seconds: float | None) -> None:
+        """Block until the screens have taken everything, at most ``seconds`` if given."""
+        for screen in self.screens:
+            screen.settle()
+            screen.sink.flush(seconds)
+
+    def _connect(self, rank: int, name: str, screen: Screen) -> int:
+        """Connect one stream of one rank; the rank's own end."""
+        prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.sink.fileno()))
+        log = None
+        if self._log_dir is not None:
+            log = self._logs[rank, name] = LogFile(self._log_dir / f"rank-{rank}.{name}")
+        if rank == 0 and screen.is_terminal:
+            reader, writer = os.openpty()
+            _make_raw(writer)
+            margin = len(self._prefix(0, False))
+            self._masters.append((reader, screen.sink.fileno(), margin))
+            self.resize()
+            assembler = None
+        else:
+            reader, writer = os.pipe()
+            assembler = LineAssembler(prefix, screen.is_terminal)
+        self.streams.append(RankStream(reader, screen, assembler, log))
+        return writer
+
+    def _prefix(self, rank: int, colour: bool) -> bytes:
+        mode = self._settings.prefix
+        if mode == "auto":
+            mode = "all" if self._settings.nprocs > 1 else "none"
+        wanted = mode == "all" or (mode == "others" and rank > 0)
+        return prefix_for(rank, colour) if wanted else b""
+
+
+def wants_colour(fd: int) -> bool:
+    """Whether colours are welcome there: a terminal that can, and no NO_COLOR."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return os.isatty(fd) and os.environ.get("TERM") != "dumb"
+
+
+def _make_raw(fd: int) -> None:
+    """Let bytes pass a pseudo-terminal unchanged; the real one does the rest."""
+    attributes = termios.tcgetattr(fd)
+    attributes[1] &= ~termios.OPOST
+    attributes[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
+    termios.tcsetattr(fd, termios.TCSANOW, attributes)

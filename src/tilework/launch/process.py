@@ -1,0 +1,162 @@
+"""A rank's process as the launcher sees it: alive, or ended in some way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from tilework.launch.record import MAX_TRACEBACK_CHARS, LastWords, decode
+
+#: JSON may need six bytes for a character.
+_MAX_REPORT_BYTES: Final = 6 * MAX_TRACEBACK_CHARS + (64 << 10)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended."""
+
+    time: float
+    """``time.monotonic()`` when the launcher noticed."""
+    code: int
+    """Exit code, or minus the signal's number."""
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended it, None if it exited."""
+        return -self.code if self.code < 0 else None
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """One rank: its process, and the pipe with its last words. Owned by a job.
+
+    An ended process stays unreaped until :meth:`reap` where the system allows it, so that its
+    process group's number cannot pass to strangers while somebody may still signal it.
+    """
+
+    rank: int
+    pid: int
+    report_fd: int
+    ending: Ending | None = None
+    asked_to_end: bool = False
+    """Whether the launcher has told it to end; how it ends is then no failure."""
+    _report: bytearray = field(default_factory=bytearray)
+    _pidfd: int = -1
+    _reaped: bool = False
+    _words: LastWords | None = None
+
+    def __post_init__(self) -> None:
+        """Get a descriptor that tells of the end, where there are such."""
+        os.set_blocking(self.report_fd, False)
+        with contextlib.suppress(AttributeError, OSError):
+            self._pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended as far as the launcher knows."""
+        return self.ending is None
+
+    @property
+    def words(self) -> LastWords | None:
+        """Its last words, as soon as it has told them."""
+        if self._words is None and self._report:
+            self._words = decode(bytes(self._report))[0]
+        return self._words
+
+    @property
+    def crash_trace(self) -> str:
+        """What faulthandler wrote; empty if nothing."""
+        return decode(bytes(self._report))[1]
+
+    @property
+    def end_fd(self) -> int | None:
+        """Readable when the process has ended; None where it must be asked for."""
+        return self._pidfd if self._pidfd >= 0 else None
+
+    def check(self) -> None:
+        """Note the end if it has come. Does not block."""
+        if self.ending is None:
+            code = self._poll()
+            if code is not None:
+                self.read_report()
+                self.ending = Ending(time.monotonic(), code)
+
+    def read_report(self) -> None:
+        """Read what there is of the last words. Does not block."""
+        with contextlib.suppress(BlockingIOError):
+            while self.report_fd >= 0:
+                data = os.read(self.report_fd, 1 << 16)
+                if not data:
+                    self._close_report()
+                elif len(self._report) < _MAX_REPORT_BYTES:
+                    self._report += data
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank's process alone, if it is alive."""
+        if self.alive and not self._reaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the rank and to whatever it started and left in its group."""
+        if self._reaped:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:  # it has not got as far as leading its group
+            self.signal(number)
+        except PermissionError:
+            pass  # macOS: nobody but an ended process is left in it
+
+    def reap(self) -> None:
+        """Give the process id back, and all descriptors. The process must have ended."""
+        if not self._reaped:
+            self._reaped = True
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+        self._close_report()
+        self._close_pidfd()
+
+    def forget_in_child(self) -> None:
+        """Close the launcher's descriptors in a forked child, which is another rank."""
+        self._close_report()
+        self._close_pidfd()
+
+    def _poll(self) -> int | None:
+        if hasattr(os, "waitid"):
+            try:
+                result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return self._lost()
+            if result is None:
+                return None
+            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            return self._lost()
+        if pid == 0:
+            return None
+        # Its number is free from here on: what it left behind must go now or never.
+        self.signal_group(signal.SIGKILL)
+        self._reaped = True
+        return os.waitstatus_to_exitcode(status)
+
+    def _lost(self) -> int:
+        """Somebody else in this program waited for our child; its status is theirs."""
+        self._reaped = True
+        return self._words.exit_code if self._words is not None else 0
+
+    def _close_report(self) -> None:
+        if self.report_fd >= 0:
+            os.close(self.report_fd)
+            self.report_fd = -1
+
+    def _close_pidfd(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,0 +1,122 @@
+"""Last words: what a failing rank tells the launcher through a pipe of its own.
+
+A traceback printed to stderr would mix with other ranks' output and tell no time. So a rank
+writes one line of JSON to its pipe as soon as its program has failed; a crash in native code
+leaves faulthandler's trace there instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Final
+
+#: A traceback's end says what went wrong, so that is what is kept of a longer one.
+MAX_TRACEBACK_CHARS: Final = 128 << 10
+_MARK: Final = b'{"tilework": '
+#: Frames in these files belong to the launcher, not to the program.
+_OWN_FILES: Final = tuple(
+    os.path.join(os.path.dirname(__file__), name)
+    for name in ("rank.py", "program.py", "spawned.py")
+)
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """How a rank's program failed, as told by the rank itself."""
+
+    time: float
+    """``time.monotonic()`` when it failed; comparable between processes of one host."""
+    classes: tuple[str, ...]
+    """Class names of the exception and of those it came from, bases included."""
+    summary: str
+    """``ValueError: what it said``, one line; empty for ``sys.exit``."""
+    traceback: str
+    """The whole traceback; empty for ``sys.exit``."""
+    exit_code: int
+    """What the process is going to exit with."""
+
+
+def describe(error: BaseException, exit_code: int) -> LastWords:
+    """The last words for ``error``; for SystemExit and KeyboardInterrupt without a traceback."""
+    quiet = isinstance(error, SystemExit | KeyboardInterrupt)
+    text = "" if quiet else _format(error)
+    return LastWords(
+        time=time.monotonic(),
+        classes=tuple(sorted(_class_names(error))),
+        summary="" if quiet else _summary(error),
+        traceback=text[-MAX_TRACEBACK_CHARS:],
+        exit_code=exit_code,
+    )
+
+
+def encode(words: LastWords) -> bytes:
+    """As one line for the pipe."""
+    return _MARK + json.dumps(asdict(words)).encode() + b"}\n"
+
+
+def decode(data: bytes) -> tuple[LastWords | None, str]:
+    """What a rank's pipe held: its last words if any, and faulthandler's trace if any."""
+    words, trace = None, []
+    for line in data.split(b"\n"):
+        if line.startswith(_MARK):
+            words = _decode_line(line) or words
+        else:
+            trace.append(line.decode(errors="replace"))
+    return words, "\n".join(_program_lines(trace)).strip()
+
+
+def _program_lines(trace: Iterable[str]) -> Iterator[str]:
+    """A faulthandler trace without what lies below the program's own frames."""
+    below = False
+    for line in trace:
+        frame = line.startswith("  File ")
+        below = frame and (below or any(f'"{file}"' in line for file in _OWN_FILES))
+        # Python 3.12 and later end it with every native module loaded: of no use here.
+        if not below and not line.startswith("Extension modules:"):
+            yield line
+
+
+def _decode_line(line: bytes) -> LastWords | None:
+    try:
+        fields = json.loads(line)["tilework"]
+        return LastWords(**{**fields, "classes": tuple(fields["classes"])})
+    except (ValueError, TypeError, KeyError):
+        return None  # cut off, as the rank died while writing
+
+
+def _format(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _program_frames(error)))
+
+
+def _program_frames(error: BaseException) -> TracebackType | None:
+    """The error's traceback without the launcher's frames at its top."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        frames = frames.tb_next
+    return frames
+
+
+def _class_names(error: BaseException | None) -> set[str]:
+    """Qualified names of the classes of ``error`` and of everything that led to it."""
+    names: set[str] = set()
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        names |= {f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__}
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return names
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        said = str(error).strip().partition("\n")[0]
+    except Exception:  # a broken __str__ must not hide the failure itself
+        said = "(its message cannot be shown)"
+    name = type(error).__qualname__
+    return f"{name}: {said[:500]}" if said else name

@@ -1,0 +1,108 @@
+"""``tilework run``: what happens between the command line and the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from dataclasses import dataclass
+
+from tilework.launch.cores import threads_per_rank
+from tilework.launch.environment import thread_environment
+from tilework.launch.job import Frontend, Job
+from tilework.launch.output import Output, wants_colour
+from tilework.launch.program import Program
+from tilework.launch.settings import LaunchSettings
+from tilework.launch.show import failure_text, others_text
+from tilework.launch.signals import SignalInbox, die_quietly
+from tilework.launch.stdin import StandardInput
+from tilework.launch.supervise import Outcome
+from tilework.launch.verdict import Failure
+
+#: Imported once before forking, so that no rank has to.
+_PRELOADED = ("torch", "tilework.distributed")
+
+#: A reader that has stopped reading is waited for after a normal end, not after a failure.
+_LAST_FLUSH_SECONDS = 1.0
+
+
+def run(settings: LaunchSettings, program: Program) -> int:
+    """Run ``program`` on every rank and return the exit status; blocks until all is over.
+
+    For a process that is the launcher and nothing else, in its main thread: handles its
+    signals, and passes its stdin, stdout and stderr on.
+
+    Returns:
+        0; that of the rank whose failure ended the job (128 + number for a signal); or
+        128 + number of the signal that this process got (130 for Ctrl-C).
+
+    Raises:
+        OSError: The log folder cannot be written, or ranks cannot be started.
+    """
+    die_quietly()
+    _occupy_standard_descriptors()
+    threads = threads_per_rank(settings.nprocs, os.environ)
+    # Before torch is loaded: its threads are counted out then.
+    os.environ.update(thread_environment(settings.nprocs, os.environ))
+    if settings.start == "fork":
+        _preload()
+    output = Output(settings)
+    with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
+        return _run(settings, program, threads, _Parts(output, stdin))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Input and output of one run."""
+
+    output: Output
+    stdin: StandardInput
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Show the failure to blame, after what that rank wrote before it."""
+        for stream in self.output.streams:
+            stream.read()
+        self.output.report(failure_text(failure, wants_colour(2)))
+        if failure.traceback:
+            self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
+
+    def tell_rest(self, outcome: Outcome, left_behind: list[str]) -> None:
+        """What else is worth knowing at the end."""
+        self.output.report(others_text(outcome.others, wants_colour(2)))
+        for failure in outcome.others:
+            if failure.traceback:
+                self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
+        words = self.output.complaints()
+        if outcome.lost_output is not None and outcome.exit_status == 1:
+            words.append(f"cannot write output: {outcome.lost_output.strerror}; the job was ended")
+        if left_behind and outcome.interrupted is None:
+            words.append(f"ended what ranks had left running: {', '.join(left_behind)}")
+        for line in words:
+            self.output.say(f"tilework: {line}\n")
+
+
+def _run(settings: LaunchSettings, program: Program, threads: int | None, parts: _Parts) -> int:
+    with SignalInbox() as inbox:
+        front = Frontend(parts.output, parts.stdin, inbox, parts.tell_failure)
+        job = Job(settings, program, threads, front)
+        with job:
+            outcome = job.supervise()
+        assert outcome is not None
+        parts.output.drain()
+        parts.tell_rest(outcome, job.left_behind)
+        parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
+    return outcome.exit_status
+
+
+def _preload() -> None:
+    for name in _PRELOADED:
+        # What cannot be imported here fails in the ranks that need it, and is reported as theirs.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _occupy_standard_descriptors() -> None:
+    """Open what the caller has closed (``<&-``), or a pipe of ours would take its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

@@ -1,0 +1,91 @@
+"""Everything that can be chosen about a launch, checked once."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+StartMethod = Literal["fork", "spawn"]
+PrefixMode = Literal["auto", "all", "others", "none"]
+
+#: Backends that ranks in processes of their own can use by name.
+KNOWN_BACKENDS: Final = ("shm", "gloo", "nccl", "ucc", "mpi")
+#: Device types that a backend may be chosen for, as in "cpu:shm,cuda:nccl".
+KNOWN_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """How ranks are started; validated when made.
+
+    Raises:
+        ValueError: A setting cannot work; the message says what to give instead.
+
+    Example:
+        >>> LaunchSettings(nprocs=4, backend="shm").start
+        'fork'
+    """
+
+    nprocs: int
+    """Number of ranks, at least 1."""
+    start: StartMethod = "fork"
+    """``fork``: from a process that has imported torch; ``spawn``: a fresh interpreter each."""
+    backend: str | None = None
+    """Backend that ``init_process_group`` uses unless told otherwise."""
+    timeout: timedelta | None = None
+    """How long collectives wait unless told otherwise."""
+    log_dir: Path | None = None
+    """Where ``rank-K.stdout`` and ``rank-K.stderr`` go, in addition to the terminal."""
+    master_port: int | None = None
+    """TCP port on 127.0.0.1 by which ranks meet; 0: any free one; None: no TCP at all."""
+    prefix: PrefixMode = "auto"
+    """Whose lines begin with ``[rank]``; ``auto``: everyone's if there are several ranks."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.nprocs < 1:
+            raise ValueError(f"the number of ranks must be at least 1, got {self.nprocs}")
+        if self.start not in get_args(StartMethod):
+            raise ValueError(f'the start method is "fork" or "spawn", got {self.start!r}')
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ValueError(f"the timeout must be longer than 0 s, got {self.timeout}")
+        if self.master_port is not None and not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"a TCP port is 0 (any) to 65535, got {self.master_port}")
+        if self.backend is not None:
+            check_backend(self.backend)
+
+
+def check_backend(spec: str) -> None:
+    """Raise ValueError unless ``spec`` names backends ranks can use: "shm", "cpu:shm,cuda:nccl".
+
+    Example:
+        >>> check_backend("smh")
+        Traceback (most recent call last):
+        ValueError: unknown backend 'smh': did you mean 'shm'? ...
+    """
+    for part in spec.split(","):
+        device, colon, name = part.strip().rpartition(":")
+        if colon and device not in KNOWN_DEVICES:
+            raise ValueError(
+                f"unknown device type {device!r} in backend {spec!r}{_guess(device, KNOWN_DEVICES)}"
+                f' give a backend ("shm") or one per device type ("cpu:shm,cuda:nccl")'
+            )
+        if name == "threads":
+            raise ValueError(
+                "backend 'threads' is for ranks that are threads of one process "
+                "(tilework.testing.run_ranks); ranks started here are processes: use 'shm'"
+            )
+        if name not in KNOWN_BACKENDS:
+            raise ValueError(
+                f"unknown backend {name!r}{_guess(name, KNOWN_BACKENDS)} known are "
+                f"{', '.join(KNOWN_BACKENDS)}; one that your program registers itself is named "
+                f"in its init_process_group(backend=...) instead"
+            )
+
+
+def _guess(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f": did you mean {near[0]!r}?" if near else ":"

@@ -1,0 +1,73 @@
+"""How failures are told to a person."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Final
+
+from tilework.launch.verdict import Failure
+
+_BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
+
+#: What usually is behind a signal, for those who have not met it before.
+_HINTS: Final[dict[int, str]] = {
+    signal.SIGKILL: "somebody killed it; often the kernel, for want of memory (see dmesg)",
+    signal.SIGSEGV: "native code used memory that is not its own",
+    signal.SIGBUS: "native code used memory that could not be provided",
+    signal.SIGILL: "native code uses instructions that this processor lacks",
+    signal.SIGABRT: "native code gave up; its last words are above",
+}
+
+
+def headline(failure: Failure) -> str:
+    """One line: which rank, and how.
+
+    Example:
+        >>> headline(Failure(rank=1, time=0.0, code=3))
+        'rank 1 failed: exit code 3'
+    """
+    return f"rank {failure.rank} failed: {_how(failure)}"
+
+
+def failure_text(failure: Failure, colour: bool = False) -> str:
+    """The headline and the traceback below it, each line ended."""
+    head = headline(failure)
+    if colour:
+        head = f"{_BOLD_RED}{head}{_RESET}"
+    return f"{head}\n{_indented(failure.traceback)}"
+
+
+def others_text(failures: Sequence[Failure], colour: bool = False) -> str:
+    """One line for each way in which further ranks failed; empty without any."""
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        ranks.setdefault(_how(failure), []).append(failure.rank)
+    lines = [f"then failed rank {_enumerated(who)}: {how}" for how, who in ranks.items()]
+    if colour:
+        lines = [f"{_DIM}{line}{_RESET}" for line in lines]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _how(failure: Failure) -> str:
+    if failure.words is not None and failure.words.summary:
+        return f"{failure.words.summary} ({_how_it_ended(failure)})"
+    hint = _HINTS.get(failure.signal or 0)
+    return _how_it_ended(failure) + (f" ({hint})" if hint else "")
+
+
+def _enumerated(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _how_it_ended(failure: Failure) -> str:
+    if failure.signal is None:
+        return f"exit code {failure.code}"
+    try:
+        return signal.Signals(failure.signal).name
+    except ValueError:  # a real-time signal
+        return f"signal {failure.signal}"
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.rstrip("\n").split("\n")) if text else ""

@@ -1,0 +1,86 @@
+"""Signals sent to the launcher, as bytes in a pipe that its loop waits on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Final
+
+from tilework.launch.rank import HANDLED_SIGNALS
+
+#: Those that mean: end the job.
+ENDING_SIGNALS: Final = frozenset(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+)
+
+
+def die_quietly() -> None:
+    """Until there is anything to clean up, an ending signal ends this process without a word."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    _install(dict.fromkeys(ENDING_SIGNALS, leave))
+
+
+class SignalInbox:
+    """Collects signals instead of having them interrupt; a context manager, main thread only.
+
+    What was ignored before (``nohup``) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> SignalInbox:
+        """Start to collect."""
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = _install(dict.fromkeys(HANDLED_SIGNALS, _nothing))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put back the handlers of before."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self.forget_in_child()
+
+    def fileno(self) -> int:
+        """Readable when there is a signal."""
+        return self._reader
+
+    def read(self) -> list[int]:
+        """The signals since the last call, in order."""
+        with contextlib.suppress(BlockingIOError):
+            return list(os.read(self._reader, 4096))
+        return []
+
+    def forget_in_child(self) -> None:
+        """Close the pipe; for a forked child, and at the end."""
+        for fd in (self._reader, self._writer):
+            os.close(fd)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The wake-up pipe already has it."""
+
+
+def _install(handlers: dict[int, object]) -> dict[int, object]:
+    """Install all that are not ignored; what they replace."""
+    before: dict[int, object] = {}
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)  # type: ignore[arg-type]
+    return before

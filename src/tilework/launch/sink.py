@@ -1,0 +1,81 @@
+"""Writing to the launcher's own stdout and stderr without ever getting stuck in it.
+
+The launcher must notice a dead rank or a Ctrl-C even while whoever reads its output (``less``,
+a terminal after Ctrl-S) does not read. Making the descriptor non-blocking would make it so for
+the shell as well, since they share it; so each write is preceded by a poll and kept small.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import time
+from collections import deque
+from typing import Final
+
+#: A pipe that polls as writable takes this many bytes without blocking (POSIX's PIPE_BUF).
+_PIECE_BYTES: Final = 4096
+#: Files never block for long.
+_FILE_PIECE_BYTES: Final = 1 << 20
+
+
+class Sink:
+    """Bytes on their way to a descriptor, in order."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pending: deque[memoryview] = deque()
+        self._pending_bytes = 0
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._piece = _FILE_PIECE_BYTES if stat.S_ISREG(os.fstat(fd).st_mode) else _PIECE_BYTES
+        #: The reader is gone, or the disk is full: what failed. Later writes are dropped.
+        self.broken: OSError | None = None
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for until :meth:`pump` can go on."""
+        return self._fd
+
+    @property
+    def pending_bytes(self) -> int:
+        """How much waits to be written."""
+        return self._pending_bytes
+
+    def write(self, data: bytes) -> None:
+        """Queue ``data`` and write what can be written now."""
+        if data and self.broken is None:
+            self._pending.append(memoryview(data))
+            self._pending_bytes += len(data)
+            self.pump()
+
+    def pump(self) -> None:
+        """Write what can be written without blocking."""
+        while self._pending and self._poll.poll(0):
+            self._write_piece()
+
+    def flush(self, seconds: float | None) -> None:
+        """Block until all is written, for at most ``seconds`` (None: as long as it takes)."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self._pending:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._poll.poll(None if left is None else left * 1000):
+                return
+            self._write_piece()
+
+    def _write_piece(self) -> None:
+        head = self._pending[0]
+        try:
+            written = os.write(self._fd, head[: self._piece])
+        except BlockingIOError:
+            return  # somebody else made it non-blocking, and it is full
+        except OSError as error:
+            self.broken = error
+            self._pending.clear()
+            self._pending_bytes = 0
+            return
+        self._pending_bytes -= written
+        if written == len(head):
+            self._pending.popleft()
+        else:
+            self._pending[0] = head[written:]

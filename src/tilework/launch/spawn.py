@@ -1,0 +1,149 @@
+"""Ranks for a program that runs on: :func:`spawn`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from tilework.errors import RankFailedError
+from tilework.launch import stopping
+from tilework.launch.cores import threads_per_rank
+from tilework.launch.job import Job
+from tilework.launch.program import Function
+from tilework.launch.settings import LaunchSettings, StartMethod
+from tilework.launch.show import failure_text
+from tilework.launch.supervise import Outcome
+
+#: All steps of ending ranks politely, and a little.
+_STOP_TIME = timedelta(seconds=stopping.KILL_SECONDS + 1)
+
+
+class RunningRanks:
+    """Ranks started by :func:`spawn` with ``join=False``; a context manager that ends them.
+
+    Join it or close it from the thread that made it. Ranks that are still alive when this
+    process ends are ended with it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return self._job.pids
+
+    def join(self, timeout: timedelta | None = None) -> bool:
+        """Block until all ranks have ended; False if ``timeout`` passes before.
+
+        Raises:
+            RankFailedError: A rank failed; all others have been ended.
+        """
+        outcome = self._job.supervise(timeout)
+        if outcome is None:
+            return False
+        self._job.close()
+        _raise_for(outcome)
+        return True
+
+    def close(self) -> None:
+        """Kill the ranks that are alive, and clean up. Idempotent."""
+        self._job.close()
+
+    def __enter__(self) -> RunningRanks:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = ...,
+    nprocs: int = ...,
+    *,
+    start: StartMethod = ...,
+    backend: str | None = ...,
+    timeout: timedelta | None = ...,
+    join: Literal[True] = ...,
+) -> None: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = ...,
+    nprocs: int = ...,
+    *,
+    start: StartMethod = ...,
+    backend: str | None = ...,
+    timeout: timedelta | None = ...,
+    join: Literal[False],
+) -> RunningRanks: ...
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    *,
+    start: StartMethod = "spawn",
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    join: bool = True,
+) -> RunningRanks | None:
+    """Call ``fn(rank, *args)`` in ``nprocs`` processes, set up as by ``tilework run``.
+
+    Blocks until all have ended (``join=True``), else returns at once. When a rank fails, the
+    others are ended within three seconds. No process outlives the call, nor this process.
+
+    Args:
+        fn: What each rank runs; its result is dropped.
+        args: Its arguments after the rank.
+        nprocs: Number of ranks.
+        start: ``spawn``: fresh interpreters; ``fn`` and ``args`` must be picklable, and a script
+            needs its ``if __name__ == "__main__":``. ``fork``: quicker, but only for programs
+            without threads so far; exit handlers registered before do not run in ranks.
+        backend: What ``init_process_group`` uses unless told otherwise.
+        timeout: How long collectives wait unless told otherwise.
+        join: Whether to wait.
+
+    Raises:
+        RankFailedError: A rank failed; its text has that rank's traceback.
+        TypeError: ``fn`` or ``args`` cannot be pickled.
+        ValueError: An argument cannot work.
+
+    Example:
+        >>> import operator
+        >>> spawn(operator.add, (1,), nprocs=2)
+    """
+    settings = LaunchSettings(nprocs=nprocs, start=start, backend=backend, timeout=timeout)
+    job = Job(settings, Function(fn, args), threads_per_rank(nprocs, os.environ))
+    ranks = RunningRanks(job.__enter__())
+    if not join:
+        return ranks
+    with ranks:
+        try:
+            ranks.join()
+        except KeyboardInterrupt:
+            job.stop(stopping.after_signal(signal.SIGINT), _STOP_TIME)
+            raise
+    return None
+
+
+def _raise_for(outcome: Outcome) -> None:
+    root = outcome.root
+    if root is not None:
+        raise RankFailedError(failure_text(root).rstrip("\n"), root.rank, root.code)

@@ -1,0 +1,80 @@
+"""The first lines of a rank that runs in a fresh interpreter."""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, cast
+
+from tilework.launch.program import Function, Program
+from tilework.launch.rank import RankPlan, enter, reset_signals, run_program
+
+#: What the fresh interpreter is given with ``-c``. The payload is a file that all ranks share,
+#: hence ``pread``; the path comes first since loading anything else may need it.
+BOOT: Final = (
+    "import os,pickle,sys;"
+    "fd,rank,report=map(int,sys.argv[1:]);"
+    "path,rest=pickle.loads(os.pread(fd,os.fstat(fd).st_size,0));"
+    "os.close(fd);sys.path[:]=path;"
+    "from tilework.launch.spawned import main;main(rest,rank,report)"
+)
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A program that is loaded only when it runs, so that failing to load it is reported."""
+
+    program: bytes
+    main: dict[str, Any]
+    """How the fresh process gets the ``__main__`` that functions may have been defined in."""
+
+    def run(self, rank: int) -> None:
+        """Load the program and run it. Raises whatever that raises."""
+        if self.main:
+            multiprocessing.spawn.prepare(self.main)
+        cast(Program, pickle.loads(self.program)).run(rank)
+
+
+def payload(plan: RankPlan, program: Program) -> bytes:
+    """What all ranks of a launch need, for :func:`main`; rank and pipe come as arguments.
+
+    Raises:
+        TypeError: The function or its arguments cannot be pickled.
+    """
+    main: dict[str, Any] = {}
+    if isinstance(program, Function):
+        wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+        everything = _preparation_data()
+        main = {name: everything[name] for name in wanted if name in everything}
+    try:
+        packed = Pickled(pickle.dumps(program), main)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"a function for fresh interpreters, and its arguments, must be picklable: {error}. "
+            f'Define it at the top level of a module, or use start="fork"'
+        ) from error
+    return pickle.dumps((sys.path, pickle.dumps((plan, packed))))
+
+
+def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
+    """Become ``rank`` and run the program; exits as the interpreter does."""
+    plan, packed = cast(tuple[RankPlan, Pickled], pickle.loads(rest))
+    plan = RankPlan(
+        rank=rank,
+        environment=dict(os.environ),  # given by the launcher when this process was started
+        report_fd=report_fd,
+        launcher=plan.launcher,
+        dies_with_launcher=plan.dies_with_launcher,
+        threads=plan.threads,
+    )
+    enter(plan)
+    reset_signals()  # also lets a Ctrl-C in that was held back while nothing could handle it
+    sys.exit(run_program(cast(Program, packed), plan))
+
+
+def _preparation_data() -> dict[str, Any]:
+    """What multiprocessing knows about how a fresh process re-creates this one's ``__main__``."""
+    return dict(multiprocessing.spawn.get_preparation_data("rank"))

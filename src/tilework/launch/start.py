@@ -1,0 +1,165 @@
+"""Start one rank's process: by fork from this one, or as a fresh interpreter.
+
+Either way the rank leads a session of its own: it has no controlling terminal, so Ctrl-C
+reaches the launcher alone, and everything the rank starts can be signalled as one group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from tilework.launch import rank as inside
+from tilework.launch.program import Program
+from tilework.launch.rank import RankPlan
+from tilework.launch.spawned import BOOT, payload
+
+
+@dataclass(frozen=True)
+class Standard:
+    """The descriptors that a rank gets as its standard ones; None: the launcher's own."""
+
+    stdin: int | None = None
+    stdout: int | None = None
+    stderr: int | None = None
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(source, 0 to 2) for those that are not the launcher's own."""
+        sources = (self.stdin, self.stdout, self.stderr)
+        return [(fd, target) for target, fd in enumerate(sources) if fd is not None]
+
+
+class Starter(Protocol):
+    """Starts ranks of one program; closed when all have been started."""
+
+    def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
+        """Start ``plan.rank``; return its process id.
+
+        Args:
+            plan: What the rank must know.
+            standard: Its standard descriptors.
+            drop: What a forked child calls to close the launcher's descriptors.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what starting needed. Idempotent."""
+        ...
+
+
+class ForkStarter:
+    """Starts ranks by forking this process.
+
+    Args:
+        program: What to run.
+        whole_process: The program replaces this process's own (``tilework run``): its exit
+            handlers, those of libraries imported before the fork included, are the rank's.
+            False for a function called from a larger program, whose handlers are its own.
+    """
+
+    def __init__(self, program: Program, whole_process: bool) -> None:
+        self._program = program
+        self._whole_process = whole_process
+        self._heap = contextlib.ExitStack()
+        self._heap.enter_context(inside.frozen_heap())
+
+    def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
+        """Fork, run the program in the child, and return the child's process id."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()  # or the child would write it a second time
+        with _signals_blocked():
+            pid = os.fork()
+            if pid == 0:
+                self._live(plan, standard, drop)
+        return pid
+
+    def close(self) -> None:
+        """Let the garbage collector see this process's objects again. Idempotent."""
+        self._heap.close()
+
+    def _live(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> NoReturn:
+        """The child's whole life; nothing may leave it and run on in the launcher's frames."""
+        code = 1
+        try:
+            os.setsid()
+            for source, target in standard.pairs():
+                os.dup2(source, target)
+            drop()
+            if not self._whole_process:
+                inside.forget_exit_handlers()
+            inside.enter(plan)
+            inside.thaw()
+            code = _interruptible(self._program, plan)
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            inside.end(code)
+
+
+def _interruptible(program: Program, plan: RankPlan) -> int:
+    try:
+        inside.reset_signals()
+        return inside.run_program(program, plan)
+    except KeyboardInterrupt:  # in the moment before the program ran
+        return 128 + signal.SIGINT
+
+
+class FreshStarter:
+    """Starts ranks as fresh interpreters. Owns a file that all of them read; close it after.
+
+    Args:
+        plan: Any rank's; what differs between ranks is given to :meth:`start`.
+        program: What to run. Raises TypeError if it cannot be pickled.
+    """
+
+    def __init__(self, plan: RankPlan, program: Program) -> None:
+        data = payload(plan, program)
+        # Unlinked from the start: nothing to clean up, and no limit as with pipes or arguments.
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
+        """Start an interpreter and return its process id. There is nothing to ``drop`` in it."""
+        own = [self._file.fileno(), plan.report_fd]
+        # Numbers that clash with no descriptor this process hands out meanwhile or passes on.
+        free = max([*own, *(fd for fd, _ in standard.pairs())]) + 1
+        targets = [free, free + 1]
+        moves = [*standard.pairs(), *zip(own, targets, strict=True)]
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        arguments = [sys.executable, *flags, "-c", BOOT]
+        return os.posix_spawn(
+            sys.executable,
+            [*arguments, str(targets[0]), str(plan.rank), str(targets[1])],
+            plan.environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in moves],
+            setsid=True,
+            # Held back until the rank can end quietly, instead of a traceback from the import.
+            setsigmask=[signal.SIGINT],
+            # Ignored by Python; a fresh interpreter decides for itself.
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+        )
+
+    def close(self) -> None:
+        """Drop the file. Idempotent."""
+        self._file.close()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """No handler of the launcher runs in a child that has not yet reset them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, inside.HANDLED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,265 @@
+"""The launcher's loop: wait for ranks, pass their output on, end all when one fails.
+
+One thread, one ``poll``. What it decides is in pure modules: which failure to blame
+(:mod:`~tilework.launch.verdict`) and how to end ranks (:mod:`~tilework.launch.stopping`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tilework.launch import stopping, sweep
+from tilework.launch.output import Output
+from tilework.launch.process import RankProcess
+from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
+from tilework.launch.stdin import StandardInput
+from tilework.launch.stopping import Step
+from tilework.launch.verdict import Failure, root_cause, settle_time
+
+#: Where the system does not tell of a process's end, ask this often.
+_ASK_SECONDS: Final = 0.02
+#: How often adopted processes that have ended are cleared away.
+_REAP_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    root: Failure | None = None
+    """The failure to blame; None if no rank failed, or the user ended the job."""
+    others: tuple[Failure, ...] = ()
+    """Ranks that failed by themselves besides."""
+    interrupted: int | None = None
+    """The signal by which the user ended the job."""
+    lost_output: OSError | None = None
+    """What ended it because the launcher's own output cannot be written any more."""
+
+    @property
+    def exit_status(self) -> int:
+        """What the launcher exits with."""
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        if self.lost_output is not None:  # as any program at the head of a broken pipe
+            return 128 + signal.SIGPIPE if self.lost_output.errno == errno.EPIPE else 1
+        return 0 if self.root is None else self.root.exit_status
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a loop serves besides the ranks; each may be missing."""
+
+    output: Output | None = None
+    stdin: StandardInput | None = None
+    inbox: SignalInbox | None = None
+    on_failure: Callable[[Failure], None] = lambda failure: None
+    """Called once, with the failure to blame, as soon as it is known."""
+    own_children: Callable[[], Sequence[int]] | None = None
+    """Given if orphans of ranks become this process's children: those that are none."""
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """Runs the loop until every rank has ended."""
+
+    ranks: Sequence[RankProcess]
+    around: Surroundings = field(default_factory=Surroundings)
+    _failures: dict[int, Failure] = field(default_factory=dict)
+    _root: Failure | None = None
+    _interrupted: int | None = None
+    _lost_output: OSError | None = None
+    _steps: list[Step] = field(default_factory=list)
+    _stop_began: float | None = None
+    _reap_at: float = 0.0
+
+    def run(self, seconds: float | None = None) -> bool:
+        """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while any(rank.alive for rank in self.ranks) or self._undecided:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._serve(deadline)
+            self._note_lost_output()
+            self._note_failures()
+            self._judge()
+            self._step()
+        return True
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended; meaningful once :meth:`run` has returned True."""
+        if self._interrupted is not None or self._lost_output is not None:
+            return Outcome(interrupted=self._interrupted, lost_output=self._lost_output)
+        if self._root is None:
+            return Outcome()
+        failures = dict(self._failures)  # as known by now, the cause's exit status included
+        return Outcome(failures.pop(self._root.rank), tuple(failures.values()))
+
+    def stop(self, steps: Sequence[Step]) -> None:
+        """Begin to end all ranks, instead of what may have begun already."""
+        self._steps = list(steps)
+        self._stop_began = time.monotonic()
+        self._step()
+
+    @property
+    def _undecided(self) -> bool:
+        ended_otherwise = self._interrupted is not None or self._lost_output is not None
+        return bool(self._failures) and self._root is None and not ended_otherwise
+
+    # Waiting and reading
+
+    def _serve(self, deadline: float | None) -> None:
+        """Wait for something to happen, or for the next thing due, and deal with it."""
+        callbacks = self._waited_for()
+        poll = select.poll()
+        for fd in callbacks:
+            poll.register(fd, select.POLLIN)
+        for fd in (writers := self._writers()):
+            poll.register(fd, select.POLLOUT)
+        for fd, _ in poll.poll(self._patience(deadline)):
+            (writers.get(fd) or callbacks[fd])()
+        for rank in self.ranks:
+            if rank.end_fd is None:
+                rank.check()
+        self._clear_orphans()
+
+    def _waited_for(self) -> dict[int, Callable[[], object]]:
+        """Descriptors to wait for until they are readable, with what to do then."""
+        found: dict[int, Callable[[], object]] = {}
+        for rank in self.ranks:
+            if rank.alive and rank.end_fd is not None:
+                found[rank.end_fd] = rank.check
+            if rank.report_fd >= 0:
+                found[rank.report_fd] = rank.read_report
+        output, stdin, inbox = self.around.output, self.around.stdin, self.around.inbox
+        for stream in output.streams if output is not None else ():
+            if stream.fileno() >= 0 and not stream.screen.congested:
+                found[stream.fileno()] = stream.read
+        if stdin is not None and stdin.wanted():
+            found[0] = stdin.pass_on
+        if inbox is not None:
+            found[inbox.fileno()] = self._take_signals
+        return found
+
+    def _writers(self) -> dict[int, Callable[[], object]]:
+        """Descriptors to wait for until they are writable."""
+        screens = self.around.output.screens if self.around.output is not None else []
+        return {s.sink.fileno(): s.sink.pump for s in screens if s.sink.pending_bytes}
+
+    def _patience(self, deadline: float | None) -> int | None:
+        """Milliseconds until something is due; None: nothing is."""
+        due = [] if deadline is None else [deadline]
+        if self._stop_began is not None and self._steps:
+            due.append(self._stop_began + self._steps[0].after)
+        if self._undecided:
+            due.append(settle_time(list(self._failures.values())))
+        look_again = self.around.stdin.look_again_at if self.around.stdin is not None else None
+        if look_again is not None:
+            due.append(look_again)
+        if any(rank.alive and rank.end_fd is None for rank in self.ranks):
+            due.append(time.monotonic() + _ASK_SECONDS)
+        if not due:
+            return None
+        return max(0, int((min(due) - time.monotonic()) * 1000) + 1)
+
+    def _clear_orphans(self) -> None:
+        own = self.around.own_children
+        if own is not None and time.monotonic() >= self._reap_at:
+            if self._reap_at:
+                sweep.reap_orphans(own())
+            self._reap_at = time.monotonic() + _REAP_SECONDS
+
+    # Signals
+
+    def _take_signals(self) -> None:
+        assert self.around.inbox is not None
+        for number in self.around.inbox.read():
+            if number in ENDING_SIGNALS:
+                self._end_by(number)
+            elif number == signal.SIGTSTP:
+                self._suspend()
+            elif number == signal.SIGWINCH and self.around.output is not None:
+                self.around.output.resize()
+
+    def _end_by(self, number: int) -> None:
+        """The user wants an end; who says so twice means it."""
+        if self._stop_began is not None:
+            self.stop(stopping.at_once())
+        else:
+            self._interrupted = number
+            self.stop(stopping.after_signal(number))
+
+    def _suspend(self) -> None:
+        """Ctrl-Z: the ranks are in other sessions, so stop them too, and wake them with us."""
+        for rank in self.ranks:
+            rank.signal_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for rank in self.ranks:
+            rank.signal_group(signal.SIGCONT)
+
+    # Failures
+
+    def _note_lost_output(self) -> None:
+        """End the job when nobody can read what it writes: the reader left, the disk is full."""
+        screens = self.around.output.screens if self.around.output is not None else []
+        broken = [screen.sink.broken for screen in screens if screen.sink.broken is not None]
+        if broken and self._stop_began is None:
+            self._lost_output = broken[0]
+            self.stop(stopping.after_signal(signal.SIGTERM))
+
+    def _note_failures(self) -> None:
+        """Add ranks that have failed by themselves since the last look."""
+        for rank in self.ranks:
+            if rank.asked_to_end:
+                continue
+            failed = rank.ending is not None and rank.ending.code != 0
+            spoke = rank.alive and rank.words is not None and rank.rank not in self._failures
+            if failed or spoke:
+                self._failures[rank.rank] = _failure(rank)
+
+    def _judge(self) -> None:
+        """Decide which failure to blame, once no better candidate need be waited for."""
+        if not self._undecided:
+            return
+        failures = list(self._failures.values())
+        if time.monotonic() >= settle_time(failures):
+            self._root = root_cause(failures)
+            self.around.on_failure(self._root)
+            self.stop(stopping.after_failure())
+
+    def _step(self) -> None:
+        """Send the signals that are due."""
+        while self._steps and self._stop_began is not None:
+            step = self._steps[0]
+            if time.monotonic() < self._stop_began + step.after:
+                return
+            self._steps.pop(0)
+            for rank in self.ranks:
+                if not (step.spare_failed and rank.rank in self._failures):
+                    self._tell(rank, step.signal)
+
+    def _tell(self, rank: RankProcess, number: int) -> None:
+        if not rank.alive:
+            return
+        rank.asked_to_end = True
+        if number == signal.SIGKILL:
+            rank.signal_group(number)
+            return
+        rank.signal(number)
+        rank.signal(signal.SIGCONT)  # one that was stopped could not obey
+
+
+def _failure(rank: RankProcess) -> Failure:
+    """What is known of a failed rank now."""
+    words, ending = rank.words, rank.ending
+    code = ending.code if ending is not None else words.exit_code if words is not None else 1
+    # What ended by a signal did not end by what it had said before, unless its code says so too.
+    moment = words.time if words is not None else ending.time if ending is not None else 0.0
+    return Failure(rank.rank, moment, code, words, rank.crash_trace)

@@ -1,0 +1,52 @@
+"""After the ranks have ended: end what they started and left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection
+from typing import Final
+
+from tilework.launch import linux
+
+#: What a program leaves running on purpose (a compressor, an upload) may take this long.
+PATIENCE_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.01
+
+
+def reap_orphans(but: Collection[int]) -> None:
+    """Reap ended processes that this one has adopted; ``but`` are its own children."""
+    for pid in linux.children():
+        if pid not in but:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def end_orphans(patience: float, but: Collection[int]) -> list[str]:
+    """Wait for adopted processes to end, ``patience`` seconds, then kill them.
+
+    Returns:
+        The killed ones, as "1234 (name)".
+    """
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        reap_orphans(but)
+        if not _others(but):
+            return []
+        time.sleep(_POLL_SECONDS)
+    killed: dict[int, str] = {}
+    # Each kill may hand us the children of the killed one, so look again until there are none.
+    while orphans := _others(but):
+        for pid in orphans:
+            killed.setdefault(pid, f"{pid} ({linux.command_of(pid)})")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+        reap_orphans(but)
+    return list(killed.values())
+
+
+def _others(but: Collection[int]) -> list[int]:
+    return [pid for pid in linux.children() if pid not in but]
