@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch._C._distributed_c10d as c10d  # torch.distributed hides these from type checkers.
 import torch.distributed as torch_dist
@@ -46,7 +46,7 @@ class TorchStoreAdapter(Store):
         authenticated: bool = False,
     ) -> None:
         # Any: torch's stubs lack some of its methods.
-        self._store: Any = store
+        self._store = cast(Any, store)
         super().__init__(self._store.timeout if timeout is None else timeout)
         self._authenticated = authenticated
         # FileStore has none of append, multi_get and multi_set.
@@ -154,6 +154,18 @@ def _text(value: bytes) -> str:
         raise ValueError(
             f"torch's stores take UTF-8 only in append and compare_set, got {value[:40]!r}"
         ) from error
+
+
+def connect_to_torch(host: str, port: int, timeout: timedelta) -> c10d.Store:
+    """A client of the ``torch.distributed.TCPStore`` that another process serves.
+
+    Blocks until it answers. Raises DistNetworkError if it does not within ``timeout``.
+    """
+    try:
+        return c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    except torch_dist.DistNetworkError as error:
+        # Its first line: a C++ stack follows.
+        raise DistNetworkError(str(error).splitlines()[0]) from error
 
 
 class _StoreForTorch(c10d.Store):

@@ -1,0 +1,176 @@
+"""Who started this process, and as which rank: `tilework run`, torchrun, mpirun, srun, a person."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a launcher tells a rank about itself."""
+
+    launcher: str
+    """Who set it, for messages: "tilework run", "torchrun", "mpirun", "srun", "RANK"."""
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    """Rank among those of this host; None if unknown."""
+    local_world_size: int | None = None
+    """How many ranks this host has; None if unknown."""
+    job: str = ""
+    """What only the ranks of this job know and all of them agree on; empty if there is nothing."""
+    host: str | None = None
+    """Where rank 0 runs; None if unknown."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"{self.launcher} gave rank {self.rank} of {self.world_size}: ranks count from 0 "
+                "to one less than their number. Check the launcher's variables in the environment."
+            )
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.local_world_size == self.world_size
+
+
+def detect_environment(variables: _Variables | None = None) -> Settings | None:
+    """What the environment says about this rank, or None if no launcher left a word there.
+
+    Looks, in this order, for RANK and WORLD_SIZE (`tilework run`, torchrun, or by hand), Open MPI's
+    mpirun, MPICH's and Intel MPI's, and SLURM's srun. Does not block.
+
+    Args:
+        variables: The environment; this process's unless given.
+
+    Raises:
+        ValueError: A variable is no number, or the rank does not fit the world size.
+
+    Example::
+
+        settings = detect_environment()
+        rank = 0 if settings is None else settings.rank
+    """
+    env = os.environ if variables is None else variables
+    for detect in (_torch_style, _open_mpi, _hydra, _slurm, _pmi):
+        settings = detect(env)
+        if settings is not None:
+            return settings
+    return None
+
+
+def integer(env: _Variables, name: str) -> int | None:
+    """The integer in variable ``name``; None if it is not set. Raises ValueError if it is none."""
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
+
+
+def _torch_style(env: _Variables) -> Settings | None:
+    rank, world_size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
+    if rank is None or world_size is None:
+        return None
+    launcher = "RANK"
+    if "TORCHELASTIC_RUN_ID" in env:
+        launcher = "torchrun"
+    elif "TILEWORK_SECRET" in env:
+        launcher = "tilework run"
+    locals_ = integer(env, "LOCAL_RANK"), integer(env, "LOCAL_WORLD_SIZE")
+    return Settings(launcher, rank, world_size, *locals_, host=env.get("MASTER_ADDR"))
+
+
+def _open_mpi(env: _Variables) -> Settings | None:
+    rank, world_size = integer(env, "OMPI_COMM_WORLD_RANK"), integer(env, "OMPI_COMM_WORLD_SIZE")
+    if rank is None or world_size is None:
+        return None
+    return Settings(
+        "mpirun",
+        rank,
+        world_size,
+        integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    )
+
+
+def _hydra(env: _Variables) -> Settings | None:
+    """MPICH and Intel MPI. Before SLURM: inside an allocation SLURM's variables are per node."""
+    return _pmi(env) if "MPI_LOCALNRANKS" in env else None
+
+
+def _pmi(env: _Variables) -> Settings | None:
+    rank, world_size = integer(env, "PMI_RANK"), integer(env, "PMI_SIZE")
+    if rank is None or world_size is None:
+        return None
+    return Settings(
+        "mpirun",
+        rank,
+        world_size,
+        integer(env, "MPI_LOCALRANKID"),
+        integer(env, "MPI_LOCALNRANKS"),
+        # Where the process manager gave the job no name: on one host all ranks have one parent.
+        _first(env, "PMI_JOBID", "PMI_PORT") or f"child of {os.getppid()}",
+    )
+
+
+def _slurm(env: _Variables) -> Settings | None:
+    # A batch script has some of these variables as well, but it is not one of the tasks.
+    if env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env:
+        return None
+    rank = integer(env, "SLURM_PROCID")
+    world_size = integer(env, "SLURM_STEP_NUM_TASKS") or integer(env, "SLURM_NTASKS")
+    if rank is None or world_size is None:
+        return None
+    job = _first(env, "SLURM_JOB_ID", "SLURM_JOBID")
+    step = _first(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    nodes = _first(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    return Settings(
+        "srun",
+        rank,
+        world_size,
+        integer(env, "SLURM_LOCALID"),
+        world_size if _one_node(env, nodes) else _tasks_here(env),
+        f"{job}.{step}" if job else "",
+        first_host(nodes) if nodes else None,
+    )
+
+
+def _one_node(env: _Variables, nodes: str) -> bool:
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+        number = integer(env, name)
+        if number is not None:
+            return number == 1
+    return not re.search(r"[\[,]", nodes)
+
+
+def _tasks_here(env: _Variables) -> int | None:
+    """This node's number in a list such as ``4(x2),3``: four, four and three tasks per node."""
+    node, counts = integer(env, "SLURM_NODEID"), []
+    listed = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        counts += [int(tasks)] * int(times or 1)
+    return counts[node] if node is not None and 0 <= node < len(counts) else None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list.
+
+    >>> first_host("gpu[07-09,12],login1")
+    'gpu07'
+    """
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def _first(env: _Variables, *names: str) -> str:
+    return next((env[name] for name in names if env.get(name)), "")

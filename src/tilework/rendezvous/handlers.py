@@ -1,0 +1,226 @@
+"""The built-in ways to meet: env://, tcp://, file:// and unix:."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final
+from urllib.parse import unquote
+
+from tilework.errors import DistNetworkError
+from tilework.rendezvous.environment import Settings, detect_environment, integer
+from tilework.rendezvous.place import UNSET, Place, place_of, split_url
+from tilework.store import FileStore, PrefixStore, Store, StoreServer, TCPStore, UnixStore
+
+_Meeting = Iterator[tuple[Store, int, int]]
+
+#: How to set a variable that is missing.
+_ADVICE: Final = {
+    "RANK": "this process's number, from 0",
+    "WORLD_SIZE": "how many processes take part",
+    "MASTER_ADDR": "the host of rank 0 (127.0.0.1 if all ranks are on one host)",
+    "MASTER_PORT": "a free port on the host of rank 0, such as 29500",
+}
+
+#: Ports derived from a SLURM job's number lie here: below those that kernels hand out.
+_FIRST_PORT: Final = 15000
+_PORTS: Final = 15000
+
+#: Servers that this process, as rank 0, holds until it ends. A job may form its group, destroy it
+#: and form it again; a rank that is early at the second meeting must not find the first one's
+#: server just about to go. By process, since a forked child has none of them.
+_held: dict[tuple[int, str, bytes | None], StoreServer] = {}
+
+
+def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
+    """Meet at ``tcp://host:port``; rank 0 serves."""
+    parts = split_url(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.path not in ("", "/"):
+        raise ValueError(f"expected tcp://host:port with a port from 1 to 65535, got {url!r}")
+    place = place_of(url).needed(url)
+    secret = _secret() if secret is None else secret
+    # Workers are not waited for: the caller's barrier does, and can name those that are missing.
+    yield (
+        TCPStore(
+            host,
+            port,
+            place.world_size,
+            is_master=place.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            secret=secret,
+        ),
+        place.rank,
+        place.world_size,
+    )
+
+
+def unix_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
+    """Meet at ``unix:@name`` or ``unix:/path``; rank 0 serves."""
+    parts = split_url(url)
+    name = unquote(parts.netloc + parts.path)
+    if not name.startswith(("@", "/")):
+        raise ValueError(f"expected unix:@name or unix:/path, got {url!r}")
+    place = place_of(url).needed(url)
+    secret = _secret() if secret is None else secret
+    yield UnixStore(name, place.rank == 0, timeout, secret), place.rank, place.world_size
+
+
+def file_rendezvous(url: str, timeout: timedelta) -> _Meeting:
+    """Meet in the file of ``file:///path``."""
+    parts = split_url(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ValueError(
+            f"expected file:///path with an absolute path (three slashes), got {url!r}"
+        )
+    place = place_of(url).needed(url)
+    store = FileStore(unquote(parts.path), place.world_size, timeout)
+    yield store, place.rank, place.world_size
+
+
+def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
+    """Meet as the environment says."""
+    parts = split_url(url)
+    if parts.netloc or parts.path:
+        raise ValueError(f"expected env:// and nothing but a query behind it, got {url!r}")
+    settings = detect_environment()
+    place = _place(place_of(url), settings)
+    store = _env_store(place, settings, timeout, _secret() if secret is None else secret)
+    yield store, place.rank, place.world_size
+
+
+def _place(given: Place, settings: Settings | None) -> Place:
+    """``given``, completed from the environment."""
+    rank, world_size = given.rank, given.world_size
+    if rank == UNSET:
+        rank = _number("RANK", settings.rank if settings else None)
+    if world_size == UNSET:
+        world_size = _number("WORLD_SIZE", settings.world_size if settings else None)
+    return Place(rank, world_size)
+
+
+def _number(name: str, detected: int | None) -> int:
+    number = integer(os.environ, name)
+    if number is None:
+        number = detected
+    if number is None:
+        raise ValueError(_not_set(name))
+    if number < 0:
+        raise ValueError(f"environment variable {name} cannot be negative, got {number}")
+    return number
+
+
+def _not_set(name: str) -> str:
+    return (
+        f"env:// needs the environment variable {name} ({_ADVICE[name]}), which is not set. Start "
+        "the program with `tilework run`, torchrun, mpirun or srun, or set it for each process."
+    )
+
+
+def _env_store(
+    place: Place, settings: Settings | None, timeout: timedelta, secret: bytes | None
+) -> Store:
+    if os.environ.get("MASTER_ADDR"):
+        host, port = os.environ["MASTER_ADDR"], _master_port()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return _agent_store(host, port, timeout)
+        return _tcp_store(host, port, place.rank == 0, timeout, secret)
+    if os.environ.get("TILEWORK_STORE"):
+        return UnixStore(_launcher_address(), timeout=timeout, secret=secret)
+    if settings is not None and settings.job:
+        if settings.single_host:
+            return _unix_store(_job_address(settings.job), place.rank == 0, timeout, secret)
+        if settings.host is not None:
+            port = _FIRST_PORT + zlib.crc32(settings.job.encode()) % _PORTS
+            return _tcp_store(settings.host, port, place.rank == 0, timeout, secret)
+    raise ValueError(_not_set("MASTER_ADDR"))
+
+
+def _master_port() -> int:
+    port = integer(os.environ, "MASTER_PORT")
+    if port is None:
+        raise ValueError(_not_set("MASTER_PORT"))
+    if not 1 <= port <= 65535:
+        raise ValueError(f"MASTER_PORT must be between 1 and 65535, got {port}")
+    return port
+
+
+def _launcher_address() -> str:
+    text = os.environ["TILEWORK_STORE"]
+    scheme, _, address = text.partition(":")
+    if scheme != "unix" or not address.startswith(("@", "/")):
+        raise ValueError(
+            f"TILEWORK_STORE must be unix:@name or unix:/path, as `tilework run` sets it, "
+            f"got {text!r}"
+        )
+    return address
+
+
+def _secret() -> bytes | None:
+    text = os.environ.get("TILEWORK_SECRET")
+    if not text:
+        return None
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        # Not shown: it is a secret.
+        raise ValueError(
+            "TILEWORK_SECRET must be an even number of hexadecimal digits, the same for all ranks "
+            "(`python -c 'import secrets; print(secrets.token_hex(32))'` makes one)"
+        ) from None
+
+
+def _job_address(job: str) -> str:
+    """A Unix socket's address that the ranks of ``job`` find by themselves."""
+    name = f"tilework-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
+    return f"@{name}" if sys.platform == "linux" else f"{tempfile.gettempdir()}/{name}"
+
+
+def _tcp_store(
+    host: str, port: int, serve: bool, timeout: timedelta, secret: bytes | None
+) -> TCPStore:
+    if serve:
+        key = (os.getpid(), f"{host}:{port}", secret)
+        if key not in _held:
+            _hold(key, StoreServer.listen_tcp(host, port, secret))
+    return TCPStore(host, port, timeout=timeout, secret=secret)
+
+
+def _unix_store(address: str, serve: bool, timeout: timedelta, secret: bytes | None) -> UnixStore:
+    if serve:
+        key = (os.getpid(), address, secret)
+        if key not in _held:
+            _hold(key, StoreServer.listen_unix(address, secret))
+    return UnixStore(address, timeout=timeout, secret=secret)
+
+
+def _hold(key: tuple[int, str, bytes | None], server: StoreServer) -> None:
+    server.start()
+    _held[key] = server
+
+
+def _agent_store(host: str, port: int, timeout: timedelta) -> Store:
+    """The store of torchrun's agent, which has taken MASTER_PORT and speaks torch's protocol."""
+    # Here, since it imports torch, which rendezvous otherwise does not need.
+    from tilework.store.torch_bridge import TorchStoreAdapter, connect_to_torch
+
+    try:
+        store = connect_to_torch(host, port, timeout)
+    except DistNetworkError as error:
+        raise DistNetworkError(
+            f"could not connect to torchrun's store at {host}:{port} within "
+            f"{timeout.total_seconds():g} s ({error}). Check that torchrun is still running."
+        ) from error
+    # The agent keeps its store over restarts of the ranks: what was set before must not count.
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"tilework/{run}/{attempt}", TorchStoreAdapter(store, timeout))

@@ -1,0 +1,106 @@
+"""A URL's rank and world size: from its query, from arguments, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
+
+#: "Not given", as in torch.
+UNSET = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and of how many; -1 where not given."""
+
+    rank: int = UNSET
+    world_size: int = UNSET
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 0), ("world_size", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < least and value != UNSET:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if UNSET not in (self.rank, self.world_size) and self.rank >= self.world_size:
+            raise ValueError(
+                f"rank must be less than world_size, got rank {self.rank} of {self.world_size}: "
+                "ranks count from 0"
+            )
+
+    def needed(self, url: str) -> Place:
+        """This place if it is complete. Raises ValueError that says how to give what is missing."""
+        for name in ("rank", "world_size"):
+            if getattr(self, name) == UNSET:
+                raise ValueError(
+                    f"{url!r} needs a {name}: pass {name}=, or add ?{name}=… to the URL"
+                )
+        return self
+
+
+def split_url(url: str) -> SplitResult:
+    """``url`` in its parts. Raises TypeError or ValueError."""
+    if not isinstance(url, str):
+        raise TypeError(f"a rendezvous URL is a str, got {type(url).__name__}: {url!r}")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"{url!r} is not a URL: {error}") from None
+    if not parts.scheme:
+        raise ValueError(
+            f"{url!r} has no scheme: expected something like env://, tcp://host:port or "
+            "file:///path"
+        )
+    return parts
+
+
+def query_of(url: str) -> dict[str, str]:
+    """The query's arguments. Raises ValueError where one is given twice or has no value."""
+    query: dict[str, str] = {}
+    try:
+        pairs = parse_qsl(split_url(url).query, keep_blank_values=True, strict_parsing=True)
+    except ValueError:
+        if not split_url(url).query:
+            return query
+        raise ValueError(f"the query of {url!r} must look like ?rank=0&world_size=2") from None
+    for name, value in pairs:
+        if name in query:
+            raise ValueError(f"{url!r} gives {name} twice")
+        query[name] = value
+    return query
+
+
+def merge(url: str, place: Place) -> str:
+    """``url`` with ``place`` in its query. Raises ValueError where both say something else."""
+    query = query_of(url)
+    for name in ("rank", "world_size"):
+        value = getattr(place, name)
+        if value == UNSET:
+            continue
+        if query.get(name, str(value)) != str(value):
+            raise ValueError(
+                f"{url!r} says {name}={query[name]}, the argument says {name}={value}: give it once"
+            )
+        query[name] = str(value)
+    if not query:
+        return url
+    # Not urlunsplit: it would take the slashes from env://.
+    return f"{url.partition('?')[0]}?{urlencode(query, quote_via=quote)}"
+
+
+def place_of(url: str) -> Place:
+    """The rank and world size in the query of ``url``, which may hold nothing else."""
+    query = query_of(url)
+    unknown = sorted(set(query) - {"rank", "world_size"})
+    if unknown:
+        raise ValueError(
+            f"{url!r} has unknown arguments {', '.join(unknown)}: expected rank and world_size"
+        )
+    numbers: dict[str, int] = {}
+    for name, text in query.items():
+        try:
+            numbers[name] = int(text)
+        except ValueError:
+            raise ValueError(f"{name} in {url!r} must be an integer, got {text!r}") from None
+    return Place(**numbers)
