@@ -1,0 +1,86 @@
+# make demo    train a small GPT on all cores         make test    run all tests
+# make bench   measure the collectives                make lint    ruff and mypy
+# make clean   remove what was built
+#
+# The first call makes .venv and installs torch and tilework into it; later ones start at once.
+# PYTHON=python3.12 chooses the interpreter, ARGS="--steps 100" is handed to the program.
+
+PYTHON ?= $(or $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+    $$p -c '$(supported)' 2>/dev/null && echo $$p && break; done),python3)
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+RANKS ?=
+ARGS ?=
+
+supported = import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check install --quiet
+core_sources := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format install clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
+
+# One rank for each core, but no more than the sequences in the example's default batch.
+demo: install
+	@ranks=$(RANKS); ranks=$${ranks:-$$($(bin)/python -c 'from tilework.launch.cores import usable_cores; \
+	    print(min(usable_cores(), 32))')}; \
+	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
+
+test: install
+	@$(bin)/python -m pytest $(ARGS)
+
+bench: install
+	@$(bin)/python benchmarks/collectives.py $(ARGS)
+
+# torch's annotations leave some of its functions untyped, which only programs on it notice.
+lint: install
+	@$(bin)/ruff check .
+	@$(bin)/ruff format --check .
+	@$(bin)/mypy
+	@MYPYPATH=src:benchmarks $(bin)/mypy --allow-untyped-calls examples benchmarks
+
+format: install
+	@$(bin)/ruff check --fix .
+	@$(bin)/ruff format .
+
+# Stamps: a later step is done again when an earlier one was, or when its sources are newer.
+install: $(VENV)/.installed
+
+$(VENV)/.made:
+	@$(PYTHON) -c '$(supported)' 2>/dev/null || { \
+	  echo "tilework needs Python 3.10 to 3.13, and '$(PYTHON)' is not one: $$($(PYTHON) -V 2>&1)."; \
+	  echo "Name one that is installed: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; } >&2
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "Python could not make $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 1; }
+	@touch $@
+
+# Exactly this version: a plain "torch" may be another one, or another gigabyte.
+$(VENV)/.torch: $(VENV)/.made
+	@echo "installing $(TORCH) into $(VENV)" >&2
+	@$(pip) '$(TORCH)'
+	@touch $@
+
+# The core is built against what is installed here, so that editing csrc/ rebuilds it quickly.
+$(VENV)/.installed: $(VENV)/.torch $(core_sources)
+	@case "$$(uname -s)$$TILEWORK_NO_CORE" in Linux) \
+	  command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || \
+	  command -v clang++ >/dev/null || { \
+	    echo "No C++ compiler was found; tilework's shared-memory core needs one. Install it:"; \
+	    echo "    apt install g++            (Debian, Ubuntu)"; \
+	    echo "    dnf install gcc-c++        (Fedora)"; \
+	    echo "or do without the core: make $(MAKECMDGOALS) TILEWORK_NO_CORE=1"; exit 1; } >&2;; \
+	esac
+	@echo "building and installing tilework into $(VENV)" >&2
+	@$(pip) scikit-build-core nanobind \
+	  $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
+	@$(pip) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

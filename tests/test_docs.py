@@ -1,0 +1,124 @@
+"""The documentation is true: its programs run, its links lead somewhere.
+
+A block that begins with ```` ```python ```` runs in a process of its own, after the earlier ones
+of its file and with their names. ```` ```python ranks=2 ```` is a whole program that runs under
+``tilework run -n 2``. Blocks in other languages only have to say which.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilework.testing import run_ranks
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/*/*.md"))
+    if not page.relative_to(ROOT).parts[0].startswith(".")
+)
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#\s]+)")
+OTHER_LANGUAGES = {"bash", "console", "cpp", "json", "make", "text", "toml"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    info: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it is a program for; 0 if it is none."""
+        match = re.fullmatch(r"python ranks=(\d+)", self.info)
+        return int(match[1]) if match else 0
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 2, match[1].strip(), match[2])
+        for match in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PROGRAMS = [block for block in BLOCKS if block.ranks]
+READ_ALONG = {
+    page: blocks
+    for page in PAGES
+    if (blocks := [b for b in BLOCKS if b.page == page and b.info == "python"])
+}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def read_along(folder: Path, blocks: list[Block]) -> None:
+    """Execute a page's blocks one after the other, as a reader would type them."""
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        if block.text.startswith(">>>"):
+            run_session(block, names)
+        else:
+            # Line numbers in tracebacks are then those of the page.
+            exec(compile("\n" * (block.line - 1) + block.text, block.where, "exec"), names)
+
+
+def run_session(block: Block, names: dict[str, Any]) -> None:
+    session = doctest.DocTestParser().get_doctest(
+        block.text, names, block.where, block.where, block.line
+    )
+    complaints: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(session, out=complaints.append, clear_globs=False)
+    names.update(session.globs)
+    assert not complaints, "".join(complaints)
+
+
+@pytest.mark.parametrize("page", READ_ALONG, ids=name_of)
+def test_blocks_run_in_their_order(page: Path, tmp_path: Path) -> None:
+    run_ranks(1, lambda _: read_along(tmp_path, READ_ALONG[page]), kind="processes", init=False)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=[block.where for block in PROGRAMS])
+def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(block.text)
+    command = [sys.executable, "-m", "tilework.cli", "run", "-n", str(block.ranks), str(program)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_block_says_what_it_is() -> None:
+    unclear = [
+        f"{block.where}: {block.info!r}"
+        for block in BLOCKS
+        if block.info != "python" and not block.ranks and block.info not in OTHER_LANGUAGES
+    ]
+    assert not unclear
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    assert not [link for link in LINK.findall(text) if not (page.parent / link).exists()]

@@ -1,0 +1,98 @@
+"""The package as users get it: typed, cheap to import, documented."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tilework
+import tilework.distributed
+
+#: The packages that users import from.
+PUBLIC = (
+    "tilework.distributed",
+    "tilework.errors",
+    "tilework.launch",
+    "tilework.rendezvous",
+    "tilework.store",
+    "tilework.testing",
+)
+#: What calling a function looks like in a docstring.
+EXAMPLE = re.compile(r"Example|>>>|::")
+
+
+def public_objects(package: str) -> Iterator[tuple[str, Any]]:
+    """(name, object) of each class and function that ``package`` publishes."""
+    module = importlib.import_module(package)
+    for name in getattr(module, "__all__", [n for n in dir(module) if not n.startswith("_")]):
+        value = getattr(module, name)
+        made_here = getattr(value, "__module__", "").startswith("tilework")
+        if made_here and not isinstance(value, types.ModuleType):
+            yield f"{package}.{name}", value
+
+
+OBJECTS = [found for package in PUBLIC for found in public_objects(package)]
+
+
+def fresh_python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+def test_type_checkers_see_the_annotations() -> None:
+    assert files("tilework").joinpath("py.typed").is_file()
+
+
+def test_the_version_is_the_one_that_is_packaged() -> None:
+    settings = Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
+    assert f'\nversion = "{tilework.__version__}"\n' in settings
+
+
+def test_the_facade_publishes_no_name_twice() -> None:
+    names = tilework.distributed.__all__
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("name", "value"), OBJECTS, ids=[name for name, _ in OBJECTS])
+def test_public_names_are_documented(name: str, value: Any) -> None:
+    text = inspect.getdoc(value)
+    assert text, f"{name} has no docstring"
+    if inspect.isfunction(value):
+        assert EXAMPLE.search(text), f"{name}'s docstring shows no call"
+
+
+def test_importing_leaves_slow_modules_alone() -> None:
+    """The cause of a slow import, which unlike its seconds is the same on each machine."""
+    program = (
+        "import sys, torch; before = set(sys.modules);"
+        "import tilework.distributed;"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    imported = fresh_python(program).split()
+    slow = {"asyncio", "rich", "ssl", "multiprocessing", "hypothesis", "pytest", "numpy", "http"}
+    assert "tilework" in imported
+    assert not slow.intersection(imported)
+
+
+def test_what_importing_costs(record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report, not a limit: seconds depend on the machine. It should be below 0.15."""
+    program = (
+        "import time, torch; begun = time.perf_counter();"
+        "import tilework.distributed; print(time.perf_counter() - begun)"
+    )
+    best = min(float(fresh_python(program)) for _ in range(2))
+    record_property("import_seconds", best)
+    with capsys.disabled():
+        print(f" [import tilework.distributed after torch: {best * 1000:.0f} ms] ", end="")
