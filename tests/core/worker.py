@@ -1,0 +1,131 @@
+"""A rank in a process: ``worker.py CORE SCENARIO FD RANK SIZE``. Loads the core alone, not torch.
+
+Reports are lines of JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import array
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+NONCE = b"a nonce of sixteen"
+
+
+def load_core(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("tilework._core", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+core = load_core(sys.argv[1])
+scenario, fd, rank, size = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+
+
+def say(report: object) -> None:
+    print(json.dumps(report), flush=True)
+
+
+def all_reduce(group: Any, values: array.array[float], timeout: float = 20.0) -> None:
+    address, count = values.buffer_info()
+    nbytes = count * values.itemsize
+    group.all_reduce(
+        address, nbytes, core.DTYPES["float64"], core.REDUCE_OPS["sum"], 1.0, 0, timeout
+    )
+
+
+def until_fault(group: Any, nbytes: int = 8, timeout: float = 20.0) -> None:
+    """all_reduce for ever; report the first fault, when it came, and on which operation."""
+    values = array.array("d", [1.0]) * (nbytes // 8)
+    while True:
+        try:
+            all_reduce(group, values, timeout)
+        except core.Fault as fault:
+            kind, ranks, text = fault.args
+            return say([kind, list(ranks), text, time.monotonic()])
+
+
+def scenario_sum(group: Any) -> None:
+    for count in (1, 1000, 100_000):
+        values = array.array("d", [rank + 1.0]) * count
+        all_reduce(group, values)
+        say([values[0], values[-1], count])
+
+
+def scenario_loop(group: Any) -> None:
+    say("ready")
+    until_fault(group)
+
+
+def scenario_loop_large(group: Any) -> None:
+    say("ready")
+    until_fault(group, 1 << 20)
+
+
+def scenario_loop_impatient(group: Any) -> None:
+    say("ready")
+    until_fault(group, timeout=0.4)
+
+
+def scenario_leave(group: Any) -> None:
+    if rank == 0:
+        group.close()
+        say("left")
+        time.sleep(20)
+    until_fault(group)
+
+
+def scenario_receive(group: Any) -> None:
+    values = array.array("d", [0.0])
+    address, _ = values.buffer_info()
+    say("ready")
+    try:
+        group.recv(0, address, 8, core.DTYPES["float64"], 0, 20.0)
+    except core.Fault as fault:
+        kind, ranks, text = fault.args
+        say([kind, list(ranks), text, time.monotonic()])
+
+
+def scenario_interrupt(group: Any) -> None:
+    say("ready")
+    try:
+        until_fault(group)
+    except KeyboardInterrupt:
+        say(["interrupted", time.monotonic()])
+    until_fault(group)
+
+
+def scenario_fork(group: Any) -> None:
+    until_queue_runs = array.array("d", [1.0])
+    group.submit(
+        core.KINDS["all_reduce"], core.DTYPES["float64"], core.REDUCE_OPS["sum"], 0, 1.0,
+        [(until_queue_runs.buffer_info()[0], 8)], [(until_queue_runs.buffer_info()[0], 8)], 0, 20.0,
+    ).wait(-1)  # fmt: skip
+    child = os.fork()
+    if child == 0:
+        try:
+            all_reduce(group, array.array("d", [1.0]))
+        except core.Fault as fault:
+            say([fault.args[0], fault.args[2]])
+        del group
+        os._exit(0)
+    os.waitpid(child, 0)
+    values = array.array("d", [1.0])
+    all_reduce(group, values)
+    say(values[0])
+
+
+SCENARIOS: dict[str, Callable[[Any], None]] = {
+    name.removeprefix("scenario_"): function
+    for name, function in list(globals().items())
+    if name.startswith("scenario_")
+}
+SCENARIOS[scenario](core.Group(fd, rank, size, NONCE))
