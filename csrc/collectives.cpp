@@ -157,7 +157,7 @@ void reduce_scatter(Exchange& x) {
 
 /// Every rank shows all it has; whoever wants the result reduces all of it.
 void reduce_whole(Exchange& x, const Buffer& input, char* output) {
-  copy(x.slot(), input.data, input.bytes);
+  if (x.size > 1) copy(x.slot(), input.data, input.bytes);  // alone, it may be larger than a slot
   x.turn();
   if (!output) return;
   for (int peer = 0; peer < x.size; ++peer)
