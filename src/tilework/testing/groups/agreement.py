@@ -1,0 +1,429 @@
+"""When ranks disagree, do not come, or are given nonsense: everyone hears of it, nobody hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+import tilework.distributed as dist
+from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
+from tilework.testing.groups.base import SHORT, Failure, GroupSuite, failure_of, refused, still_works
+
+_Call = Callable[[], object]
+
+
+class MismatchSuite(GroupSuite):
+    """Ranks that call different things all raise CollectiveMismatchError, naming both."""
+
+    def assert_mismatch(self, common: _Call, odd: _Call, *words: str) -> None:
+        """Rank 1 of three calls ``odd``, the others ``common``; all must raise soon."""
+
+        def body(rank: int) -> Failure:
+            still_works(3)
+            return failure_of(odd if rank == 1 else common)
+
+        for error in self.run(3, body):
+            assert error.kind is CollectiveMismatchError, error
+            assert error.seconds < 2
+            for word in words:
+                assert word in error.text, f"{word!r} is missing from: {error.text}"
+
+    def test_different_operations(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.broadcast(torch.ones(2), src=0),
+            "all_reduce",
+            "broadcast",
+        )
+
+    def test_barrier_against_an_operation(self) -> None:
+        self.assert_mismatch(
+            dist.barrier, lambda: dist.all_reduce(torch.ones(2)), "barrier", "all_reduce"
+        )
+
+    def test_different_dtypes(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32)),
+            "float32",
+            "int32",
+        )
+
+    def test_different_sizes(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(31)),
+            "2",
+            "31",
+        )
+
+    def test_different_shapes_of_one_size(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.broadcast(torch.ones(17, 3), src=0),
+            lambda: dist.broadcast(torch.ones(3, 17), src=0),
+            "17, 3",
+            "3, 17",
+        )
+
+    def test_different_reductions(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX),
+            "SUM",
+            "MAX",
+        )
+
+    def test_different_roots(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.broadcast(torch.ones(2), src=0),
+            lambda: dist.broadcast(torch.ones(2), src=1),
+            "0",
+            "1",
+        )
+
+    def test_different_roots_of_a_reduce(self) -> None:
+        self.assert_mismatch(
+            lambda: dist.reduce(torch.ones(2), dst=0), lambda: dist.reduce(torch.ones(2), dst=2)
+        )
+
+    def test_different_reduce_scatter_parts(self) -> None:
+        def scatter(*sizes: int) -> _Call:
+            return lambda: dist.reduce_scatter(
+                torch.zeros(sizes[dist.get_rank()]), [torch.ones(size) for size in sizes]
+            )
+
+        self.assert_mismatch(scatter(2, 2, 2), scatter(2, 2, 3))
+
+    def test_all_gather_whose_outputs_do_not_fit(self) -> None:
+        def gather(size: int) -> _Call:
+            # What a rank expects of itself always fits, or it would be misuse.
+            outputs = [torch.zeros(4), torch.zeros(size), torch.zeros(4)]
+            return lambda: dist.all_gather(outputs, torch.ones(size))
+
+        self.assert_mismatch(gather(4), gather(5), "4", "5")
+
+    def test_gather_whose_outputs_do_not_fit(self) -> None:
+        def gather(size: int) -> object:
+            outputs = [torch.zeros(4) for _ in range(3)] if dist.get_rank() == 0 else None
+            return dist.gather(torch.ones(size), outputs, dst=0)
+
+        self.assert_mismatch(lambda: gather(4), lambda: gather(5), "4", "5")
+
+    def test_scatter_whose_outputs_do_not_fit(self) -> None:
+        def scatter(size: int) -> object:
+            parts = [torch.zeros(4) for _ in range(3)] if dist.get_rank() == 0 else None
+            return dist.scatter(torch.ones(size), parts, src=0)
+
+        self.assert_mismatch(lambda: scatter(4), lambda: scatter(5), "4", "5")
+
+    def test_split_sizes_that_do_not_meet(self) -> None:
+        def exchange(*received: int) -> _Call:
+            output = torch.zeros(sum(received))
+            return lambda: dist.all_to_all_single(
+                output, torch.zeros(6), list(received), [2, 2, 2]
+            )
+
+        self.assert_mismatch(exchange(2, 2, 2), exchange(3, 2, 1), "2", "3")
+
+    def test_uneven_lists_that_do_not_meet(self) -> None:
+        def exchange(*sizes: int) -> _Call:
+            inputs = [torch.zeros(size) for size in sizes]
+            return lambda: dist.all_to_all([torch.zeros(2) for _ in range(3)], inputs)
+
+        self.assert_mismatch(exchange(2, 2, 2), exchange(3, 2, 2), "2", "3")
+
+    def test_asynchronous_operations(self) -> None:
+        def reduce(size: int) -> object:
+            work = dist.all_reduce(torch.ones(size), async_op=True)
+            assert work is not None
+            return work.wait()
+
+        self.assert_mismatch(lambda: reduce(2), lambda: reduce(33), "2", "33")
+
+    def test_the_work_keeps_the_error(self) -> None:
+        def body(rank: int) -> None:
+            work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
+            assert work is not None
+            future = work.get_future()
+            failure_of(work.wait)
+            assert work.is_completed()
+            assert not work.is_success()
+            assert isinstance(work.exception(), CollectiveMismatchError)
+            try:
+                future.wait()
+            except CollectiveMismatchError:
+                return
+            raise AssertionError("the future of a failed operation gave a value")
+
+        self.run(2, body)
+
+    def test_the_message_names_rank_group_and_number(self) -> None:
+        def body(rank: int) -> str:
+            still_works(3)
+            op = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
+            return failure_of(lambda: dist.all_reduce(torch.ones(5, 7), op=op)).text
+
+        for text in self.run(3, body):
+            for word in ("rank 1", "group", "5, 7", "float32"):
+                assert word in text, f"{word!r} is missing from: {text}"
+
+    def test_a_failed_group_fails_from_then_on(self) -> None:
+        def body(rank: int) -> list[Failure]:
+            first = failure_of(lambda: dist.all_reduce(torch.ones(2 + rank)))
+            later = failure_of(lambda: dist.all_reduce(torch.ones(2)))
+            message = failure_of(lambda: dist.recv(torch.ones(2), src=1 - rank))
+            return [first, later, message]
+
+        for errors in self.run(2, body):
+            assert [error.kind for error in errors] == [CollectiveMismatchError] * 3
+            assert all(error.seconds < 2 for error in errors)
+
+    def test_a_failed_group_leaves_the_others(self) -> None:
+        def body(rank: int) -> None:
+            group = dist.new_group()
+            failure_of(lambda: dist.all_reduce(torch.ones(2 + rank), group=group))
+            still_works(2)
+            still_works(2, dist.new_group())
+
+        self.run(2, body)
+
+
+class TimeoutSuite(GroupSuite):
+    """Operations to which a rank does not come end with CollectiveTimeoutError."""
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        def body(rank: int) -> Failure | None:
+            group = dist.new_group(timeout=SHORT)
+            error = None
+            if rank != 2:
+                error = failure_of(lambda: dist.all_reduce(torch.ones(5, 7), group=group))
+            dist.barrier()
+            return error
+
+        for error in self.run(3, body)[:2]:
+            assert error is not None
+            assert error.kind is CollectiveTimeoutError
+            assert error.ranks == (2,)
+            assert SHORT.total_seconds() * 0.9 < error.seconds < SHORT.total_seconds() + 1
+            for word in ("all_reduce", "5, 7", "2"):
+                assert word in error.text, error.text
+
+    def test_every_operation_has_a_timeout(self) -> None:
+        calls: list[Callable[[dist.ProcessGroup], object]] = [
+            lambda g: dist.barrier(group=g),
+            lambda g: dist.broadcast(torch.ones(1), src=1, group=g),
+            lambda g: dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group=g),
+            lambda g: dist.gather(torch.ones(1), [torch.ones(1)] * 2, dst=0, group=g),
+            lambda g: dist.scatter(torch.ones(1), None, src=1, group=g),
+            lambda g: dist.reduce(torch.ones(1), dst=0, group=g),
+            lambda g: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=g),
+            lambda g: dist.all_to_all_single(torch.ones(2), torch.ones(2), group=g),
+            lambda g: dist.recv(torch.ones(1), src=1, group=g),
+        ]
+
+        def body(rank: int) -> None:
+            for call in calls:
+                group = dist.new_group(timeout=timedelta(milliseconds=60))
+                if rank == 0:
+                    error = failure_of(lambda c=call, g=group: c(g))
+                    assert error.kind is CollectiveTimeoutError
+                    assert error.ranks == (1,)
+                dist.barrier()
+
+        self.run(2, body)
+
+    def test_recv_from_any_has_a_timeout(self) -> None:
+        def body(rank: int) -> None:
+            group = dist.new_group(timeout=timedelta(milliseconds=60))
+            if rank == 0:
+                error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
+                assert error.kind is CollectiveTimeoutError
+            dist.barrier()
+
+        self.run(2, body)
+
+    def test_asynchronous_operations_time_out_too(self) -> None:
+        def body(rank: int) -> None:
+            group = dist.new_group(timeout=timedelta(milliseconds=100))
+            if rank == 0:
+                work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+                assert work is not None
+                error = failure_of(work.wait)
+                assert error.kind is CollectiveTimeoutError
+                assert isinstance(work.exception(), CollectiveTimeoutError)
+            dist.barrier()
+
+        self.run(2, body)
+
+    def test_latecomers_hear_of_it(self) -> None:
+        def body(rank: int) -> Failure:
+            group = dist.new_group(timeout=timedelta(milliseconds=100))
+            if rank == 1:
+                time.sleep(0.25)
+            return failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+        errors = self.run(2, body)
+        assert [error.kind for error in errors] == [CollectiveTimeoutError] * 2
+        assert errors[1].seconds < 0.2
+
+    def test_monitored_barrier_names_all_who_are_missing(self) -> None:
+        def body(rank: int) -> Failure | None:
+            error = None
+            if rank in (0, 3):
+                error = failure_of(
+                    lambda: dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
+                )
+            else:
+                time.sleep(2.5 * SHORT.total_seconds())
+            return error
+
+        for error in self.run(4, body)[::3]:
+            assert error is not None
+            assert error.kind is CollectiveTimeoutError
+            assert error.ranks == (1, 2)
+            assert "1" in error.text and "2" in error.text
+
+
+class MisuseSuite(GroupSuite):
+    """Nonsense within one call is a ValueError or TypeError; nothing moves, the group lives."""
+
+    def test_wrong_list_lengths(self) -> None:
+        one = [torch.ones(2)]
+
+        def body(rank: int) -> None:
+            with refused():
+                dist.all_gather(one, torch.ones(2))
+            with refused():
+                dist.reduce_scatter(torch.ones(2), one)
+            with refused():
+                dist.all_to_all(one, one * 2)
+            with refused():
+                dist.all_to_all(one * 2, one)
+            with refused():
+                dist.gather(torch.ones(2), one, dst=rank)
+            with refused():
+                dist.scatter(torch.ones(2), one, src=rank)
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_lists_where_they_do_not_belong(self) -> None:
+        def body(rank: int) -> None:
+            two = [torch.ones(2), torch.ones(2)]
+            with refused():
+                dist.gather(torch.ones(2), None, dst=rank)
+            with refused():
+                dist.gather(torch.ones(2), two, dst=1 - rank)
+            with refused():
+                dist.scatter(torch.ones(2), None, src=rank)
+            with refused():
+                dist.scatter(torch.ones(2), two, src=1 - rank)
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_different_dtypes_within_a_call(self) -> None:
+        words = "tensors with different dtypes"
+
+        def body(rank: int) -> None:
+            single, half = torch.ones(2), torch.ones(2).half()
+            with refused(words):
+                dist.all_gather([single, half], single)
+            with refused(words):
+                dist.all_gather_into_tensor(torch.ones(4), half)
+            with refused(words):
+                dist.reduce_scatter(single, [single, half])
+            with refused(words):
+                dist.reduce_scatter_tensor(half, torch.ones(4))
+            with refused(words):
+                dist.all_to_all([single, single], [half, single])
+            with refused(words):
+                dist.all_reduce_coalesced([single, half])
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_sizes_that_do_not_fit_within_a_call(self) -> None:
+        def body(rank: int) -> None:
+            with refused():
+                dist.all_gather_into_tensor(torch.ones(5), torch.ones(2))
+            with refused():
+                dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5))
+            with refused():
+                dist.all_to_all_single(torch.ones(3), torch.ones(4))
+            with refused():
+                mine = [torch.ones(2 + (part == rank)) for part in range(2)]
+                dist.reduce_scatter(torch.ones(2), mine)
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_what_is_not_a_tensor(self) -> None:
+        def body(rank: int) -> None:
+            with refused():
+                dist.all_reduce([1.0, 2.0])  # type: ignore[arg-type]
+            with refused():
+                dist.broadcast(3, src=0)  # type: ignore[arg-type]
+            with refused():
+                dist.all_gather(torch.ones(2, 2), torch.ones(2))  # type: ignore[arg-type]
+            with refused():
+                dist.all_gather([1, 2], torch.ones(2))  # type: ignore[list-item]
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_tensors_that_have_no_bytes_here(self) -> None:
+        def body(rank: int) -> None:
+            with refused("meta"):
+                dist.all_reduce(torch.ones(2, device="meta"))
+            with refused():
+                dist.all_gather([torch.ones(2), torch.ones(2, device="meta")], torch.ones(2))
+            with refused():
+                dist.all_reduce(torch.eye(2).to_sparse())
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_outputs_that_cannot_be_written(self) -> None:
+        def body(rank: int) -> None:
+            with refused():
+                dist.all_reduce(torch.ones(1).expand(4))
+            with refused():
+                dist.all_gather_into_tensor(torch.ones(1).expand(4), torch.ones(2))
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_reductions_that_are_none(self) -> None:
+        def body(rank: int) -> None:
+            for nonsense in ("sum", 1, None):
+                with refused():
+                    dist.all_reduce(torch.ones(2), op=nonsense)  # type: ignore[arg-type]
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_ranks_that_do_not_exist(self) -> None:
+        def body(rank: int) -> None:
+            for nobody in (2, -1):
+                with refused():
+                    dist.broadcast(torch.ones(1), src=nobody)
+                with refused():
+                    dist.reduce(torch.ones(1), dst=nobody)
+                with refused():
+                    dist.send(torch.ones(1), dst=nobody)
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_misuse_on_one_rank_is_that_ranks_business(self) -> None:
+        def body(rank: int) -> None:
+            if rank == 1:
+                with refused():
+                    dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+            still_works(3)
+
+        self.run(3, body)

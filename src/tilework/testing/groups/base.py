@@ -1,0 +1,103 @@
+"""What every part of the suite stands on: a way to run ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+import tilework.distributed as dist
+from tilework.errors import DistBackendError
+from tilework.testing.groups.values import DTYPES, Case, cases
+
+T = TypeVar("T")
+
+#: Short enough for a test, long enough for a busy machine to get ranks as far as they should.
+SHORT = timedelta(milliseconds=250)
+#: Beyond this a wait counts as hanging.
+LONG = timedelta(seconds=20)
+
+
+class GroupSuite(ABC):
+    """Tests of one topic. A subclass says how ranks are run; see ProcessGroupContract."""
+
+    #: World sizes of the tests that take ``n``.
+    world_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5)
+    #: What the backend moves and reduces.
+    dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
+    #: Elements of the tests of large messages: several chunks of any backend.
+    large: ClassVar[int] = 1_500_001
+
+    @abstractmethod
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        """Run ``fn(rank)`` on ``n`` ranks, each with an initialised default group.
+
+        Returns the ranks' results in rank order; raises the first rank's exception. Must not
+        take longer than about twenty seconds, however wrong the backend is.
+        """
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Pytest's hook: ``n`` runs over the world sizes, ``async_op`` over both forms."""
+        if "n" in metafunc.fixturenames:
+            metafunc.parametrize("n", self.world_sizes, ids=lambda n: f"{n}ranks")
+        if "async_op" in metafunc.fixturenames:
+            metafunc.parametrize("async_op", [False, True], ids=["sync", "async"])
+
+    def cases(self) -> Iterator[Case]:
+        """Shapes, dtypes and layouts to try every operation with."""
+        return cases(self.dtypes)
+
+
+def finish(work: dist.Work | None, async_op: bool) -> None:
+    """Check that the synchronous form returned None, or wait for the asynchronous one."""
+    if not async_op:
+        assert work is None, f"a synchronous operation returned {work!r}"
+        return
+    assert isinstance(work, dist.Work), f"async_op=True returned {work!r}"
+    assert work.wait() is True
+    assert work.is_completed()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an operation failed on a rank: fit to be sent to the parent process."""
+
+    kind: type[BaseException]
+    text: str
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def failure_of(fn: Callable[[], object]) -> Failure:
+    """Call ``fn``, which must raise a DistBackendError; say how and how fast it did."""
+    start = time.monotonic()
+    try:
+        result = fn()
+    except DistBackendError as error:
+        return Failure(type(error), str(error), error.ranks, time.monotonic() - start)
+    raise AssertionError(f"expected a DistBackendError, got the result {result!r}")
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """Expect a ValueError or TypeError whose message holds all ``words``."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        for word in words:
+            assert word in str(error), f"{word!r} is missing from the message: {error}"
+    else:
+        raise AssertionError(f"misuse was accepted (expected a message with {words})")
+
+
+def still_works(n: int, group: dist.ProcessGroup | None = None) -> None:
+    """Check by an all_reduce that the group of ``n`` ranks is as good as new."""
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [n] * 3

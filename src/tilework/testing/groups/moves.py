@@ -1,0 +1,224 @@
+"""Operations that move tensors and compute nothing."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import tilework.distributed as dist
+from tilework.testing.groups.base import GroupSuite, finish
+from tilework.testing.groups.values import Case, assert_same, pattern
+
+_F32 = torch.float32
+
+
+class BroadcastSuite(GroupSuite):
+    """broadcast and barrier."""
+
+    def test_broadcast(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> None:
+            for turn, case in enumerate(self.cases()):
+                root = turn % n
+                # The root may send what cannot be written: nothing is written there.
+                tensor = case.make(root) if rank == root else case.blank()
+                finish(dist.broadcast(tensor, src=root, async_op=async_op), async_op)
+                assert_same(tensor, case.value(root), case)
+
+        self.run(n, body)
+
+    def test_broadcast_many_chunks(self) -> None:
+        def body(rank: int) -> None:
+            for dtype in (torch.float32, torch.int8):
+                tensor = pattern(rank, (self.large,), dtype)
+                dist.broadcast(tensor, src=1)
+                assert_same(tensor, pattern(1, (self.large,), dtype), dtype)
+
+        self.run(3, body)
+
+    def test_strided_output_keeps_what_lies_between(self) -> None:
+        def body(rank: int) -> None:
+            storage = torch.full((10,), float(rank))
+            dist.broadcast(storage[::2], src=1)
+            assert storage[::2].tolist() == [1.0] * 5
+            assert storage[1::2].tolist() == [float(rank)] * 5
+
+        self.run(2, body)
+
+    def test_barrier(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> tuple[float, float]:
+            time.sleep(0.02 * rank)
+            before = time.monotonic()
+            finish(dist.barrier(async_op=async_op), async_op)
+            return before, time.monotonic()
+
+        times = self.run(n, body)
+        last_to_come = max(before for before, _ in times)
+        first_to_leave = min(after for _, after in times)
+        assert last_to_come <= first_to_leave
+
+    def test_monitored_barrier(self, n: int) -> None:
+        def body(rank: int) -> None:
+            for _ in range(3):
+                dist.monitored_barrier()
+            dist.monitored_barrier(wait_all_ranks=True)
+
+        self.run(n, body)
+
+    def test_parameters_are_written_without_a_graph(self) -> None:
+        def body(rank: int) -> None:
+            weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+            dist.broadcast(weight, src=1)
+            dist.all_reduce(weight)
+            assert weight.tolist() == [2.0] * 3
+            assert weight.grad_fn is None
+            assert weight.requires_grad
+
+        self.run(2, body)
+
+    def test_inference_mode(self) -> None:
+        def body(rank: int) -> None:
+            with torch.inference_mode():
+                inside = torch.full((3,), float(rank))
+                dist.all_reduce(inside)
+                gathered = [torch.zeros(3), torch.zeros(3)]
+                dist.all_gather(gathered, inside)
+                work = dist.broadcast(inside, src=0, async_op=True)
+                assert work is not None
+                work.wait()
+            assert [t.tolist() for t in gathered] == [[1.0] * 3] * 2
+            dist.all_reduce(inside)
+            assert inside.tolist() == [2.0] * 3
+
+        self.run(2, body)
+
+
+class GatherSuite(GroupSuite):
+    """all_gather, all_gather_into_tensor, gather and their coalesced forms."""
+
+    def test_all_gather(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> None:
+            for case in self.cases():
+                outputs = [case.blank() for _ in range(n)]
+                finish(dist.all_gather(outputs, case.make(rank), async_op=async_op), async_op)
+                for source, output in enumerate(outputs):
+                    assert_same(output, case.value(source), case)
+
+        self.run(n, body)
+
+    def test_all_gather_of_uneven_tensors(self, n: int, async_op: bool) -> None:
+        shapes = [(source, 2) for source in range(n)]
+
+        def body(rank: int) -> None:
+            for dtype in (torch.float32, torch.bool):
+                outputs = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+                mine = pattern(rank, shapes[rank], dtype)
+                finish(dist.all_gather(outputs, mine, async_op=async_op), async_op)
+                for source, output in enumerate(outputs):
+                    assert_same(output, pattern(source, shapes[source], dtype))
+
+        self.run(n, body)
+
+    def test_all_gather_of_many_chunks(self) -> None:
+        def body(rank: int) -> None:
+            outputs = [torch.zeros(self.large) for _ in range(2)]
+            dist.all_gather(outputs, pattern(rank, (self.large,), _F32))
+            for source, output in enumerate(outputs):
+                assert_same(output, pattern(source, (self.large,), _F32))
+
+        self.run(2, body)
+
+    def test_all_gather_into_tensor_concatenates(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> None:
+            for case in (case for case in self.cases() if case.shape):
+                rows, *rest = case.shape
+                output = Case((n * rows, *rest), case.dtype, case.layout).blank()
+                mine = case.make(rank)
+                finish(dist.all_gather_into_tensor(output, mine, async_op=async_op), async_op)
+                assert_same(output, torch.cat([case.value(source) for source in range(n)]), case)
+
+        self.run(n, body)
+
+    def test_all_gather_into_tensor_stacks(self, n: int) -> None:
+        def body(rank: int) -> None:
+            for case in self.cases():
+                output = Case((n, *case.shape), case.dtype, case.layout).blank()
+                dist.all_gather_into_tensor(output, case.make(rank))
+                assert_same(output, torch.stack([case.value(source) for source in range(n)]), case)
+
+        self.run(n, body)
+
+    def test_all_gather_coalesced(self, n: int, async_op: bool) -> None:
+        shapes = [(2, 3), (), (0,), (5,)]
+
+        def body(rank: int) -> None:
+            mine = [pattern(rank + i, shape, _F32) for i, shape in enumerate(shapes)]
+            outputs = [[torch.zeros(shape) for shape in shapes] for _ in range(n)]
+            finish(dist.all_gather_coalesced(outputs, mine, async_op=async_op), async_op)
+            for source, tensors in enumerate(outputs):
+                for i, tensor in enumerate(tensors):
+                    assert_same(tensor, pattern(source + i, shapes[i], _F32))
+
+        self.run(n, body)
+
+    def test_gather(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> None:
+            for turn, case in enumerate(self.cases()):
+                root = turn % n
+                outputs = [case.blank() for _ in range(n)] if rank == root else None
+                work = dist.gather(case.make(rank), outputs, dst=root, async_op=async_op)
+                finish(work, async_op)
+                for source, output in enumerate(outputs or []):
+                    assert_same(output, case.value(source), case)
+
+        self.run(n, body)
+
+    def test_gather_of_uneven_tensors(self, n: int) -> None:
+        def body(rank: int) -> None:
+            outputs = [torch.zeros(source, 3) for source in range(n)] if rank == n - 1 else None
+            dist.gather(pattern(rank, (rank, 3), _F32), outputs, dst=n - 1)
+            for source, output in enumerate(outputs or []):
+                assert_same(output, pattern(source, (source, 3), _F32))
+
+        self.run(n, body)
+
+    def test_outputs_may_be_views_of_one_tensor(self) -> None:
+        def body(rank: int) -> None:
+            whole = torch.zeros(4, 6)
+            dist.all_gather(list(whole.chunk(2, dim=1)), pattern(rank, (4, 3), _F32))
+            assert_same(whole, torch.cat([pattern(r, (4, 3), _F32) for r in range(2)], dim=1))
+
+        self.run(2, body)
+
+
+class ScatterSuite(GroupSuite):
+    """scatter."""
+
+    def test_scatter(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> None:
+            for turn, case in enumerate(self.cases()):
+                root = turn % n
+                parts = [case.make(root + dst) for dst in range(n)] if rank == root else None
+                output = case.blank()
+                finish(dist.scatter(output, parts, src=root, async_op=async_op), async_op)
+                assert_same(output, case.value(root + rank), case)
+
+        self.run(n, body)
+
+    def test_scatter_of_uneven_tensors(self, n: int) -> None:
+        def body(rank: int) -> None:
+            parts = [pattern(dst, (dst, 2), _F32) for dst in range(n)] if rank == 0 else None
+            output = torch.zeros(rank, 2)
+            dist.scatter(output, parts, src=0)
+            assert_same(output, pattern(rank, (rank, 2), _F32))
+
+        self.run(n, body)
+
+    def test_scatter_of_many_chunks(self) -> None:
+        def body(rank: int) -> None:
+            whole = pattern(5, (2 * self.large,), _F32)
+            output = torch.zeros(self.large)
+            dist.scatter(output, list(whole.chunk(2)) if rank == 0 else None, src=0)
+            assert_same(output, whole.chunk(2)[rank])
+
+        self.run(2, body)

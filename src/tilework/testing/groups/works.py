@@ -1,0 +1,169 @@
+"""Asynchronous operations: what their Work and its future tell, and in which order they end."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+
+import tilework.distributed as dist
+from tilework.errors import CollectiveTimeoutError
+from tilework.testing.groups.base import LONG, GroupSuite, failure_of, still_works
+from tilework.testing.groups.values import assert_same, folded, pattern
+
+_F32 = torch.float32
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """The Work that an asynchronous operation must return."""
+    assert isinstance(work, dist.Work)
+    return work
+
+
+class WorkSuite(GroupSuite):
+    """Work and its future."""
+
+    def test_a_started_operation_waits_for_its_peers(self) -> None:
+        def body(rank: int) -> None:
+            tensor = torch.ones(4)
+            if rank == 1:
+                time.sleep(0.15)
+                assert started(dist.all_reduce(tensor, async_op=True)).wait()
+                return
+            work = started(dist.all_reduce(tensor, async_op=True))
+            assert not work.is_completed()
+            assert work.exception() is None
+            work.wait(timeout=LONG)
+            assert work.is_completed()
+            assert work.is_success()
+            assert tensor.tolist() == [2.0] * 4
+
+        self.run(2, body)
+
+    def test_wait_gives_up_but_the_operation_goes_on(self) -> None:
+        def body(rank: int) -> None:
+            tensor = torch.ones(1)
+            if rank == 1:
+                time.sleep(0.25)
+                dist.all_reduce(tensor)
+                return
+            work = started(dist.all_reduce(tensor, async_op=True))
+            error = failure_of(lambda: work.wait(timeout=timedelta(milliseconds=50)))
+            assert error.kind is CollectiveTimeoutError
+            assert error.seconds < 0.2
+            assert work.wait()
+            assert tensor.item() == 2.0
+
+        self.run(2, body)
+
+    def test_wait_may_be_called_again(self) -> None:
+        def body(rank: int) -> None:
+            work = started(dist.all_reduce(torch.ones(1), async_op=True))
+            assert work.wait() and work.wait() and work.wait(timeout=LONG)
+
+        self.run(2, body)
+
+    def test_the_future_gives_the_outputs(self) -> None:
+        def body(rank: int) -> None:
+            tensor = torch.full((3,), float(rank))
+            future = started(dist.all_reduce(tensor, async_op=True)).get_future()
+            assert [t.tolist() for t in future.wait()] == [[1.0] * 3]
+            assert future.done()
+
+        self.run(2, body)
+
+    def test_futures_chain(self) -> None:
+        def body(rank: int) -> None:
+            if rank == 1:
+                time.sleep(0.05)
+            work = started(dist.all_reduce(torch.full((3,), 4.0), async_op=True))
+            chained = work.get_future().then(lambda done: done.value()[0] / 2)
+            assert chained.wait().tolist() == [4.0] * 3
+
+        self.run(2, body)
+
+    def test_result_holds_the_outputs(self) -> None:
+        def body(rank: int) -> None:
+            tensor = torch.ones(2)
+            work = started(dist.broadcast(tensor, src=0, async_op=True))
+            work.wait()
+            assert [t.data_ptr() for t in work.result()] == [tensor.data_ptr()]
+
+        self.run(2, body)
+
+    def test_many_operations_in_flight_end_in_order(self) -> None:
+        def body(rank: int) -> None:
+            time.sleep(0.03 * rank)
+            tensors = [pattern(rank + i, (100 * i,), _F32) for i in range(20)]
+            works = [started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
+            works[-1].wait()
+            assert all(work.is_completed() for work in works)
+            for i, tensor in enumerate(tensors):
+                parts = [pattern(r + i, (100 * i,), _F32) for r in range(3)]
+                assert_same(tensor, folded("SUM", parts))
+
+        self.run(3, body)
+
+    def test_different_operations_in_flight(self) -> None:
+        def body(rank: int) -> None:
+            total, news = torch.ones(3), torch.full((2,), float(rank))
+            everyone = [torch.zeros(1) for _ in range(3)]
+            works = [
+                dist.all_reduce(total, async_op=True),
+                dist.broadcast(news, src=2, async_op=True),
+                dist.all_gather(everyone, torch.tensor([float(rank)]), async_op=True),
+                dist.barrier(async_op=True),
+            ]
+            for work in reversed(works):
+                started(work).wait()
+            assert total.tolist() == [3.0] * 3
+            assert news.tolist() == [2.0] * 2
+            assert [t.item() for t in everyone] == [0.0, 1.0, 2.0]
+
+        self.run(3, body)
+
+    def test_a_synchronous_operation_comes_after_those_in_flight(self) -> None:
+        def body(rank: int) -> None:
+            tensor = torch.ones(50_000)
+            works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+            dist.all_reduce(tensor)
+            assert tensor.unique().tolist() == [16.0]
+            assert all(started(work).is_completed() for work in works)
+
+        self.run(2, body)
+
+    def test_inputs_may_be_forgotten_while_under_way(self) -> None:
+        def body(rank: int) -> None:
+            works = []
+            outputs = [torch.zeros(2, 1000) for _ in range(10)]
+            for i, output in enumerate(outputs):
+                scratch = pattern(rank + i, (1000,), _F32)
+                works.append(dist.all_gather_into_tensor(output, scratch, async_op=True))
+                del scratch
+            for i, (work, output) in enumerate(zip(works, outputs, strict=True)):
+                started(work).wait()
+                assert_same(output[1], pattern(1 + i, (1000,), _F32))
+
+        self.run(2, body)
+
+    def test_unwaited_work_is_no_trouble(self) -> None:
+        def body(rank: int) -> None:
+            for _ in range(10):
+                dist.all_reduce(torch.ones(10), async_op=True)
+            still_works(2)
+
+        self.run(2, body)
+
+    def test_sequence_numbers_count_collectives(self) -> None:
+        def body(rank: int) -> None:
+            group = dist.new_group([0, 1])
+            start = group.get_sequence_number_for_group()
+            for i in range(5):
+                dist.all_reduce(torch.ones(1), group=group)
+                assert group.get_sequence_number_for_group() == start + i + 1
+            work = started(dist.all_reduce(torch.ones(1), group=group, async_op=True))
+            assert group.get_sequence_number_for_group() == start + 6
+            work.wait()
+
+        self.run(2, body)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tilework.distributed as dist
+from tilework.testing import run_ranks
+
+#: Runs ``fn(rank)`` on ``n`` ranks that have no group yet.
+Runner = Callable[[int, Callable[[int], Any]], list[Any]]
+#: Makes the default group of a rank: ``join(rank, n)``.
+Join = Callable[[int, int], None]
+
+
+@pytest.fixture(params=["threads", "shm", "shm between processes"])
+def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """(kind of ranks, backend)."""
+    backend, _, between = request.param.partition(" ")
+    return ("processes" if between else "threads"), backend
+
+
+@pytest.fixture
+def backend(setting: tuple[str, str]) -> str:
+    return setting[1]
+
+
+@pytest.fixture
+def ranks(setting: tuple[str, str]) -> Runner:
+    def run(n: int, fn: Callable[[int], Any]) -> list[Any]:
+        return run_ranks(n, fn, kind=setting[0], timeout=timedelta(seconds=20), init=False)
+
+    return run
+
+
+@pytest.fixture
+def join(tmp_path: Path, backend: str) -> Join:
+    """Initialises as the seeds do: with a FileStore that all ranks open."""
+
+    def init(rank: int, n: int) -> None:
+        store = dist.FileStore(os.fspath(tmp_path / "store"), n)
+        dist.init_process_group(
+            backend, world_size=n, rank=rank, store=store, timeout=timedelta(seconds=10)
+        )
+
+    return init
+
+
+@pytest.fixture
+def processes() -> Runner:
+    """Forked ranks: each has its own environment, warnings and registry of backends."""
+
+    def run(n: int, fn: Callable[[int], Any]) -> list[Any]:
+        return run_ranks(n, fn, kind="processes", timeout=timedelta(seconds=20), init=False)
+
+    return run

@@ -1,0 +1,120 @@
+"""A rank that is stopped, or never comes, is named when the timeout passes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.faults.crew import Crew, Say
+from tests.faults.duty import join, leave, random_steps, until_error
+from tests.faults.test_death import TOLD
+from tilework.errors import CollectiveTimeoutError, DistError
+from tilework.testing.strategies import run_program
+
+LIMIT = timedelta(milliseconds=500)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sigstop_at_a_random_moment(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    victim = draw.randrange(3)
+
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store", LIMIT)
+        say("ready")
+        say(until_error(lambda turn: run_program(random_steps(3, 1000 * seed + turn), rank)))
+        leave(store)
+
+    with Crew(3, story) as crew:
+        for rank in crew:
+            rank.hear()
+        time.sleep(draw.uniform(0, 0.05))
+        stopped = crew[victim].kill(signal.SIGSTOP)
+        for rank in crew.others(victim):
+            heard = rank.hear()
+            assert heard.kind is CollectiveTimeoutError
+            assert heard.ranks == (victim,)
+            assert heard.when - stopped < LIMIT.total_seconds() + 1
+            assert TOLD.search(heard.text), heard.text
+        crew[victim].kill(signal.SIGCONT)
+        # Woken up, it hears what the others think of it.
+        assert crew[victim].hear().kind is CollectiveTimeoutError
+
+
+def test_a_short_stop_goes_unnoticed(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 2, tmp_path / "store")
+        say("ready")
+        for _ in range(300):
+            dist.all_reduce(torch.ones(2000))
+        say("done")
+        leave(store)
+
+    with Crew(2, story) as crew:
+        for rank in crew:
+            rank.hear()
+        crew[1].kill(signal.SIGSTOP)
+        time.sleep(0.2)
+        crew[1].kill(signal.SIGCONT)
+        assert [rank.hear() for rank in crew] == ["done", "done"]
+
+
+def test_a_rank_that_never_comes_to_the_group(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        start = time.monotonic()
+        if rank == 2:
+            return
+        with pytest.raises(DistError, match="2") as caught:
+            join(rank, 3, tmp_path / "store", LIMIT)
+        say((time.monotonic() - start, str(caught.value)))
+
+    with Crew(3, story) as crew:
+        for rank in crew.others(2):
+            seconds, text = rank.hear()
+            assert seconds < LIMIT.total_seconds() + 1.5, text
+
+
+def test_a_rank_that_never_comes_to_a_sub_group(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store")
+        start = time.monotonic()
+        if rank != 1:
+            with pytest.raises(DistError, match="1"):
+                dist.new_group([0, 1, 2], timeout=LIMIT)
+            say(time.monotonic() - start)
+        else:
+            time.sleep(1.5)
+            say(0.0)
+        leave(store)
+
+    with Crew(3, story) as crew:
+        for rank in crew:
+            assert rank.hear() < LIMIT.total_seconds() + 1
+
+
+def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store", LIMIT)
+        dist.barrier()
+        start = time.monotonic()
+        if rank == 0:
+            time.sleep(1.2)
+        else:
+            say((until_error(lambda turn: dist.broadcast(torch.ones(5, 7), src=0)), start))
+        leave(store)
+
+    with Crew(3, story) as crew:
+        for rank in crew.others(0):
+            heard, start = rank.hear()
+            assert heard.kind is CollectiveTimeoutError
+            assert heard.ranks == (0,)
+            assert LIMIT.total_seconds() * 0.9 < heard.when - start < LIMIT.total_seconds() + 1
+            for word in ("broadcast", "5, 7", "group 'default'", "#2", "rank 0"):
+                assert word in heard.text, heard.text

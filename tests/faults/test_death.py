@@ -1,0 +1,152 @@
+"""A rank that dies is noticed within a second, at any moment of any operation."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.faults.crew import Crew, Holdings, Say
+from tests.faults.duty import Heard, join, leave, serve, until_error
+from tilework.errors import PeerLostError
+
+TOLD = re.compile(r"group 'default'.*#\d+.*(\[[\d, ]*\]|barrier)", re.DOTALL)
+
+
+def assert_told(heard: Heard, victim: int, died: float) -> None:
+    """Every survivor hears soon, and of the right rank."""
+    assert heard.kind is PeerLostError, heard
+    assert heard.ranks == (victim,), heard
+    assert heard.when - died < 1.0, heard
+    assert f"rank {victim}" in heard.text
+    assert TOLD.search(heard.text), heard.text
+
+
+def assert_nothing_left(before: Holdings, after: Holdings) -> None:
+    assert after == before
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_kill_9_at_a_random_moment(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    n = draw.choice([2, 3, 4])
+    victim = draw.randrange(n)
+    with Crew(n, lambda rank, say: serve(rank, n, seed, tmp_path, say)) as crew:
+        for rank in crew:
+            assert rank.hear() == "ready"
+        time.sleep(draw.uniform(0, 0.06))
+        died = crew[victim].kill()
+        for rank in crew.others(victim):
+            assert_told(rank.hear(), victim, died)
+            assert_nothing_left(*rank.hear())
+        for rank in crew.others(victim):
+            assert rank.hear() == [n - 1.0] * 3
+            assert rank.reap() == 0
+        assert crew[victim].reap() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exit_at_a_random_moment(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(100 + seed)
+    n, seconds = 3, draw.uniform(0.005, 0.06)
+    victim = draw.randrange(n)
+
+    def story(rank: int, say: Say) -> None:
+        alarm = threading.Timer(seconds, os._exit, (7,))
+        serve(rank, n, seed, tmp_path, say, alarm.start if rank == victim else int)
+
+    with Crew(n, story) as crew:
+        assert crew[victim].reap() == 7
+        died = time.monotonic()
+        for rank in crew.others(victim):
+            assert rank.hear() == "ready"
+            assert_told(rank.hear(), victim, died)
+            assert_nothing_left(*rank.hear())
+            assert rank.hear() == [2.0] * 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_die_at_once(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(200 + seed)
+    victims = set(draw.sample(range(4), 2))
+
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 4, tmp_path / "store")
+        say("ready")
+        say(until_error(lambda turn: dist.all_reduce(torch.ones(1000))))
+        leave(store)
+
+    with Crew(4, story) as crew:
+        for rank in crew:
+            rank.hear()
+        time.sleep(draw.uniform(0, 0.03))
+        died = max(crew[victim].kill() for victim in victims)
+        for i in set(range(4)) - victims:
+            heard = crew[i].hear()
+            assert heard.kind is PeerLostError
+            assert set(heard.ranks) <= victims
+            assert heard.when - died < 1.0
+
+
+def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store")
+        dist.barrier()
+        say(time.monotonic())
+        if rank != 1:
+            say(until_error(lambda turn: dist.all_reduce(torch.ones(5, 7))))
+        leave(store)
+
+    with Crew(3, story) as crew:
+        left = crew[1].hear()
+        for rank in crew.others(1):
+            rank.hear()
+            heard = rank.hear()
+            assert_told(heard, 1, left)
+            assert "all_reduce" in heard.text
+            assert "5, 7" in heard.text
+
+
+def test_death_while_a_message_is_awaited(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 2, tmp_path / "store")
+        say("ready")
+        if rank == 1:
+            signal.pause()
+        say(until_error(lambda turn: dist.recv(torch.ones(3), src=1)))
+        leave(store)
+
+    with Crew(2, story) as crew:
+        for rank in crew:
+            rank.hear()
+        time.sleep(0.05)
+        died = crew[1].kill()
+        assert_told(crew[0].hear(), 1, died)
+
+
+def test_death_of_a_bystander_does_not_disturb_a_sub_group(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store")
+        group = dist.new_group([0, 1])
+        say("ready")
+        if rank == 2:
+            signal.pause()
+        for _ in range(200):
+            dist.all_reduce(torch.ones(1000), group=group)
+        say("fine")
+        leave(store)
+
+    with Crew(3, story) as crew:
+        for rank in crew:
+            rank.hear()
+        crew[2].kill()
+        for rank in crew.others(2):
+            assert rank.hear() == "fine"
