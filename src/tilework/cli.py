@@ -41,7 +41,7 @@ def main() -> None:
     # Skip taking torch apart, object by object; only the operating system would notice.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # closed in some way, or never open
             stream.flush()
     os._exit(status)
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from tilework.launch import linux, sweep
 from tilework.launch.environment import Meeting, rank_environment
 from tilework.launch.guardian import Guardian
-from tilework.launch.output import Output
+from tilework.launch.output import Ends, Output
 from tilework.launch.process import RankProcess
 from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan
@@ -175,28 +175,31 @@ class Job:
 
     def _start_rank(self, plan: RankPlan, starter: Starter) -> None:
         """Start one rank with its pipes, of which this process keeps one end each."""
-        with contextlib.ExitStack() as rank_side:
-            reader, writer = os.pipe()
-            rank_side.callback(os.close, writer)
-            standard = Standard()
-            if self._frontend is not None:
-                ends = self._frontend.output.open(plan.rank)
-                rank_side.callback(ends.close)
-                stdin = self._frontend.stdin.of(plan.rank)
-                standard = Standard(stdin, ends.stdout, ends.stderr)
-            try:
-                plan = dataclasses.replace(plan, report_fd=writer)
-                pid = starter.start(plan, standard, lambda: self._drop_in_child(reader))
-            except BaseException:
-                os.close(reader)
-                raise
+        reader, writer = os.pipe()
+        plan = dataclasses.replace(plan, report_fd=writer)
+        ends, standard = None, Standard()
+        if self._frontend is not None:
+            ends = self._frontend.output.open(plan.rank)
+            stdin = self._frontend.stdin.of(plan.rank)
+            standard = Standard(stdin, ends.stdout, ends.stderr)
+        try:
+            pid = starter.start(plan, standard, lambda: self._drop_in_child(reader, ends))
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+            if ends is not None:
+                ends.close()
         self._ranks.append(RankProcess(plan.rank, pid, reader))
         if self._guardian is not None:
             self._guardian.watch(pid)
 
-    def _drop_in_child(self, reader: int) -> None:
-        """In a forked rank: close what belongs to the launcher."""
+    def _drop_in_child(self, reader: int, ends: Ends | None) -> None:
+        """In a forked rank: close what belongs to the launcher, or has its standard place now."""
         os.close(reader)
+        if ends is not None:
+            ends.close()
         if self._guardian is not None:
             self._guardian.forget_in_child()
         for rank in self._ranks:

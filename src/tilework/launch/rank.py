@@ -103,6 +103,15 @@ def frozen_heap() -> Iterator[None]:
             gc.enable()
 
 
+def run_interruptibly(program: Program, plan: RankPlan) -> int:
+    """:func:`run_program` with signals as the program expects them; Ctrl-C never shows a trace."""
+    try:
+        reset_signals()
+        return run_program(program, plan)
+    except KeyboardInterrupt:  # in the moment before the program ran, or after it had failed
+        return 128 + signal.SIGINT
+
+
 def run_program(program: Program, plan: RankPlan) -> int:
     """Run ``program``, report how it fails if it does, and return the exit status."""
     me = os.getpid()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing.spawn
 import os
 import pickle
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, cast
 
 from tilework.launch.program import Function, Program
-from tilework.launch.rank import RankPlan, enter, reset_signals, run_program
+from tilework.launch.rank import RankPlan, enter, run_interruptibly
 
 #: What the fresh interpreter is given with ``-c``. The payload is a file that all ranks share,
 #: hence ``pread``; the path comes first since loading anything else may need it.
@@ -71,8 +72,10 @@ def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
         threads=plan.threads,
     )
     enter(plan)
-    reset_signals()  # also lets a Ctrl-C in that was held back while nothing could handle it
-    sys.exit(run_program(cast(Program, packed), plan))
+    # Also lets a Ctrl-C in that was held back while nothing could handle it.
+    code = run_interruptibly(cast(Program, packed), plan)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the interpreter's end would show a trace
+    sys.exit(code)
 
 
 def _preparation_data() -> dict[str, Any]:

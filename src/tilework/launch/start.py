@@ -73,7 +73,7 @@ class ForkStarter:
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
         """Fork, run the program in the child, and return the child's process id."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # there may be no such stream
                 stream.flush()  # or the child would write it a second time
         with _signals_blocked():
             pid = os.fork()
@@ -97,20 +97,12 @@ class ForkStarter:
                 inside.forget_exit_handlers()
             inside.enter(plan)
             inside.thaw()
-            code = _interruptible(self._program, plan)
+            code = inside.run_interruptibly(self._program, plan)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 sys.excepthook(type(error), error, error.__traceback__)
         finally:
             inside.end(code)
-
-
-def _interruptible(program: Program, plan: RankPlan) -> int:
-    try:
-        inside.reset_signals()
-        return inside.run_program(program, plan)
-    except KeyboardInterrupt:  # in the moment before the program ran
-        return 128 + signal.SIGINT
 
 
 class FreshStarter:

@@ -1,0 +1,198 @@
+"""``spawn()``: ranks of a program that goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import alive, wait_for_files, wait_until
+from tilework.errors import RankFailedError
+from tilework.launch import spawn
+from tilework.launch.settings import StartMethod
+
+METHODS: list[StartMethod] = ["spawn", "fork"]
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> StartMethod:
+    chosen: StartMethod = request.param
+    return chosen
+
+
+def write_environment(rank: int, folder: Path) -> None:
+    names = ("RANK", "WORLD_SIZE", "TILEWORK_BACKEND", "TILEWORK_TIMEOUT")
+    text = " ".join([str(rank), *(os.environ[name] for name in names)])
+    (folder / f"rank-{rank}").write_text(text)
+
+
+def fail_at(rank: int, where: int, folder: Path) -> None:
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if rank == where:
+        raise ValueError(f"at rank {rank}")
+    time.sleep(60)
+
+
+def end_by(rank: int, how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "exit":
+        sys.exit(5)
+
+
+def wait(rank: int, folder: Path) -> None:
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def check_size(rank: int, data: bytes) -> None:
+    assert len(data) == 1 << 20
+
+
+def test_every_rank_is_called_with_its_environment(tmp_path: Path, method: StartMethod) -> None:
+    spawn(
+        write_environment,
+        (tmp_path,),
+        2,
+        start=method,
+        backend="gloo",
+        timeout=timedelta(seconds=9),
+    )
+    assert wait_for_files(tmp_path, "rank-*", 2) == ["0 0 2 gloo 9", "1 1 2 gloo 9"]
+
+
+def test_failure_carries_the_traceback(tmp_path: Path, method: StartMethod) -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)^rank 1 failed: .*in fail_at") as caught:
+        spawn(fail_at, (1, tmp_path), 3, start=method)
+    assert (caught.value.rank, caught.value.exitcode) == (1, 1)
+    assert not any(alive(int(path.read_text() or 0)) for path in tmp_path.glob("pid-*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"), [("kill", -9, "SIGKILL"), ("exit", 5, "exit code 5")]
+)
+def test_death_without_a_traceback(how: str, code: int, text: str) -> None:
+    with pytest.raises(RankFailedError, match=f"rank 0 failed: {text}") as caught:
+        spawn(end_by, (how,), 1, start="fork")
+    assert caught.value.exitcode == code
+
+
+def test_large_arguments() -> None:
+    spawn(check_size, (bytes(1 << 20),), 2)
+
+
+def test_without_joining(tmp_path: Path, method: StartMethod) -> None:
+    with spawn(wait, (tmp_path,), 2, start=method, join=False) as ranks:
+        wait_for_files(tmp_path, "pid-*", 2)
+        assert not ranks.join(timedelta(seconds=0.1))
+        pids = ranks.pids
+        assert all(map(alive, pids))
+    assert not any(map(alive, pids))
+
+
+def test_joining_later(tmp_path: Path) -> None:
+    ranks = spawn(fail_at, (0, tmp_path), 2, start="fork", join=False)
+    with pytest.raises(RankFailedError, match="at rank 0"):
+        ranks.join()
+    ranks.close()
+
+
+def test_from_another_thread(tmp_path: Path) -> None:
+    thread = threading.Thread(
+        target=spawn, args=(end_by, ("not at all",), 2), kwargs={"start": "spawn"}
+    )
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_function_that_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match=r'must be picklable: .* or use start="fork"'):
+        spawn(lambda rank: None)
+
+
+def test_function_that_can_only_be_forked() -> None:
+    value = threading.Lock()
+    spawn(lambda rank: value.acquire(), nprocs=2, start="fork")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nprocs": 0}, "must be at least 1, got 0"),
+        ({"start": "forkserver"}, 'the start method is "fork" or "spawn"'),
+        ({"backend": "smh"}, "did you mean 'shm'"),
+        ({"timeout": timedelta(0)}, "must be longer than 0 s"),
+    ],
+)
+def test_wrong_use(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spawn(print, **arguments)  # type: ignore[call-overload]
+
+
+def test_descriptors_and_children_are_given_back(tmp_path: Path, method: StartMethod) -> None:
+    def open_now() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    spawn(end_by, ("not at all",), 1, start=method)
+    gc.collect()
+    before = open_now()
+    for _ in range(2):
+        spawn(end_by, ("not at all",), 2, start=method)
+    assert open_now() == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+PROGRAM = """
+    import os, sys, time
+    from tilework.launch import spawn
+
+    def work(rank):
+        open(f"pid-{rank}", "w").write(str(os.getpid()))
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        spawn(work, nprocs=2, start=sys.argv[1], join=sys.argv[2] == "join")
+        while not (os.path.exists("pid-0") and os.path.exists("pid-1")):
+            time.sleep(0.01)
+"""
+
+
+def program(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
+    return subprocess.Popen(
+        [sys.executable, "program.py", *arguments],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_its_program(tmp_path: Path, method: StartMethod, how: int) -> None:
+    with program(tmp_path, method, "join") as process:
+        pids = [int(text) for text in wait_for_files(tmp_path, "pid-*", 2)]
+        process.send_signal(how)
+        process.wait(10)
+        assert wait_until(lambda: not any(map(alive, pids)), 5)
+        assert process.stderr is not None
+        text = process.stderr.read()
+        assert text.count("KeyboardInterrupt") == (how == signal.SIGINT)
+
+
+def test_no_rank_outlives_a_program_that_ends_without_joining(tmp_path: Path) -> None:
+    with program(tmp_path, "spawn", "leave") as process:
+        assert process.wait(10) == 0
+        pids = [int(text) for text in wait_for_files(tmp_path, "pid-*", 2)]
+        assert wait_until(lambda: not any(map(alive, pids)), 5)
