@@ -99,9 +99,20 @@ from tilework.store import (
     store_based_barrier,
 )
 
+# torch has a class of options per operation; one serves them all here.
+AllgatherOptions = AllreduceOptions = AllreduceCoalescedOptions = AllToAllOptions = Options
+BarrierOptions = BroadcastOptions = GatherOptions = ReduceOptions = Options
+ReduceScatterOptions = ScatterOptions = Options
+
 __all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
     "Backend",
     "BackendConfig",
+    "BarrierOptions",
+    "BroadcastOptions",
     "CoalescedWork",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
@@ -112,6 +123,7 @@ __all__ = [
     "DistStoreError",
     "DistributedBackendOptions",
     "FileStore",
+    "GatherOptions",
     "GroupMember",
     "HashStore",
     "Options",
@@ -121,6 +133,9 @@ __all__ = [
     "ProcessGroup",
     "RedOpType",
     "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
     "Store",
     "TCPStore",
     "UnixStore",
