@@ -38,10 +38,12 @@ bench: install
 
 # torch's annotations leave some of its functions untyped, which only programs on it notice.
 lint: install
-	@$(bin)/ruff check .
-	@$(bin)/ruff format --check .
-	@$(bin)/mypy
-	@MYPYPATH=src:benchmarks $(bin)/mypy --allow-untyped-calls examples benchmarks
+	@status=0; \
+	$(bin)/ruff check . || status=1; \
+	$(bin)/ruff format --check . || status=1; \
+	$(bin)/mypy || status=1; \
+	MYPYPATH=src:benchmarks $(bin)/mypy --allow-untyped-calls examples benchmarks || status=1; \
+	exit $$status
 
 format: install
 	@$(bin)/ruff check --fix .
@@ -60,9 +62,10 @@ $(VENV)/.made:
 	@touch $@
 
 # Exactly this version: a plain "torch" may be another one, or another gigabyte.
+# Without numpy, torch warns whenever it is imported.
 $(VENV)/.torch: $(VENV)/.made
 	@echo "installing $(TORCH) into $(VENV)" >&2
-	@$(pip) '$(TORCH)'
+	@$(pip) '$(TORCH)' numpy
 	@touch $@
 
 # The core is built against what is installed here, so that editing csrc/ rebuilds it quickly.

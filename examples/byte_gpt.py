@@ -62,10 +62,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers that are at least ``least``."""
+    """A parser of whole numbers from ``least`` on that fit into 63 bits, as seeds must."""
 
     def parse(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
+        if not text.strip().isdecimal() or not least <= int(text) < 1 << 63:
             raise argparse.ArgumentTypeError(
                 f"expected a whole number of at least {least}, got {text!r}"
             )
@@ -290,15 +290,18 @@ class GradientBuckets:
         self.missing[index] -= 1
         # Every rank must send the buckets in the same order, so a full one waits its turn.
         while len(self.works) < len(self.flats) and self.missing[len(self.works)] == 0:
-            begun = time.perf_counter()
-            flat = self.flats[len(self.works)]
-            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, async_op=True)
-            assert work is not None  # as it is with async_op
-            self.works.append(work)
-            self.seconds += time.perf_counter() - begun
+            self._send(self.flats[len(self.works)])
 
-    def finish(self) -> None:
-        """After backward: wait until every bucket holds the average."""
+    def _send(self, tensor: Tensor) -> None:
+        begun = time.perf_counter()
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True)
+        assert work is not None  # as it is with async_op
+        self.works.append(work)
+        self.seconds += time.perf_counter() - begun
+
+    def finish(self, loss: Tensor) -> None:
+        """After backward: average the loss too, and wait until everything is averaged."""
+        self._send(loss)
         begun = time.perf_counter()
         for work in self.works:
             work.wait()
@@ -337,7 +340,7 @@ class Trained:
     model: ByteGPT
     losses: list[float]
     tokens_per_s: float
-    comm_share: float  # part of the time in which this rank only waited for communication
+    comm_share: float  # part of the time in which this rank did nothing but communicate
 
 
 def train(text: Tensor, options: Options) -> Trained:
@@ -359,11 +362,10 @@ def train(text: Tensor, options: Options) -> Trained:
             loss = loss_of(model, rows) * weight
             buckets.start()
             loss.backward()
-            average = loss.detach()
-            dist.all_reduce(average, op=dist.ReduceOp.AVG)
-            buckets.finish()
+            loss = loss.detach()
+            buckets.finish(loss)
             take_step(optimizer, learning_rate(step, options.steps))
-            losses.append(average.item())
+            losses.append(loss.item())
             display.update(step + 1, losses[-1], buckets.seconds)
     seconds = time.perf_counter() - begun
     tokens = options.steps * options.batch * options.context
@@ -455,7 +457,9 @@ def write(model: ByteGPT, options: Options, length: int = 400) -> str:
         logits = model(torch.tensor([written[-options.context :]]))[0, -1]
         chances = torch.softmax(logits / 0.8, dim=-1)  # below 1: likely bytes become likelier
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(written).decode(errors="replace")
+    text = bytes(written).decode(errors="replace")
+    # What it has learned so far may include control characters, which a terminal would obey.
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def report(text: Tensor, options: Options, trained: Trained) -> None:
@@ -470,7 +474,7 @@ def report(text: Tensor, options: Options, trained: Trained) -> None:
     }
     if options.check:
         pairs = zip(trained.losses, train_alone(text, options), strict=True)
-        results["max_rel_diff"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        results["max_rel_diff"] = max(abs(a - b) / max(b, 1e-12) for a, b in pairs)
     rule = "-" * 72
     print(f"{rule}\n{write(trained.model, options)}\n{rule}")
     print(json.dumps(results), flush=True)
