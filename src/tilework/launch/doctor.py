@@ -1,0 +1,215 @@
+"""``tilework doctor``: what this machine has, what works on it, and why something does not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+import tilework.distributed as dist
+from tilework.comm.backend import core_error, is_backend_available
+from tilework.launch.cores import cpu_quota, usable_cores
+from tilework.testing import run_ranks
+
+_TEST_RANKS: Final = 2
+_TEST_TIMEOUT: Final = timedelta(seconds=10)
+#: (name, float32 items, calls) of what the self-test times; the ranks must agree on the calls.
+_TEST_SIZES: Final = (("8 bytes", 2, 20), ("4 MiB", 1 << 20, 5))
+
+State = Literal["yes", "no", "bad"]
+Kind = Literal["threads", "processes"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    state: State = "yes"
+    """``no``: not here, which is no fault; ``bad``: should work and does not."""
+    note: str = ""
+    """What to know or do about it."""
+
+
+def doctor() -> int:
+    """Print the report, and return 1 if something that should work does not, else 0.
+
+    Blocks for about two seconds; starts two processes, which have ended when it returns.
+    """
+    sections = {
+        "This machine": machine(),
+        "Backends": backends(),
+        "Self-test": self_test(),
+    }
+    _show(sections)
+    return int(any(f.state == "bad" for findings in sections.values() for f in findings))
+
+
+def machine() -> list[Finding]:
+    """Versions, cores, memory, GPUs, and the shared-memory core."""
+    return [
+        Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
+        Finding("Python", f"{platform.python_version()} ({sys.executable})"),
+        Finding("torch", str(torch.__version__)),
+        _cores(),
+        _memory(),
+        _gpus(),
+        _core(),
+    ]
+
+
+def backends() -> list[Finding]:
+    """Which backends groups can use here, and why not the others."""
+    found = [Finding("threads", "ranks are threads of one process"), _shm()]
+    for name in ("gloo", "nccl", "ucc", "mpi"):
+        if is_backend_available(name):
+            idle = name == "nccl" and not torch.cuda.is_available()
+            value = "in torch, but there is no GPU for it" if idle else "torch's own engine"
+            found.append(Finding(name, value, "no" if idle else "yes"))
+        else:
+            found.append(Finding(name, "not in this build of torch", "no", _HOW_TO_GET[name]))
+    return found
+
+
+_HOW_TO_GET: Final = {
+    "gloo": "torch from PyPI has it",
+    "nccl": "for NVIDIA GPUs: install a build of torch for CUDA",
+    "ucc": "build torch with USE_UCC=1",
+    "mpi": "build torch where an MPI is installed",
+}
+
+
+def self_test() -> list[Finding]:
+    """Two ranks reduce a tensor together: as threads and, where the core is, as processes."""
+    kinds: list[Kind] = ["threads"]
+    if core_error() is None:
+        kinds.append("processes")
+    return [_try(kind) for kind in kinds]
+
+
+def _try(kind: Kind) -> Finding:
+    name, began = f"{_TEST_RANKS} {kind}", time.monotonic()
+    try:
+        figures = _reduce_on(kind)
+    except Exception as error:  # whatever it is, it is what the user wants to know
+        first = str(error).strip().partition("\n")[0]
+        return Finding(name, "failed", "bad", f"{type(error).__name__}: {first}")
+    return Finding(name, f"passed in {time.monotonic() - began:.1f} s", note=figures)
+
+
+def _reduce_on(kind: Kind) -> str:
+    seconds = run_ranks(_TEST_RANKS, _reduce, kind=kind, timeout=_TEST_TIMEOUT)[0]
+    sizes = (name for name, *_ in _TEST_SIZES)
+    return "all_reduce of " + ", of ".join(
+        f"{size} in {took * 1e6:,.0f} µs" for size, took in zip(sizes, seconds, strict=True)
+    )
+
+
+def _reduce(rank: int) -> list[float]:
+    """Seconds that an all_reduce of each size takes; raises if a sum is wrong."""
+    return [_seconds_for(rank, items, calls) for _, items, calls in _TEST_SIZES]
+
+
+def _seconds_for(rank: int, items: int, calls: int) -> float:
+    tensor = torch.full((items,), float(rank + 1))
+    dist.all_reduce(tensor)
+    expected = sum(range(1, _TEST_RANKS + 1))
+    if not bool((tensor == expected).all()):
+        raise RuntimeError(f"the sum of ranks is wrong: {tensor[:4].tolist()}, not {expected}")
+    began = time.perf_counter()
+    for _ in range(calls):
+        dist.all_reduce(tensor)
+    return (time.perf_counter() - began) / calls
+
+
+def _cores() -> Finding:
+    total, usable = os.cpu_count() or 1, usable_cores()
+    quota = cpu_quota()
+    why = f"a control group allows {quota:g} cores' time" if quota is not None else ""
+    if usable < total and not why:
+        why = "this process is bound to some of them"
+    return Finding("cores", f"{usable} usable of {total}", note=why)
+
+
+def _memory() -> Finding:
+    total, available = _memory_bytes()
+    text = f"{total / 2**30:.1f} GiB" if total else "unknown"
+    return Finding(
+        "memory", text, note=f"{available / 2**30:.1f} GiB available" if available else ""
+    )
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(all, available) in bytes; 0 where unknown."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available = (int(lines[f"Mem{name}"].split()[0]) for name in ("Total", "Available"))
+        return total << 10, available << 10
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
+    except (OSError, ValueError, AttributeError):
+        return 0, 0
+
+
+def _gpus() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("GPUs", "none that torch can use", "no")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding("GPUs", ", ".join(names))
+
+
+def _core() -> Finding:
+    name, missing = "shared-memory core", core_error()
+    if missing is not None:
+        return Finding(name, "not here", "no", missing)
+    try:
+        importlib.import_module("tilework._core")
+    except ImportError as error:
+        return Finding(name, "cannot be loaded", "bad", f"{error}; install tilework again")
+    return Finding(name, "built")
+
+
+def _shm() -> Finding:
+    core = _core()
+    if core.state == "yes":
+        return Finding("shm", "ranks are processes of this machine; the default")
+    return Finding("shm", "needs the shared-memory core", "no")
+
+
+_MARKS: Final[dict[State, str]] = {"yes": "[green]✓[/]", "no": "[dim]-[/]", "bad": "[bold red]✗[/]"}
+
+
+def _show(sections: Mapping[str, Sequence[Finding]]) -> None:
+    # Slow to import, and only this function draws.
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="tilework doctor", show_header=False, title_justify="left")
+    for _ in range(4):
+        table.add_column(overflow="fold")
+    for title, findings in sections.items():
+        table.add_section()
+        for position, finding in enumerate(findings):
+            table.add_row(
+                f"[bold]{title}[/]" if position == 0 else "",
+                escape(finding.name),
+                _MARKS[finding.state],
+                _text(escape(finding.value), escape(finding.note)),
+            )
+    Console().print(table)
+
+
+def _text(value: str, note: str) -> str:
+    return f"{value}\n[dim]{note}[/]" if note else value
