@@ -1,0 +1,143 @@
+"""Which failure is blamed, how it is told, and how ranks are ended; no processes here."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilework.errors import CollectiveMismatchError, PeerLostError
+from tilework.launch import stopping
+from tilework.launch.record import MAX_TRACEBACK_CHARS, LastWords, decode, describe, encode
+from tilework.launch.show import failure_text, headline, others_text
+from tilework.launch.verdict import (
+    PATIENCE_SECONDS,
+    SETTLE_SECONDS,
+    Failure,
+    root_cause,
+    settle_time,
+)
+
+
+def words_of(error: BaseException, code: int = 1) -> LastWords:
+    try:
+        raise error
+    except BaseException as raised:
+        return describe(raised, code)
+
+
+def failure(rank: int, time: float, error: BaseException) -> Failure:
+    return Failure(rank, time, 1, words_of(error))
+
+
+def test_earliest_cause_is_blamed() -> None:
+    failures = [failure(0, 2.0, ValueError()), failure(1, 1.0, KeyError())]
+    assert root_cause(failures).rank == 1
+
+
+def test_cause_is_blamed_before_earlier_consequences() -> None:
+    consequences: list[Exception] = [PeerLostError("gone"), ConnectionResetError(), EOFError()]
+    failures = [failure(rank, float(rank), error) for rank, error in enumerate(consequences[:2])]
+    assert root_cause([*failures, failure(5, 9.0, ValueError())]).rank == 5
+
+
+def fail_because_of(lost: PeerLostError, then: BaseException) -> None:
+    try:
+        raise lost
+    except PeerLostError:
+        raise then  # noqa: B904
+
+
+@pytest.mark.parametrize("then", [RuntimeError("training failed"), SystemExit(1)])
+def test_what_a_consequence_led_to_is_one(then: BaseException) -> None:
+    with pytest.raises(type(then)) as caught:
+        fail_because_of(PeerLostError("gone"), then)
+    assert failure(0, 0.0, caught.value).is_consequence
+
+
+def test_torchs_gloo_errors_are_consequences() -> None:
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    assert failure(0, 0.0, RuntimeError(text)).is_consequence
+
+
+def test_mismatch_is_a_cause() -> None:
+    assert not failure(0, 0.0, CollectiveMismatchError("shapes")).is_consequence
+
+
+def test_death_by_signal_is_older_than_its_discovery() -> None:
+    dead = Failure(rank=1, time=1.05, code=-signal.SIGKILL)
+    assert root_cause([failure(0, 1.0, ValueError()), dead]).rank == 1
+
+
+def test_a_cause_is_waited_for_only_if_none_is_known() -> None:
+    consequence = failure(0, 1.0, PeerLostError("gone"))
+    assert settle_time([consequence]) == 1.0 + PATIENCE_SECONDS
+    assert settle_time([consequence, failure(1, 1.2, ValueError())]) == 1.0 + SETTLE_SECONDS
+
+
+def test_everything_ends_within_three_seconds() -> None:
+    for steps in (stopping.after_failure(), stopping.after_signal(signal.SIGINT)):
+        assert steps[-1].signal == signal.SIGKILL
+        assert PATIENCE_SECONDS + steps[-1].after < 3
+
+
+# Last words
+
+
+def test_words_survive_the_pipe() -> None:
+    words = words_of(ValueError("zwölf\n{"))
+    assert decode(encode(words)) == (words, "")
+
+
+def test_crash_trace_beside_words() -> None:
+    words = words_of(ValueError())
+    assert decode(b"Fatal Python error\n" + encode(words)) == (words, "Fatal Python error")
+
+
+@given(st.binary())
+def test_any_bytes_are_no_words(data: bytes) -> None:
+    assert decode(data)[0] is None
+
+
+@given(st.integers(min_value=0, max_value=10_000))
+def test_words_that_were_cut_off_are_none(cut: int) -> None:
+    data = encode(words_of(ValueError("x")))
+    assert decode(data[: min(cut, len(data) - 2)])[0] is None
+
+
+def test_end_of_a_long_traceback_is_kept() -> None:
+    words = words_of(ValueError("y" * MAX_TRACEBACK_CHARS))
+    assert len(words.traceback) == MAX_TRACEBACK_CHARS
+    assert len(words.summary) < 1000
+
+
+# Telling
+
+
+def test_headlines() -> None:
+    assert headline(Failure(2, 0.0, 3)) == "rank 2 failed: exit code 3"
+    assert headline(Failure(2, 0.0, -signal.SIGTERM)) == "rank 2 failed: SIGTERM"
+    assert headline(Failure(2, 0.0, -40)) == "rank 2 failed: signal 40"
+    assert headline(failure(2, 0.0, KeyError("k"))) == "rank 2 failed: KeyError: 'k' (exit code 1)"
+
+
+def test_exit_status_is_as_a_shell_shows_it() -> None:
+    assert Failure(0, 0.0, -signal.SIGSEGV).exit_status == 139
+    assert Failure(0, 0.0, 7).exit_status == 7
+
+
+def test_others_are_grouped() -> None:
+    failures = [failure(rank, 0.0, ValueError("same")) for rank in (3, 1)]
+    text = others_text([*failures, Failure(2, 0.0, 5)])
+    assert text == (
+        "then failed rank 1, 3: ValueError: same (exit code 1)\nthen failed rank 2: exit code 5\n"
+    )
+
+
+def test_traceback_is_indented_below_its_headline() -> None:
+    first, *rest = failure_text(failure(0, 0.0, ValueError("x"))).splitlines()
+    assert first == "rank 0 failed: ValueError: x (exit code 1)"
+    assert rest[0] == "  Traceback (most recent call last):"
+    assert all(line.startswith("  ") for line in rest)
