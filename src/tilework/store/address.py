@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import struct
 import sys
 from abc import ABC, abstractmethod
@@ -224,7 +225,10 @@ class UnixAddress(Address):
         return b"\0" + name[1:] if self.abstract else name
 
     def _answers(self) -> bool:
+        """Whether somebody may still use the path: only a socket that refuses is nobody's."""
         try:
+            if not stat.S_ISSOCK(os.lstat(self.name).st_mode):
+                return True
             self.connect(1.0).close()
         except ConnectionRefusedError:
             return False

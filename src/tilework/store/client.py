@@ -74,7 +74,7 @@ class Channel:
         """Agree on the protocol, and prove the secret to each other. Raises DistNetworkError."""
         nonce = os.urandom(wire.NONCE_BYTES)
         answer = self.ask(wire.encode(Code.HELLO, (wire.MAGIC, nonce)), wait_seconds)
-        expected = b""
+        expected = None
         if secret is not None and answer.code == Code.CHALLENGE:
             nonces = (nonce, *answer.fields)
             expected = wire.proof(secret, b"server", nonces)
@@ -93,7 +93,11 @@ class Channel:
         self._sock.close()
 
 
-def _check_welcome(answer: Message, have_secret: bool, expected: bytes) -> None:
+def _check_welcome(answer: Message, have_secret: bool, expected: bytes | None) -> None:
+    """Raise unless ``answer`` welcomes this client, with the ``expected`` proof if it has a secret.
+
+    A server that asked for no proof gives none either: then nothing was ``expected``.
+    """
     if answer.code == Code.REFUSED:
         why = b" ".join(answer.fields).decode(errors="replace")
         hint = " Every rank needs the same secret." if "secret" in why else ""
@@ -105,7 +109,8 @@ def _check_welcome(answer: Message, have_secret: bool, expected: bytes) -> None:
         )
     if answer.code != Code.WELCOME:
         raise GarbageError(f"an unexpected message, {answer.code}")
-    if have_secret and not wire.same_proof(expected, b"".join(answer.fields)):
+    proven = expected is not None and wire.same_proof(expected, b"".join(answer.fields))
+    if have_secret and not proven:
         raise DistNetworkError(
             "could not prove that it knows the secret: it has none or a wrong secret, or it is "
             "not this job's server"

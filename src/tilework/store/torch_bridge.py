@@ -218,6 +218,13 @@ class _StoreForTorch(c10d.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
 
+    def clone(self) -> c10d.Store:
+        return self
+
+    # Python callers use the names above, C++ these.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
 
 def _bytes(value: Any) -> bytes:
     """A value as torch's code hands it over: str, bytes or a list of small integers."""
@@ -227,9 +234,9 @@ def _bytes(value: Any) -> bytes:
 def as_torch_store(store: Store) -> c10d.Store:
     """``store`` as a ``torch.distributed.Store``, for torch's own process groups.
 
-    Keep a reference to it for as long as such a group lives. Errors of the store reach the
-    Python caller of torch's function as they are. One of torch's stores behind
-    :class:`TorchStoreAdapter` is handed back itself::
+    Keep ``store`` for as long as such a group lives; the result lives as long. Errors of the
+    store reach the Python caller of torch's function, from some of torch's groups inside another
+    RuntimeError. One of torch's stores behind :class:`TorchStoreAdapter` is handed back itself::
 
         group = torch.distributed.ProcessGroupGloo(as_torch_store(store), rank, size, timeout)
     """
@@ -237,4 +244,7 @@ def as_torch_store(store: Store) -> c10d.Store:
         return store.torch_store
     if not isinstance(store, Store):
         raise TypeError(f"as_torch_store needs a tilework store, got {type(store).__name__}")
-    return _StoreForTorch(store)
+    # C++ keeps its own half of the object only, and without the other half fails at the next
+    # call ("not implemented"). So the Python half hangs on the store.
+    view: c10d.Store = vars(store).setdefault("_seen_by_torch", _StoreForTorch(store))
+    return view
