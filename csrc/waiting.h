@@ -17,16 +17,19 @@ namespace tilework {
 
 constexpr int64_t kSlice = 50 * kMillisecond;  // a dead peer is noticed within this, and a little
 
-/// How long to spin and how often to yield before sleeping.
+/// How long to spin, and how long to look on between yields, from the start of a wait until sleep.
 struct Pace {
   int64_t spin_ns;
-  int yields;
+  int64_t yield_ns;
 };
 
-/// The pace that suits `threads` waiting threads on this process's cores.
+/// The pace that suits `threads` waiting threads on this process's cores. With a core for each,
+/// answers come within a spin, and yields help where two of them share a core all the same; a
+/// yield that nobody uses costs a fraction of a microsecond, going to sleep and being woken some
+/// tens. Without, the time that a thread spins is time that the awaited one lacks.
 inline Pace pace_for(int threads) {
-  if (threads <= available_cores()) return {50 * kMicrosecond, 0};
-  return {500, 4};
+  if (threads <= available_cores()) return {2 * kMicrosecond, 50 * kMicrosecond};
+  return {200, 20 * kMicrosecond};
 }
 
 /// What bounds and interrupts a wait.
@@ -65,21 +68,24 @@ class Sleeper {
   uint32_t heard_;
 };
 
-/// Whether ready() came true while spinning.
+/// Whether ready() came true before it is time to sleep.
 template <class Ready>
 bool spin(const Pace& pace, Ready&& ready) {
   constexpr int kLooksPerClock = 16;  // reading the clock costs as much as several looks
   if (ready()) return true;
-  const int64_t stop = now_ns() + pace.spin_ns;
+  const int64_t start = now_ns();
+  int64_t now;
   do {
     for (int i = 0; i < kLooksPerClock; ++i) {
       cpu_relax();
       if (ready()) return true;
     }
-  } while (now_ns() < stop);
-  for (int i = 0; i < pace.yields; ++i) {
+    now = now_ns();
+  } while (now - start < pace.spin_ns);
+  while (now - start < pace.yield_ns) {
     sched_yield();
     if (ready()) return true;
+    now = now_ns();
   }
   return false;
 }

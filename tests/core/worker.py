@@ -42,15 +42,27 @@ def all_reduce(group: Any, values: array.array[float], timeout: float = 20.0) ->
     )
 
 
+def heard(call: Callable[[], None]) -> list[Any]:
+    """What a call that must fail raised, and when."""
+    try:
+        call()
+    except core.Fault as fault:
+        kind, ranks, text = fault.args
+        return [kind, list(ranks), text, time.monotonic()]
+    raise AssertionError("it did not fail")
+
+
 def until_fault(group: Any, nbytes: int = 8, timeout: float = 20.0) -> None:
-    """all_reduce for ever; report the first fault, when it came, and on which operation."""
+    """all_reduce for ever, ready once all are in; report the first fault and when it came."""
     values = array.array("d", [1.0]) * (nbytes // 8)
-    while True:
-        try:
+    all_reduce(group, values)
+    say("ready")
+
+    def loop() -> None:
+        while True:
             all_reduce(group, values, timeout)
-        except core.Fault as fault:
-            kind, ranks, text = fault.args
-            return say([kind, list(ranks), text, time.monotonic()])
+
+    say(heard(loop))
 
 
 def scenario_sum(group: Any) -> None:
@@ -61,17 +73,14 @@ def scenario_sum(group: Any) -> None:
 
 
 def scenario_loop(group: Any) -> None:
-    say("ready")
     until_fault(group)
 
 
 def scenario_loop_large(group: Any) -> None:
-    say("ready")
     until_fault(group, 1 << 20)
 
 
 def scenario_loop_impatient(group: Any) -> None:
-    say("ready")
     until_fault(group, timeout=0.4)
 
 
@@ -80,27 +89,23 @@ def scenario_leave(group: Any) -> None:
         group.close()
         say("left")
         time.sleep(20)
-    until_fault(group)
+    say(heard(lambda: all_reduce(group, array.array("d", [1.0]))))
 
 
 def scenario_receive(group: Any) -> None:
-    values = array.array("d", [0.0])
-    address, _ = values.buffer_info()
+    address, _ = (values := array.array("d", [0.0])).buffer_info()
     say("ready")
-    try:
-        group.recv(0, address, 8, core.DTYPES["float64"], 0, 20.0)
-    except core.Fault as fault:
-        kind, ranks, text = fault.args
-        say([kind, list(ranks), text, time.monotonic()])
+    say(heard(lambda: group.recv(0, address, values.itemsize, core.DTYPES["float64"], 0, 20.0)))
 
 
 def scenario_interrupt(group: Any) -> None:
+    values = array.array("d", [1.0])
     say("ready")
     try:
-        until_fault(group)
+        all_reduce(group, values)
     except KeyboardInterrupt:
         say(["interrupted", time.monotonic()])
-    until_fault(group)
+    say(heard(lambda: all_reduce(group, values)))
 
 
 def scenario_fork(group: Any) -> None:
