@@ -101,6 +101,11 @@ _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if sys.platform == "win32":
+        parser.error(
+            "this system lacks what starting ranks takes (POSIX): use torchrun, or ranks that are "
+            "threads, by tilework.testing.run_ranks"
+        )
     program = _program(parser, options)
     ranks = usable_cores() if options.ranks is None else options.ranks
     settings = LaunchSettings(

@@ -19,7 +19,8 @@ def test_script_sees_what_python_shows_it(launch: Launch, start: str) -> None:
         start,
         arguments=("--lr", "1", "-n", "3"),
     )
-    seen = f"['script.py', '--lr', '1', '-n', '3'] __main__ script.py {launch.folder.resolve()}"
+    folder = launch.folder.resolve()
+    seen = f"['script.py', '--lr', '1', '-n', '3'] __main__ {folder}/script.py {folder}"
     assert (done.status, done.err) == (0, "")
     assert done.lines == [f"[0] {seen}", f"[1] {seen}"]
 
@@ -31,10 +32,10 @@ def test_script_in_a_folder_finds_its_neighbours(launch: Launch) -> None:
     assert (done.out, done.err) == ("7\n", "")
 
 
-def test_module(launch: Launch, start: str) -> None:
+def test_module(launch: Launch) -> None:
     launch.script("", "package/__init__.py")
     launch.script("import sys; print(__spec__.name, __package__, sys.argv[1:])", "package/part.py")
-    done = launch.finish(launch.start("-n", "1", "--start", start, "-m", "package.part", "-m", "x"))
+    done = launch.finish(launch.start("-n", "1", "-m", "package.part", "-m", "x"))
     assert (done.status, done.out) == (0, "package.part package ['-m', 'x']\n")
 
 
@@ -102,6 +103,11 @@ def test_rank_0_reads_stdin_and_others_read_nothing(launch: Launch) -> None:
     process = launch.start("-n", "2", name, stdin=reader)
     os.close(reader)
     assert launch.finish(process).lines == ["[0] 0 'some input'", "[1] 1 ''"]
+
+
+def test_source_is_found_after_the_script_has_moved_away(launch: Launch) -> None:
+    done = launch("import os; os.chdir('/'); 1 / 0", "-n", "1")
+    assert "import os; os.chdir('/'); 1 / 0\n" in done.err
 
 
 def test_works_with_standard_descriptors_closed(launch: Launch) -> None:

@@ -125,6 +125,16 @@ def test_function_that_can_only_be_forked() -> None:
     spawn(lambda rank: value.acquire(), nprocs=2, start="fork")
 
 
+def test_forking_a_program_with_threads_is_warned_of() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with pytest.warns(RuntimeWarning, match="forks a program that has 2 threads"):
+        spawn(end_by, ("not at all",), start="fork")
+    done.set()
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

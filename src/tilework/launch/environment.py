@@ -59,7 +59,7 @@ def rank_environment(
     if settings.backend is not None:
         own["TILEWORK_BACKEND"] = settings.backend
     if settings.timeout is not None:
-        own["TILEWORK_TIMEOUT"] = f"{settings.timeout.total_seconds():g}"
+        own["TILEWORK_TIMEOUT"] = f"{settings.timeout.total_seconds():.15g}"
     return thread_environment(settings.nprocs, inherited) | kept | own
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
-import termios
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -21,6 +20,11 @@ from tilework.launch.lines import LineAssembler, prefix_for
 from tilework.launch.live import LiveScreen
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.sink import Sink
+
+# Windows has no terminals of this kind; there the launcher refuses to run, see cli.py.
+if sys.platform != "win32":
+    import fcntl
+    import termios
 
 _CHUNK_BYTES: Final = 64 << 10
 #: More than this waiting to be written: ranks wait as well, as they would without a launcher.

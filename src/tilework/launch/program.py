@@ -36,10 +36,10 @@ class Script:
             return
         # As Python does: beside the file itself, wherever a symbolic link to it may lie.
         _set_first_path(os.path.dirname(os.path.realpath(self.path)))
-        loader = SourceFileLoader("__main__", self.path)
-        main = _new_main(self.path, loader, None)
-        with io.open_code(os.path.abspath(self.path)) as file:
-            code = compile(file.read(), self.path, "exec", dont_inherit=True)
+        path = os.path.abspath(self.path)
+        main = _new_main(path, SourceFileLoader("__main__", path), None)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, main.__dict__)
 
 

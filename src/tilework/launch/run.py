@@ -84,13 +84,14 @@ class _Parts:
 def _run(settings: LaunchSettings, program: Program, threads: int | None, parts: _Parts) -> int:
     with SignalInbox() as inbox:
         front = Frontend(parts.output, parts.stdin, inbox, parts.tell_failure)
-        job = Job(settings, program, threads, front)
-        with job:
+        with Job(settings, program, threads, front) as job:
             outcome = job.supervise()
-        assert outcome is not None
-        parts.output.drain()
-        parts.tell_rest(outcome, job.left_behind)
-        parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
+    # From here on there is nothing to clean up, and a signal ends this process at once again,
+    # even if nobody reads what is still to be written.
+    assert outcome is not None
+    parts.output.drain()
+    parts.tell_rest(outcome, job.left_behind)
+    parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
     return outcome.exit_status
 
 

@@ -11,12 +11,12 @@ from tilework.launch.verdict import Failure
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
 #: What usually is behind a signal, for those who have not met it before.
-_HINTS: Final[dict[int, str]] = {
-    signal.SIGKILL: "somebody killed it; often the kernel, for want of memory (see dmesg)",
-    signal.SIGSEGV: "native code used memory that is not its own",
-    signal.SIGBUS: "native code used memory that could not be provided",
-    signal.SIGILL: "native code uses instructions that this processor lacks",
-    signal.SIGABRT: "native code gave up; its last words are above",
+_HINTS: Final = {
+    "SIGKILL": "somebody killed it; often the kernel, for want of memory (see dmesg)",
+    "SIGSEGV": "native code used memory that is not its own",
+    "SIGBUS": "native code used memory that could not be provided",
+    "SIGILL": "native code uses instructions that this processor lacks",
+    "SIGABRT": "native code gave up; its last words are above",
 }
 
 
@@ -52,8 +52,8 @@ def others_text(failures: Sequence[Failure], colour: bool = False) -> str:
 def _how(failure: Failure) -> str:
     if failure.words is not None and failure.words.summary:
         return f"{failure.words.summary} ({_how_it_ended(failure)})"
-    hint = _HINTS.get(failure.signal or 0)
-    return _how_it_ended(failure) + (f" ({hint})" if hint else "")
+    how = _how_it_ended(failure)
+    return f"{how} ({_HINTS[how]})" if how in _HINTS else how
 
 
 def _enumerated(ranks: Sequence[int]) -> str:

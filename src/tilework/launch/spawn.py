@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -125,10 +127,20 @@ def spawn(
         TypeError: ``fn`` or ``args`` cannot be pickled.
         ValueError: An argument cannot work.
 
+    Warns:
+        RuntimeWarning: ``start="fork"`` in a program that has threads.
+
     Example:
         >>> import operator
         >>> spawn(operator.add, (1,), nprocs=2)
     """
+    if start == "fork" and threading.active_count() > 1:
+        warnings.warn(
+            f"spawn() forks a program that has {threading.active_count()} threads: a lock that one "
+            f'of them holds stays locked in the ranks; start="spawn" is safe',
+            RuntimeWarning,
+            stacklevel=2,
+        )
     settings = LaunchSettings(nprocs=nprocs, start=start, backend=backend, timeout=timeout)
     job = Job(settings, Function(fn, args), threads_per_rank(nprocs, os.environ))
     ranks = RunningRanks(job.__enter__())

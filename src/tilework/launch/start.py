@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -76,7 +77,7 @@ class ForkStarter:
             with contextlib.suppress(Exception):  # there may be no such stream
                 stream.flush()  # or the child would write it a second time
         with _signals_blocked():
-            pid = os.fork()
+            pid = _fork()
             if pid == 0:
                 self._live(plan, standard, drop)
         return pid
@@ -145,6 +146,14 @@ class FreshStarter:
     def close(self) -> None:
         """Drop the file. Idempotent."""
         self._file.close()
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of any other thread, even a numerical library's, which knows
+        # how to fork; and a warning that is an error would be raised when the child exists.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 @contextlib.contextmanager
