@@ -110,9 +110,7 @@ def test_rank_that_ignores_sigterm_is_killed_in_time(launch: Launch) -> None:
             open("failed", "w").write(repr(time.time()))
             raise RuntimeError("stop")
         time.sleep(60)
-        """,
-        "--start",
-        start,
+        """
     )
 
     assert time.time() - float((launch.folder / "failed").read_text()) < 3
