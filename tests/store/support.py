@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,9 +51,15 @@ class Process:
         self._popen.kill()
         self._popen.wait(20)
 
-    def signal(self, number: int) -> None:
-        """Send a signal."""
-        self._popen.send_signal(number)
+    def stop(self) -> None:
+        """kill -STOP, and wait until it has stopped."""
+        self._popen.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """kill -CONT."""
+        self._popen.send_signal(signal.SIGCONT)
 
     def wait(self) -> int:
         """Wait for its end; its exit status."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
 import tempfile
 import time
@@ -288,7 +287,7 @@ def test_a_stopped_process_that_holds_the_lock_is_told_apart(path: Path) -> None
     """
     with FileStore(path, timeout=timedelta(seconds=0.2)) as store, process(program, path) as other:
         assert other.line() == "locked"
-        other.signal(signal.SIGSTOP)
+        other.stop()
         with pytest.raises(DistStoreError, match=r"^Timeout.*lock.*stopped"):
             store.set("k", "v")
         other.kill()

@@ -309,14 +309,14 @@ def _end_children_of(name: str, with_child: bool) -> None:
 
 
 def test_a_stopped_server_times_out_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilework.store.client._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("tilework.store.pool._GRACE_SECONDS", 0.2)
     with process(SERVE, "tcp") as server:
         port = int(server.line().split(":")[1])
         with TCPStore("127.0.0.1", port, timeout=SHORT) as store:
-            server.signal(signal.SIGSTOP)
+            server.stop()
             with pytest.raises(DistStoreError, match=r"^Timeout.*did not answer"):
                 store.set("k", "v")
-            server.signal(signal.SIGCONT)
+            server.resume()
             store.set("k", "v")
             assert store.get("k") == b"v"
 
@@ -334,7 +334,7 @@ def test_a_killed_client_leaves_the_store_to_others(server: StoreServer, store: 
         store = TCPStore("127.0.0.1", int(sys.argv[1]))
         print("begun", flush=True)
         while True:
-            store.set("k", "x" * 1_000_000)
+            store.set("theirs", "x" * 1_000_000)
     """
     with process(program, server.port) as client:
         assert client.line() == "begun"

@@ -1,0 +1,277 @@
+"""A client's connections to a store's server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Final
+
+from tilework.errors import DistNetworkError, StoreTimeoutError
+from tilework.store import checks, wire
+from tilework.store.address import Address
+from tilework.store.checks import Deadline
+from tilework.store.fork import watch_forks
+from tilework.store.wire import Code, GarbageError, Message
+
+_log = logging.getLogger(__name__)
+
+#: How much later than asked the server's "time is up" may come: it has other clients.
+_GRACE_SECONDS: Final = 5.0
+#: How long to put up with a peer that accepts and hangs up, as a proxy does before its server
+#: is up.
+_HANG_UP_SECONDS: Final = 10.0
+#: Pauses between attempts to connect, first and longest.
+_FIRST_PAUSE: Final = 0.01
+_LONGEST_PAUSE: Final = 0.5
+#: When to say for the first time that connecting takes long; then after twice that, and so on.
+_PATIENCE_SECONDS: Final = 10.0
+_READ_BYTES: Final = 256 << 10
+_MAX_IDLE: Final = 8
+
+
+class _HungUpError(Exception):
+    """The other side closed the connection."""
+
+
+class Channel:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._inbox = wire.Inbox()
+
+    def ask(self, request: bytes, wait_seconds: float) -> Message:
+        """Send one message and wait for its answer.
+
+        Raises TimeoutError, GarbageError or _HungUpError; the channel is then of no more use.
+        """
+        deadline = Deadline(wait_seconds)
+        try:
+            self._sock.settimeout(wait_seconds)
+            self._sock.sendall(request)
+            while True:
+                data = self._sock.recv(_READ_BYTES)
+                if not data:
+                    raise _HungUpError
+                answer = self._inbox.feed(data)
+                if answer is not None:
+                    return answer
+                self._sock.settimeout(max(0.001, deadline.left()))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise _HungUpError from error
+
+    def greet(self, secret: bytes | None, wait_seconds: float) -> None:
+        """Agree on the protocol, and prove the secret to each other. Raises DistNetworkError."""
+        nonce = os.urandom(wire.NONCE_BYTES)
+        answer = self.ask(wire.encode(Code.HELLO, (wire.MAGIC, nonce)), wait_seconds)
+        expected = None
+        if secret is not None and answer.code == Code.CHALLENGE:
+            nonces = (nonce, *answer.fields)
+            expected = wire.proof(secret, b"server", nonces)
+            mine = wire.proof(secret, b"client", nonces)
+            answer = self.ask(wire.encode(Code.PROOF, (mine,)), wait_seconds)
+        _check_welcome(answer, secret is not None, expected)
+        self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
+
+    def interrupt(self) -> None:
+        """Wake the thread that waits in :meth:`ask`, from another one."""
+        with contextlib.suppress(OSError):  # It may be gone already.
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+
+def _check_welcome(answer: Message, have_secret: bool, expected: bytes | None) -> None:
+    """Raise unless ``answer`` welcomes this client, with the ``expected`` proof if it has a secret.
+
+    A server that asked for no proof gives none either: then nothing was ``expected``.
+    """
+    if answer.code == Code.REFUSED:
+        why = b" ".join(answer.fields).decode(errors="replace")
+        hint = " Every rank needs the same secret." if "secret" in why else ""
+        raise DistNetworkError(f"refused this client: {why}.{hint}")
+    if answer.code == Code.CHALLENGE and not have_secret:
+        raise DistNetworkError(
+            "requires the job's secret, and this client was given none: pass secret=, or set "
+            "TILEWORK_SECRET as rank 0 has it"
+        )
+    if answer.code != Code.WELCOME:
+        raise GarbageError(f"an unexpected message, {answer.code}")
+    proven = expected is not None and wire.same_proof(expected, b"".join(answer.fields))
+    if have_secret and not proven:
+        raise DistNetworkError(
+            "could not prove that it knows the secret: it has none or a wrong secret, or it is "
+            "not this job's server"
+        )
+
+
+class Pool:
+    """Connections to one server: as many as threads wait at once, reused.
+
+    A forked child drops what it inherited and makes its own.
+    """
+
+    def __init__(self, where: Address, secret: bytes | None) -> None:
+        self.where = where
+        self.closed = False
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._all: set[Channel] = set()
+        watch_forks(self)
+
+    def ask(self, request: bytes, wait_seconds: float) -> Message:
+        """One exchange. Raises DistNetworkError, or StoreTimeoutError without an answer."""
+        channel = self._take(wait_seconds)
+        try:
+            answer = channel.ask(request, wait_seconds + _GRACE_SECONDS)
+        except BaseException as error:
+            # Also after KeyboardInterrupt: an answer may still come, to nobody.
+            self._drop(channel)
+            if self.closed:
+                raise checks.closed_error(f"the store at {self.where}") from None
+            if isinstance(error, Exception):
+                raise self._explain(error, wait_seconds) from error
+            raise
+        self._give_back(channel)
+        return answer
+
+    def connect(self, wait_seconds: float) -> None:
+        """Make the first connection, retrying until the server is there or the time is up."""
+        deadline, started = Deadline(wait_seconds), time.monotonic()
+        hang_ups = Deadline(min(wait_seconds, _HANG_UP_SECONDS))
+        pause, patience = _FIRST_PAUSE, _PATIENCE_SECONDS
+        while True:
+            try:
+                self._give_back(self._open(deadline.left()))
+                return
+            except (OSError, _HungUpError) as error:
+                hung_up = isinstance(error, _HungUpError)
+                hopeless = isinstance(error, PermissionError) or (hung_up and hang_ups.passed)
+                if hopeless or deadline.passed:
+                    raise self._unreachable(error, wait_seconds) from error
+                reason = _reason(error)
+            if time.monotonic() - started > patience:
+                _log.warning("still trying to connect to the store at %s: %s", self.where, reason)
+                patience *= 2
+            time.sleep(min(pause, deadline.left()))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Close every connection; threads that wait on one raise. Idempotent."""
+        with self._lock:
+            self.closed = True
+            idle, self._idle = self._idle, []
+            busy = self._all - set(idle)
+            self._all.clear()
+        for channel in idle:
+            channel.close()
+        for channel in busy:
+            channel.interrupt()  # The thread that uses it closes it.
+
+    def after_fork_in_child(self) -> None:
+        """Drop the parent's connections, without a word to the server."""
+        self._lock = threading.Lock()
+        for channel in self._all:
+            channel.close()
+        self._all, self._idle = set(), []
+
+    def _take(self, wait_seconds: float) -> Channel:
+        with self._lock:
+            if self.closed:
+                raise checks.closed_error(f"the store at {self.where}")
+            if self._idle:
+                return self._idle.pop()
+        return self._open_more(wait_seconds)
+
+    def _open_more(self, wait_seconds: float) -> Channel:
+        """A further connection, to a server that was there: if it is not, that is the news."""
+        deadline = Deadline(wait_seconds)
+        while True:
+            try:
+                return self._open(max(_GRACE_SECONDS, deadline.left()))
+            except BlockingIOError as error:
+                # A Unix socket's queue is full: the server is there, but busy.
+                if deadline.passed:
+                    raise self._unreachable(error, wait_seconds) from error
+                time.sleep(_FIRST_PAUSE)
+            except (OSError, _HungUpError) as error:
+                raise self._explain(error, wait_seconds) from error
+
+    def _open(self, wait_seconds: float) -> Channel:
+        wait_seconds = max(0.001, wait_seconds)
+        sock = self.where.connect(wait_seconds)
+        channel = Channel(sock)
+        with self._lock:
+            self._all.add(channel)
+        try:
+            why = self.where.refuses(sock)
+            if why:
+                raise DistNetworkError(f"is not to be trusted: {why}")
+            channel.greet(self._secret, wait_seconds)
+        except (DistNetworkError, GarbageError) as error:
+            self._drop(channel)
+            raise self._explain(error, wait_seconds) from error
+        except BaseException:
+            self._drop(channel)
+            raise
+        return channel
+
+    def _give_back(self, channel: Channel) -> None:
+        with self._lock:
+            if not self.closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(channel)
+                return
+        self._drop(channel)
+
+    def _drop(self, channel: Channel) -> None:
+        with self._lock:
+            self._all.discard(channel)
+        channel.close()
+
+    def _explain(self, error: Exception, wait_seconds: float) -> Exception:
+        """``error`` of one connection, for the store's user."""
+        server = f"the store server at {self.where}"
+        if isinstance(error, TimeoutError):
+            return StoreTimeoutError(
+                f"Timeout: {server} did not answer within {wait_seconds + _GRACE_SECONDS:g} s. "
+                "Check that its process is not stopped or overloaded."
+            )
+        if isinstance(error, GarbageError):
+            return DistNetworkError(
+                f"what answers at {self.where} does not speak tilework's store protocol ({error}). "
+                "Check that the port is not another service's, such as torch's own store."
+            )
+        if isinstance(error, DistNetworkError):
+            return DistNetworkError(f"{server} {error}")
+        return DistNetworkError(
+            f"{server} is gone: {_reason(error)}. Its process (the launcher, or rank 0) has ended "
+            "or closed the store; look at its output first."
+        )
+
+    def _unreachable(self, error: Exception, wait_seconds: float) -> DistNetworkError:
+        if isinstance(error, _HungUpError):
+            return DistNetworkError(
+                f"what listens at {self.where} hangs up without a greeting, as another service "
+                "does (torch's own store, for one). Check the port, or use another."
+            )
+        return DistNetworkError(
+            f"Timeout: could not connect to the store at {self.where} within {wait_seconds:g} s "
+            f"(last attempt: {_reason(error)}). {self.where.hint}"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, _HungUpError):
+        return _reason(error.__cause__) if error.__cause__ else "it closed the connection"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (getattr(error, "strerror", None) or str(error)).lower()
