@@ -170,25 +170,25 @@ def test_a_malformed_launchers_store(env: SetEnv, value: str) -> None:
 # torchrun
 
 
-def test_the_store_of_torchruns_agent(env: SetEnv) -> None:
-    agent = c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    env(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=agent.port)
+def test_the_store_of_torchrun(env: SetEnv) -> None:
+    theirs = c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    env(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=theirs.port)
     env(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="r")
     env(TORCHELASTIC_RESTART_COUNT=1)
     store, _, _ = meet()
     store.set("k", "v")
     assert isinstance(store, PrefixStore)
-    assert agent.get("tilework/r/1/k") == b"v"
+    assert theirs.get("tilework/r/1/k") == b"v"
 
 
-def test_torchruns_agent_is_gone(env: SetEnv, free_port: int) -> None:
+def test_torchrun_is_gone(env: SetEnv, free_port: int) -> None:
     env(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port)
     env(TORCHELASTIC_USE_AGENT_STORE="True")
     with pytest.raises(DistNetworkError, match=rf"torchrun's store at 127\.0\.0\.1:{free_port}"):
         meet(seconds=1)
 
 
-def test_without_an_agents_store_rank_0_serves(env: SetEnv, free_port: int) -> None:
+def test_without_a_store_of_torchruns_rank_0_serves(env: SetEnv, free_port: int) -> None:
     env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port)
     env(TORCHELASTIC_USE_AGENT_STORE="False")
     store, _, _ = meet()

@@ -133,7 +133,7 @@ def _env_store(
     if os.environ.get("MASTER_ADDR"):
         host, port = os.environ["MASTER_ADDR"], _master_port()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return _agent_store(host, port, timeout)
+            return _torchrun_store(host, port, timeout)
         return _tcp_store(host, port, place.rank == 0, timeout, secret)
     if os.environ.get("TILEWORK_STORE"):
         return UnixStore(_launcher_address(), timeout=timeout, secret=secret)
@@ -209,8 +209,8 @@ def _hold(key: tuple[int, str, bytes | None], server: StoreServer) -> None:
     _held[key] = server
 
 
-def _agent_store(host: str, port: int, timeout: timedelta) -> Store:
-    """The store of torchrun's agent, which has taken MASTER_PORT and speaks torch's protocol."""
+def _torchrun_store(host: str, port: int, timeout: timedelta) -> Store:
+    """The store of torchrun itself, which has taken MASTER_PORT and speaks torch's protocol."""
     try:
         store = connect_to_torch(host, port, timeout)
     except DistNetworkError as error:
@@ -218,7 +218,7 @@ def _agent_store(host: str, port: int, timeout: timedelta) -> Store:
             f"could not connect to torchrun's store at {host}:{port} within "
             f"{timeout.total_seconds():g} s ({error}). Check that torchrun is still running."
         ) from error
-    # The agent keeps its store over restarts of the ranks: what was set before must not count.
+    # torchrun keeps its store over restarts of the ranks: what was set before must not count.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"tilework/{run}/{attempt}", TorchStoreAdapter(store, timeout))
