@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from tilework.comm.backend import Backend, BackendConfig
 from tilework.comm.contract import ProcessGroup
+from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 
 
@@ -356,7 +357,7 @@ def get_pg_count() -> int:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This rank's number among those of its host, from LOCAL_RANK as every launcher sets it.
+    """This rank's number among those of its host: LOCAL_RANK, or what mpirun or srun call it.
 
     Raises:
         RuntimeError: LOCAL_RANK is not set, and there is no ``fallback_rank``.
@@ -371,6 +372,9 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     text = os.environ.get("LOCAL_RANK")
     if text is not None:
         return int(text)
+    launched = detect_environment()
+    if launched is not None and launched.local_rank is not None:
+        return launched.local_rank
     if fallback_rank is not None:
         return int(fallback_rank)
     raise RuntimeError(
