@@ -159,13 +159,7 @@ struct PyTicket {
 
   bool wait(double timeout) const {
     nb::gil_scoped_release nogil;
-    if (is_mail) {
-      if (!group->wait_for_mail(*ticket, timeout, signal_raised)) return false;
-    } else {
-      Patience patience{pace_for(2 * group->size()), timeout, deadline_after(timeout),
-                        signal_raised};
-      if (!ticket->sleep_until_done(patience)) return false;
-    }
+    if (!group->wait(*ticket, is_mail, timeout, signal_raised)) return false;
     if (auto fault = ticket->fault()) throw *fault;
     return true;
   }
@@ -314,7 +308,7 @@ class PyGroup {
     nb::gil_scoped_release nogil;
     group_->post(request, true);
     try {
-      group_->wait_for_mail(*request->ticket, -1, signal_raised);
+      group_->wait(*request->ticket, true, -1, signal_raised);
     } catch (const Interrupted&) {
       group_->cancel(request);  // the caller may free the buffer
       throw;

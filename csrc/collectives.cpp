@@ -15,22 +15,19 @@
 // Collective Reduction Operations" (2004), with both halves pipelined over chunks.
 #include "collectives.h"
 
-#include <string.h>
-
 #include <algorithm>
+
+#include "copy.h"
 
 namespace tilework {
 namespace {
 
-constexpr size_t kBlock = 16 * 1024;  // fits the first-level cache twice
+constexpr size_t kBlock = 16 * 1024;             // fits the first-level cache twice
+constexpr size_t kStreamedBytes = 4 * 1024 * 1024;  // outputs from here on do not stay in a cache
 
 size_t align_down(size_t n) { return n / kLine * kLine; }
 size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }
 size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
-
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0 && to != from) memcpy(to, from, bytes);
-}
 
 /// Bytes [offset, offset + length) of a buffer, as far as it has them.
 Buffer piece(const Buffer& buffer, size_t offset, size_t length) {
@@ -47,7 +44,14 @@ size_t elements(const Operation& operation, size_t bytes) {
 /// Which buffer of this rank goes to, and which comes from, each peer.
 class Routes {
  public:
-  explicit Routes(const Exchange& x) : x_(x), operation_(x.operation) {}
+  explicit Routes(const Exchange& x) : x_(x), operation_(x.operation) {
+    size_t bytes = 0;
+    for (int i = 0; i < operation_.outputs.count; ++i) bytes += operation_.outputs[i].bytes;
+    streamed_ = bytes >= kStreamedBytes;
+  }
+
+  /// Whether outputs are too long to stay in a cache.
+  bool streamed() const { return streamed_; }
 
   /// Whether peers get different data, so that the slot is divided among them.
   bool split() const {
@@ -83,6 +87,7 @@ class Routes {
 
   const Exchange& x_;
   const Operation& operation_;
+  bool streamed_;
 };
 
 void write_pieces(const Exchange& x, const Routes& routes, size_t offset) {
@@ -97,14 +102,16 @@ void write_pieces(const Exchange& x, const Routes& routes, size_t offset) {
 
 void copy_own(const Exchange& x, const Routes& routes, size_t offset, size_t length) {
   const Buffer from = piece(routes.outgoing(x.rank), offset, length);
-  copy(piece(routes.incoming(x.rank), offset, length).data, from.data, from.bytes);
+  char* to = piece(routes.incoming(x.rank), offset, length).data;
+  (routes.streamed() ? copy_streaming : copy)(to, from.data, from.bytes);
 }
 
 void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;  // each rank starts elsewhere
     const Buffer part = piece(routes.incoming(peer), offset, routes.cell_bytes());
-    copy(part.data, x.slot_of(peer) + routes.cell(peer, x.rank), part.bytes);
+    const char* from = x.slot_of(peer) + routes.cell(peer, x.rank);
+    (routes.streamed() ? copy_streaming : copy)(part.data, from, part.bytes);
   }
 }
 

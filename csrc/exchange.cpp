@@ -35,7 +35,7 @@ void Exchange::publish() {
 void Exchange::await() {
   int next = 0;
   wait_until(
-      segment_.control(rank).turn_bell, patience_, [&] { return all_arrived(next); },
+      segment_.control(rank).turn_bell, station_.sleeps, patience_, [&] { return all_arrived(next); },
       [&](bool slice_over) { return trouble(slice_over); });
   if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.factors);
 }

@@ -75,6 +75,8 @@ Group::Group(int fd, int rank, int size, const std::string& nonce)
       size_(size),
       pid_(getpid()),
       generation_(fork_generation()),
+      pace_(pace_for(size)),
+      background_pace_(background_pace_for(size)),
       engine_(std::make_unique<Engine>(fd, rank, size, nonce)) {}
 
 Group::~Group() {
@@ -87,7 +89,7 @@ Group::~Group() {
 }
 
 Patience Group::patience(double timeout, SignalCheck signals, Pace pace) const {
-  return {pace, timeout, deadline_after(timeout), signals, &engine_->station.sleeps};
+  return {pace, timeout, deadline_after(timeout), signals};
 }
 
 // ---- collectives -----------------------------------------------------------------------------
@@ -118,7 +120,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals) {
     ~Release() { group.release(); }
     Group& group;
   } release{*this};
-  engine_->collectives.execute(operation, patience(timeout, signals, engine_->station.pace));
+  engine_->collectives.execute(operation, patience(timeout, signals, pace_));
 }
 
 std::shared_ptr<Ticket> Group::submit(Operation& operation, double timeout) {
@@ -140,10 +142,10 @@ std::shared_ptr<Ticket> Group::enqueue(const Operation& operation, double timeou
 
 void Group::wait_for_queued(Ticket& ticket, SignalCheck signals) {
   try {
-    ticket.sleep_until_done(patience(-1, signals, engine_->station.background_pace));
+    ticket.sleep_until_done(patience(-1, signals, background_pace_));
   } catch (const Interrupted&) {
     engine_->collectives.cancel();  // the caller may free the buffers once we return
-    ticket.sleep_until_done(patience(-1, nullptr, engine_->station.background_pace));
+    ticket.sleep_until_done(patience(-1, nullptr, background_pace_));
     throw;
   }
   if (auto fault = ticket.fault()) throw *fault;
@@ -163,8 +165,8 @@ void Group::run_thread() {
     }
     std::optional<Fault> fault;
     try {
-      engine_->collectives.execute(
-          next->operation, patience(next->timeout, nullptr, engine_->station.background_pace));
+      engine_->collectives.execute(next->operation,
+                                   patience(next->timeout, nullptr, background_pace_));
     } catch (const Fault& caught) {
       fault = caught;
     }
@@ -192,10 +194,11 @@ void Group::cancel(const RequestPtr& request) {
   engine_->mail.cancel(request);
 }
 
-bool Group::wait_for_mail(const Ticket& ticket, double timeout, SignalCheck signals) {
+bool Group::wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals) {
   if (ticket.done()) return true;
+  if (!is_mail) return ticket.sleep_until_done(patience(timeout, signals, background_pace_));
   Entry entry(*this);
-  return engine_->mail.wait(ticket, patience(timeout, signals, engine_->station.pace));
+  return engine_->mail.wait(ticket, patience(timeout, signals, pace_));
 }
 
 // ---- looking around --------------------------------------------------------------------------
@@ -263,12 +266,12 @@ bool Group::everybody_spoke(bool thorough) const {
 
 std::vector<std::optional<std::string>> Group::heard(double timeout, SignalCheck signals) {
   Entry entry(*this);
-  const Patience bounds = patience(timeout, signals, engine_->station.pace);
+  const Patience bounds = patience(timeout, signals, pace_);
   bool thorough = true;
   while (!closing_) {
-    Sleeper sleeper(control(rank_).turn_bell);
+    Sleeper sleeper(control(rank_).turn_bell, engine_->station.sleeps);
     if (everybody_spoke(thorough) || now_ns() >= bounds.deadline) break;
-    const Woken woken = sleeper.sleep(bounds, bounds.deadline);
+    const Woken woken = sleeper.sleep(bounds.deadline);
     thorough = woken == Woken::kTimeout;
     if (woken != Woken::kBell) bounds.check_signals();
   }

@@ -41,8 +41,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void post(const RequestPtr& request, bool will_wait);
   /// Give a message up: its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
-  /// Drive messages until `ticket` is done; false after `timeout` seconds.
-  bool wait_for_mail(const Ticket& ticket, double timeout, SignalCheck signals);
+  /// Wait for a submitted collective or a message (which this drives); false after `timeout`
+  /// seconds.
+  bool wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals);
 
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
   uint64_t sequence();
@@ -91,6 +92,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   const int rank_, size_, pid_;
   const unsigned generation_;
+  const Pace pace_, background_pace_;
   std::unique_ptr<Engine> engine_;
   Statistics last_statistics_{};
 

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -24,22 +25,27 @@ uint64_t pid_namespace() {
 }
 
 struct ProcessStat {
-  char state = 0;           // 0: there is no such process
-  uint64_t start_time = 0;  // in clock ticks since boot
+  bool exists = true;  // false only if that is sure
+  char state = '?';
+  uint64_t start_time = 0;  // in clock ticks since boot; 0 where unknown
 };
 
 /// Fields 3 and 22 of /proc/PID/stat; the name in field 2 may hold anything, so start after it.
 ProcessStat read_stat(int pid) {
+  ProcessStat result;
   char path[64], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
   FILE* file = fopen(path, "re");
-  if (!file) return {};
-  size_t length = fread(text, 1, sizeof text - 1, file);
+  if (!file) {
+    result.exists = errno != ENOENT || access("/proc/self/stat", F_OK) != 0;  // no /proc at all
+    return result;
+  }
+  const size_t length = fread(text, 1, sizeof text - 1, file);
   fclose(file);
   text[length] = 0;
   const char* at = strrchr(text, ')');
-  if (!at || at[1] != ' ') return {};
-  ProcessStat result{at[2], 0};
+  if (!at || at[1] != ' ') return result;
+  result.state = at[2];
   at += 2;
   for (int field = 3; at && field < 22; ++field) at = strchr(at + 1, ' ');
   if (at) result.start_time = strtoull(at, nullptr, 10);
@@ -47,9 +53,9 @@ ProcessStat read_stat(int pid) {
 }
 
 bool gone(int pid, uint64_t start_time) {
-  ProcessStat now = read_stat(pid);
-  if (now.state == 0) return errno == ENOENT || errno == ESRCH;  // no /proc is not a death
-  return now.state == 'Z' || now.state == 'X' || (start_time && now.start_time != start_time);
+  const ProcessStat now = read_stat(pid);
+  const bool another = start_time && now.start_time && now.start_time != start_time;
+  return !now.exists || now.state == 'Z' || now.state == 'X' || another;
 }
 
 }  // namespace

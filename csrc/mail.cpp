@@ -131,11 +131,11 @@ bool Mail::drive_until(Finished&& finished, const Patience& patience) {
   if (spin(patience.pace, look)) return true;
   bool slice_over = false;
   for (;;) {
-    Sleeper sleeper(segment_.control(rank_).mail_bell);
+    Sleeper sleeper(segment_.control(rank_).mail_bell, station_.sleeps);
     drive(slice_over ? Care::kThorough : Care::kUsual);
     if (finished()) return true;
     if (now_ns() >= patience.deadline) return false;
-    const Woken woken = sleeper.sleep(patience, std::min(patience.deadline, next_deadline()));
+    const Woken woken = sleeper.sleep(std::min(patience.deadline, next_deadline()));
     slice_over = woken == Woken::kTimeout;
     if (woken != Woken::kBell) patience.check_signals();
   }
@@ -171,8 +171,7 @@ void Mail::ensure_driver() {
 
 void Mail::run_thread() {
   Patience patience;
-  patience.pace = station_.background_pace;
-  patience.sleeps = &station_.sleeps;
+  patience.pace = background_pace_for(station_.size);
   auto needed = [this] { return pending_ > 0 && waiters_ == 0; };
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {

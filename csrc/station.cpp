@@ -10,9 +10,7 @@ Station::Station(int fd, int rank_, int size_, const std::string& nonce)
     : segment(fd, size_, nonce),
       rank(rank_),
       size(size_),
-      liveness(segment, rank_),
-      pace(pace_for(size_)),
-      background_pace(pace_for(2 * size_)) {
+      liveness(segment, rank_) {
   announce(segment.control(rank), rank);
 }
 

@@ -38,8 +38,6 @@ struct Station {
   const int rank;
   const int size;
   Liveness liveness;
-  const Pace pace;             // of a thread that the caller waits for
-  const Pace background_pace;  // of the core's own threads, next to which the caller computes
   std::atomic<bool> closing{false};
   std::atomic<uint64_t> operations{0}, bytes{0}, sleeps{0};
 };

@@ -32,13 +32,19 @@ inline Pace pace_for(int threads) {
   return {200, 20 * kMicrosecond};
 }
 
+/// The pace of the core's own threads, beside which the callers compute. They do not yield: a
+/// thread that computes would keep the core for milliseconds, while a sleeper is woken at once.
+inline Pace background_pace_for(int threads) {
+  if (2 * threads <= available_cores()) return pace_for(2 * threads);
+  return {500, 0};
+}
+
 /// What bounds and interrupts a wait.
 struct Patience {
   Pace pace;
   double seconds = -1;  // as the caller gave them, for messages
   int64_t deadline = kNever;
   bool (*interrupted)() = nullptr;  // asks the interpreter for signals; null off its threads
-  std::atomic<uint64_t>* sleeps = nullptr;
 
   void check_signals() const {
     if (interrupted && interrupted()) throw Interrupted();
@@ -48,7 +54,7 @@ struct Patience {
 /// One visit to a bell: counts the sleeper while it lives.
 class Sleeper {
  public:
-  explicit Sleeper(Bell& bell) : bell_(bell) {
+  Sleeper(Bell& bell, std::atomic<uint64_t>& sleeps) : bell_(bell), sleeps_(sleeps) {
     bell_.sleepers.fetch_add(1);
     heard_ = bell_.word.load();
   }
@@ -57,14 +63,15 @@ class Sleeper {
   Sleeper& operator=(const Sleeper&) = delete;
 
   /// Sleep for a slice, or until the bell rings (also if it rang since this was made).
-  Woken sleep(const Patience& patience, int64_t wake_at) {
-    if (patience.sleeps) patience.sleeps->fetch_add(1, std::memory_order_relaxed);
+  Woken sleep(int64_t wake_at) {
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
     int64_t left = wake_at == kNever ? kSlice : wake_at - now_ns();
     return futex_wait(bell_.word, heard_, left < kSlice ? left : kSlice);
   }
 
  private:
   Bell& bell_;
+  std::atomic<uint64_t>& sleeps_;  // for statistics
   uint32_t heard_;
 };
 
@@ -94,17 +101,18 @@ bool spin(const Pace& pace, Ready&& ready) {
 /// waiting is in vain; slice_over is true after a sleep in which no bell rang. A fault counts only
 /// if ready() is still false after it was seen: what a peer did before it failed comes first.
 template <class Ready, class Trouble>
-void wait_until(Bell& bell, const Patience& patience, Ready&& ready, Trouble&& trouble) {
+void wait_until(Bell& bell, std::atomic<uint64_t>& sleeps, const Patience& patience, Ready&& ready,
+                Trouble&& trouble) {
   if (spin(patience.pace, ready)) return;
   bool slice_over = false;
   for (;;) {
-    Sleeper sleeper(bell);
+    Sleeper sleeper(bell, sleeps);
     if (ready()) return;
     if (std::optional<Fault> fault = trouble(slice_over)) {
       if (ready()) return;
       throw *fault;
     }
-    Woken woken = sleeper.sleep(patience, patience.deadline);
+    const Woken woken = sleeper.sleep(patience.deadline);
     slice_over = woken == Woken::kTimeout;
     if (woken != Woken::kBell) patience.check_signals();
   }

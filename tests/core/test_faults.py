@@ -71,6 +71,21 @@ def test_ctrl_c_ends_a_wait() -> None:
         assert rank.says()[0] == "aborted"  # the rounds are out of step now
 
 
+def test_ctrl_c_ends_a_wait_behind_another_operation() -> None:
+    with workers(2, "interrupt_behind_another", first=1) as (_, (rank,)):
+        assert rank.says() == "ready"
+        time.sleep(0.1)
+        os.kill(rank.pid, signal.SIGINT)
+        assert rank.says()[0] == "interrupted"
+        assert rank.says() == "aborted"
+
+
+def test_a_process_may_end_while_operations_are_pending() -> None:
+    with workers(2, "exit_while_pending", first=1) as (_, (rank,)):
+        assert [rank.says(), rank.says()] == ["closed", "closed"]
+        assert rank.process.wait(5) == 0
+
+
 def test_a_forked_child_cannot_use_the_group() -> None:
     with workers(2, "fork") as (_, ranks):
         for rank in ranks:

@@ -108,12 +108,34 @@ def scenario_interrupt(group: Any) -> None:
     say(heard(lambda: all_reduce(group, values)))
 
 
+def submit_sum(group: Any, values: array.array[float]) -> Any:
+    buffers = [(values.buffer_info()[0], len(values) * values.itemsize)]
+    kind, dtype, op = core.KINDS["all_reduce"], core.DTYPES["float64"], core.REDUCE_OPS["sum"]
+    return group.submit(kind, dtype, op, 0, 1.0, buffers, buffers, 0, 20.0)
+
+
+def scenario_interrupt_behind_another(group: Any) -> None:
+    first, second = array.array("d", [1.0]), array.array("d", [1.0])
+    ticket = submit_sum(group, first)
+    say("ready")
+    try:
+        all_reduce(group, second)  # waits for the first, which waits for the other rank
+    except KeyboardInterrupt:
+        say(["interrupted", time.monotonic()])
+    say(ticket.fault()[0])
+
+
+def scenario_exit_while_pending(group: Any) -> None:
+    values = array.array("d", [1.0])
+    ticket = submit_sum(group, values)
+    ticket.add_done_callback(lambda: say(ticket.fault()[0]))
+    receive = group.irecv(1, values.buffer_info()[0], 8, core.DTYPES["float64"], 0, 20.0)
+    receive.add_done_callback(lambda: say(receive.fault()[0]))
+
+
 def scenario_fork(group: Any) -> None:
-    until_queue_runs = array.array("d", [1.0])
-    group.submit(
-        core.KINDS["all_reduce"], core.DTYPES["float64"], core.REDUCE_OPS["sum"], 0, 1.0,
-        [(until_queue_runs.buffer_info()[0], 8)], [(until_queue_runs.buffer_info()[0], 8)], 0, 20.0,
-    ).wait(-1)  # fmt: skip
+    before = array.array("d", [1.0])
+    submit_sum(group, before).wait(-1)  # so that there is a thread
     child = os.fork()
     if child == 0:
         try:

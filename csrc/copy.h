@@ -1,0 +1,43 @@
+// Copies between private memory and the segment.
+#pragma once
+
+#include <string.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace tilework {
+
+inline void copy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0 && to != from) memcpy(to, from, bytes);
+}
+
+/// Copy past the cache, for outputs that do not fit it anyway: an ordinary store first reads the
+/// line that it is about to overwrite, a third of all traffic. memcpy does this by itself for one
+/// long copy, not for the pieces of one.
+inline void copy_streaming(void* to, const void* from, size_t bytes) {
+#if defined(__SSE2__)
+  constexpr size_t kStep = 64, kVector = sizeof(__m128i);
+  auto* target = static_cast<char*>(to);
+  auto* source = static_cast<const char*>(from);
+  const size_t head = -reinterpret_cast<uintptr_t>(to) % kStep;
+  if (to != from && bytes >= 4096) {
+    memcpy(target, source, head);
+    size_t done = head;
+    for (; done + kStep <= bytes; done += kStep)
+      for (size_t i = 0; i < kStep; i += kVector)
+        _mm_stream_si128(
+            reinterpret_cast<__m128i*>(target + done + i),
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + done + i)));
+    _mm_sfence();
+    return copy(target + done, source + done, bytes - done);
+  }
+#endif
+  copy(to, from, bytes);
+}
+
+}  // namespace tilework
