@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -111,8 +112,12 @@ def alive(pid: int) -> bool:
 
 def children(of: int) -> list[int]:
     """The processes that a process has started."""
-    stats = {int(p.parent.name): p.read_text() for p in Path("/proc").glob("[0-9]*/stat")}
-    return [pid for pid, stat in stats.items() if stat.rpartition(")")[2].split()[1] == str(of)]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if path.read_text().rpartition(")")[2].split()[1] == str(of):
+                found.append(int(path.parent.name))
+    return found
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from tilework.errors import CollectiveMismatchError, PeerLostError
 from tilework.launch import stopping
-from tilework.launch.record import MAX_TRACEBACK_CHARS, LastWords, decode, describe, encode
+from tilework.launch.record import (
+    MAX_SUMMARY_CHARS,
+    MAX_TRACEBACK_CHARS,
+    LastWords,
+    decode,
+    describe,
+    encode,
+)
 from tilework.launch.show import failure_text, headline, others_text
 from tilework.launch.verdict import (
     PATIENCE_SECONDS,
@@ -110,7 +117,7 @@ def test_words_that_were_cut_off_are_none(cut: int) -> None:
 def test_end_of_a_long_traceback_is_kept() -> None:
     words = words_of(ValueError("y" * MAX_TRACEBACK_CHARS))
     assert len(words.traceback) == MAX_TRACEBACK_CHARS
-    assert len(words.summary) < 1000
+    assert len(words.summary) < 2 * MAX_SUMMARY_CHARS
 
 
 # Telling
@@ -130,10 +137,23 @@ def test_exit_status_is_as_a_shell_shows_it() -> None:
 
 def test_others_are_grouped() -> None:
     failures = [failure(rank, 0.0, ValueError("same")) for rank in (3, 1)]
-    text = others_text([*failures, Failure(2, 0.0, 5)])
+    text = others_text(failure(0, 0.0, KeyError()), [*failures, Failure(2, 0.0, 5)])
     assert text == (
         "then failed rank 1, 3: ValueError: same (exit code 1)\nthen failed rank 2: exit code 5\n"
     )
+
+
+def test_consequences_and_more_of_the_same_are_told_briefly() -> None:
+    others = [failure(1, 0.0, ValueError("1")), failure(2, 0.0, PeerLostError("all about rank 0"))]
+    assert others_text(failure(0, 0.0, ValueError("0")), others) == (
+        "then failed rank 1: ValueError (exit code 1)\n"
+        "then failed rank 2: PeerLostError (exit code 1)\n"
+    )
+
+
+def test_a_crash_is_not_more_of_the_same() -> None:
+    text = others_text(Failure(0, 0.0, 3), [Failure(1, 0.0, 3)])
+    assert text == "then failed rank 1: exit code 3\n"
 
 
 def test_traceback_is_indented_below_its_headline() -> None:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from tilework.launch import linux
 from tilework.launch.program import Program
-from tilework.launch.record import describe, encode
+from tilework.launch.record import describe, encode, summary
 
 #: What a launcher handles itself and a rank must not inherit.
 HANDLED_SIGNALS = tuple(
@@ -126,7 +126,7 @@ def run_program(program: Program, plan: RankPlan) -> int:
             os._exit(code)
         if code != 0:
             _report(error, code, plan.report_fd)
-            _abort_groups(plan.rank, error)
+            _abort_groups(plan.rank, error, code)
         return code
     return 0
 
@@ -171,12 +171,14 @@ def _report(error: BaseException, code: int, fd: int) -> None:
         _call_hook(error)
 
 
-def _abort_groups(rank: int, error: BaseException) -> None:
+def _abort_groups(rank: int, error: BaseException, code: int) -> None:
     """Tell peers at once, with the reason, instead of when exit handlers have run."""
     world = sys.modules.get("tilework.comm.world")  # not loaded: no groups
-    if world is not None and not isinstance(error, KeyboardInterrupt):
-        with contextlib.suppress(Exception):
-            world.current_world().abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+    if world is None or isinstance(error, KeyboardInterrupt):
+        return
+    how = f"exit code {code}" if isinstance(error, SystemExit) else summary(error)
+    with contextlib.suppress(Exception):
+        world.current_world().abort(f"rank {rank} failed: {how}")
 
 
 def _leave_groups() -> None:

@@ -18,6 +18,8 @@ from typing import Final
 
 #: A traceback's end says what went wrong, so that is what is kept of a longer one.
 MAX_TRACEBACK_CHARS: Final = 128 << 10
+#: What an error says, in a line that has the traceback below it.
+MAX_SUMMARY_CHARS: Final = 200
 _MARK: Final = b'{"tilework": '
 #: Frames in these files belong to the launcher, not to the program.
 _OWN_FILES: Final = tuple(
@@ -49,7 +51,7 @@ def describe(error: BaseException, exit_code: int) -> LastWords:
     return LastWords(
         time=time.monotonic(),
         classes=tuple(sorted(_class_names(error))),
-        summary="" if quiet else _summary(error),
+        summary="" if quiet else summary(error),
         traceback=text[-MAX_TRACEBACK_CHARS:],
         exit_code=exit_code,
     )
@@ -113,10 +115,13 @@ def _class_names(error: BaseException | None) -> set[str]:
     return names
 
 
-def _summary(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
+    """``ValueError: what it said``, one line, not too long."""
     try:
         said = str(error).strip().partition("\n")[0]
     except Exception:  # a broken __str__ must not hide the failure itself
         said = "(its message cannot be shown)"
     name = type(error).__qualname__
-    return f"{name}: {said[:500]}" if said else name
+    if len(said) > MAX_SUMMARY_CHARS:
+        said = f"{said[:MAX_SUMMARY_CHARS]}…"
+    return f"{name}: {said}" if said else name

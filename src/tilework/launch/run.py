@@ -68,7 +68,8 @@ class _Parts:
 
     def tell_rest(self, outcome: Outcome, left_behind: list[str]) -> None:
         """What else is worth knowing at the end."""
-        self.output.report(others_text(outcome.others, wants_colour(2)))
+        if outcome.root is not None:
+            self.output.report(others_text(outcome.root, outcome.others, wants_colour(2)))
         for failure in outcome.others:
             if failure.traceback:
                 self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")

@@ -38,15 +38,25 @@ def failure_text(failure: Failure, colour: bool = False) -> str:
     return f"{head}\n{_indented(failure.traceback)}"
 
 
-def others_text(failures: Sequence[Failure], colour: bool = False) -> str:
-    """One line for each way in which further ranks failed; empty without any."""
+def others_text(root: Failure, failures: Sequence[Failure], colour: bool = False) -> str:
+    """One line for each way in which further ranks failed; empty without any.
+
+    What says no more than that ``root`` failed, or says the same, is named by its class alone.
+    """
     ranks: dict[str, list[int]] = {}
     for failure in failures:
-        ranks.setdefault(_how(failure), []).append(failure.rank)
+        known = failure.is_consequence or _class(failure) == _class(root) != ""
+        how = f"{_class(failure)} ({_how_it_ended(failure)})" if known else _how(failure)
+        ranks.setdefault(how, []).append(failure.rank)
     lines = [f"then failed rank {_enumerated(who)}: {how}" for how, who in ranks.items()]
     if colour:
         lines = [f"{_DIM}{line}{_RESET}" for line in lines]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _class(failure: Failure) -> str:
+    """The class of a rank's error; empty where there was none."""
+    return failure.words.summary.partition(":")[0] if failure.words is not None else ""
 
 
 def _how(failure: Failure) -> str:
