@@ -56,6 +56,14 @@ $(VENV)/.made:
 	@$(PYTHON) -c '$(supported)' 2>/dev/null || { \
 	  echo "tilework needs Python 3.10 to 3.13, and '$(PYTHON)' is not one: $$($(PYTHON) -V 2>&1)."; \
 	  echo "Name one that is installed: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; } >&2
+	@case "$$(uname -s)$$TILEWORK_NO_CORE" in Linux) \
+	  command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || \
+	  command -v clang++ >/dev/null || { \
+	    echo "No C++ compiler was found; tilework's shared-memory core needs one. Install it:"; \
+	    echo "    apt install g++            (Debian, Ubuntu)"; \
+	    echo "    dnf install gcc-c++        (Fedora)"; \
+	    echo "or do without the core: make $(MAKECMDGOALS) TILEWORK_NO_CORE=1"; exit 1; } >&2;; \
+	esac
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Python could not make $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
@@ -70,14 +78,6 @@ $(VENV)/.torch: $(VENV)/.made
 
 # The core is built against what is installed here, so that editing csrc/ rebuilds it quickly.
 $(VENV)/.installed: $(VENV)/.torch $(core_sources)
-	@case "$$(uname -s)$$TILEWORK_NO_CORE" in Linux) \
-	  command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || \
-	  command -v clang++ >/dev/null || { \
-	    echo "No C++ compiler was found; tilework's shared-memory core needs one. Install it:"; \
-	    echo "    apt install g++            (Debian, Ubuntu)"; \
-	    echo "    dnf install gcc-c++        (Fedora)"; \
-	    echo "or do without the core: make $(MAKECMDGOALS) TILEWORK_NO_CORE=1"; exit 1; } >&2;; \
-	esac
 	@echo "building and installing tilework into $(VENV)" >&2
 	@$(pip) scikit-build-core nanobind \
 	  $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
