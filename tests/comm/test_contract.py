@@ -6,6 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
+
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
 
@@ -14,23 +16,35 @@ T = TypeVar("T")
 LIMIT = timedelta(seconds=15)
 
 
+def test_no_suite_hides_a_test_of_another() -> None:
+    names = [name for suite in ProcessGroupContract.__bases__ for name in vars(suite)]
+    tests = [name for name in names if name.startswith("test_")]
+    assert sorted(set(tests)) == sorted(tests)
+
+
+# First, while this process is small: forking takes longer the more memory there is.
+class TestShmBetweenProcesses(ProcessGroupContract):
+    # Starting processes is what takes time here; sizes and dtypes are covered between threads,
+    # by the same code of the core.
+    world_sizes = (3,)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+    large = 400_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, kind="processes", backend="shm", timeout=LIMIT)
+
+
+class TestShmBetweenThreads(ProcessGroupContract):
+    # Five of the core's slots, and a bit.
+    large = 700_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
+
+
 class TestThreads(ProcessGroupContract):
     # Whole tensors are handed over, never chunks.
     large = 200_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
         return run_ranks(n, fn, kind="threads", backend="threads", timeout=LIMIT)
-
-
-class TestShmBetweenThreads(ProcessGroupContract):
-    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
-        return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
-
-
-class TestShmBetweenProcesses(ProcessGroupContract):
-    # Starting processes is what takes time here; sizes are covered between threads.
-    world_sizes = (3,)
-    large = 400_001
-
-    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
-        return run_ranks(n, fn, kind="processes", backend="shm", timeout=LIMIT)

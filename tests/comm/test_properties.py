@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tilework.testing.strategies import Program, cases, programs, run_program, s
 LIMIT = timedelta(seconds=15)
 
 
-def examples(count: int) -> Any:
+def examples(count: int) -> settings:
     # Ranks make the clock unreliable, and what was found once is pinned as a plain test.
     return settings(
         max_examples=count,
@@ -29,7 +29,7 @@ def examples(count: int) -> Any:
     )
 
 
-def run(backend: str, program: Program, kind: str = "threads") -> None:
+def run(backend: str, program: Program, kind: Literal["threads", "processes"] = "threads") -> None:
     run_ranks(
         program.n,
         lambda rank: run_program(program, rank),
@@ -40,13 +40,13 @@ def run(backend: str, program: Program, kind: str = "threads") -> None:
 
 
 @given(programs(max_ranks=5))
-@examples(60)
+@examples(40)
 def test_random_programs_on_threads(program: Program) -> None:
     run("threads", program)
 
 
 @given(programs(max_ranks=5))
-@examples(60)
+@examples(50)
 def test_random_programs_on_shm(program: Program) -> None:
     run("shm", program)
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -13,24 +13,25 @@ from tilework.testing import run_ranks
 
 #: Runs ``fn(rank)`` on ``n`` ranks that have no group yet.
 Runner = Callable[[int, Callable[[int], Any]], list[Any]]
+Kind = Literal["threads", "processes"]
 #: Makes the default group of a rank: ``join(rank, n)``.
 Join = Callable[[int, int], None]
 
 
 @pytest.fixture(params=["threads", "shm", "shm between processes"])
-def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
+def setting(request: pytest.FixtureRequest) -> tuple[Kind, str]:
     """(kind of ranks, backend)."""
     backend, _, between = request.param.partition(" ")
     return ("processes" if between else "threads"), backend
 
 
 @pytest.fixture
-def backend(setting: tuple[str, str]) -> str:
+def backend(setting: tuple[Kind, str]) -> str:
     return setting[1]
 
 
 @pytest.fixture
-def ranks(setting: tuple[str, str]) -> Runner:
+def ranks(setting: tuple[Kind, str]) -> Runner:
     def run(n: int, fn: Callable[[int], Any]) -> list[Any]:
         return run_ranks(n, fn, kind=setting[0], timeout=timedelta(seconds=20), init=False)
 

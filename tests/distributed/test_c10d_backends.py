@@ -139,7 +139,7 @@ def test_send_and_recv(dummy: Runner) -> None:
 def test_what_it_lacks_is_said(dummy: Runner, tmp_path: Path) -> None:
     def body(rank: int) -> None:
         dist.init_process_group("dummy", rank=rank, world_size=1)
-        with pytest.raises(NotImplementedError, match="Dummy.*scatter"):
+        with pytest.raises(NotImplementedError, match=r"Dummy.*scatter"):
             dist.scatter(torch.ones(1), [torch.ones(1)])
 
     dummy(1, body)

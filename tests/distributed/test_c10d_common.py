@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from tests.distributed.conftest import Join, Runner
 from tests.distributed.dummy import DummyProcessGroup
 
 
-def common_sequence_number(group: dist.ProcessGroup, through: dist.ProcessGroup) -> int:
+def common_sequence_number(group: object, through: object) -> int:
+    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(through, dist.ProcessGroup)
     mine = group.get_sequence_number_for_group()
     numbers: list[int] = [-1] * dist.get_world_size(through)
     dist.all_gather_object(numbers, mine, group=through)
@@ -22,11 +25,12 @@ def common_sequence_number(group: dist.ProcessGroup, through: dist.ProcessGroup)
     return numbers[0]
 
 
-def assert_sequence_numbers_count(group: dist.ProcessGroup, ranks: list[int]) -> None:
+def assert_sequence_numbers_count(group: object, ranks: list[int]) -> None:
     # A second group compares the numbers, so that comparing does not change them.
     through = dist.new_group(ranks)
-    if dist.rank_not_in_group(group):
+    if not isinstance(group, dist.ProcessGroup):
         return
+    assert isinstance(through, dist.ProcessGroup)
     start = common_sequence_number(group, through)
     for i in range(10):
         dist.all_reduce(torch.ones(1), group=group)
@@ -81,7 +85,7 @@ def test_ranks_outside_a_group_are_warned_once(processes: Runner, tmp_path: Path
         dist.init_process_group("shm", world_size=2, rank=rank, store=store)
         group = dist.new_group([0])
         x, xs = torch.zeros(2, 2), [torch.zeros(2, 2)]
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "all_gather": lambda: dist.all_gather(xs, x, group=group),
             "all_reduce": lambda: dist.all_reduce(x, group=group),
             "barrier": lambda: dist.barrier(group=group),
@@ -127,7 +131,7 @@ def test_different_dtypes_in_one_call(ranks: Runner, join: Join) -> None:
         single, half = torch.ones(2, 2) * 7, (torch.ones(2, 2) * 7).half()
         singles = [torch.zeros(2, 2) for _ in range(2)]
         mixed = [singles[0], singles[1].half()]
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: dist.all_gather(mixed, single),
             lambda: dist.all_gather(singles, half),
             lambda: dist.all_gather_coalesced([mixed], singles),

@@ -116,5 +116,5 @@ def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
             assert heard.kind is CollectiveTimeoutError
             assert heard.ranks == (0,)
             assert LIMIT.total_seconds() * 0.9 < heard.when - start < LIMIT.total_seconds() + 1
-            for word in ("broadcast", "5, 7", "group 'default'", "#2", "rank 0"):
+            for word in ("broadcast", "5, 7", "group 'default'", "#2", "rank 0", "test_absence.py"):
                 assert word in heard.text, heard.text

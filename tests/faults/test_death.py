@@ -96,6 +96,30 @@ def test_two_die_at_once(seed: int, tmp_path: Path) -> None:
             assert heard.when - died < 1.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_in_the_middle_of_a_large_operation(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(300 + seed)
+    victim = draw.randrange(3)
+
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store")
+        tensor, parts = torch.ones(3_000_000), torch.ones(1_000_000)
+        say("ready")
+        if seed % 2:
+            say(until_error(lambda turn: dist.all_reduce(tensor, op=dist.ReduceOp.MAX)))
+        else:
+            say(until_error(lambda turn: dist.all_gather_into_tensor(tensor, parts)))
+        leave(store)
+
+    with Crew(3, story) as crew:
+        for rank in crew:
+            rank.hear()
+        time.sleep(draw.uniform(0, 0.05))
+        died = crew[victim].kill()
+        for rank in crew.others(victim):
+            assert_told(rank.hear(), victim, died)
+
+
 def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
         store = join(rank, 3, tmp_path / "store")

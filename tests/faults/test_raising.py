@@ -27,9 +27,7 @@ everywhere = pytest.mark.parametrize(
 
 
 def outcomes(kind: Kind, backend: str, fn: Any) -> list[Any]:
-    return run_ranks(
-        3, fn, kind=kind, backend=backend, timeout=LIMIT, return_exceptions=True
-    )
+    return run_ranks(3, fn, kind=kind, backend=backend, timeout=LIMIT, return_exceptions=True)
 
 
 @everywhere

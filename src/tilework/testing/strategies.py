@@ -166,7 +166,9 @@ def _reduce_scatter(step: Step, rank: int, n: int) -> Started:
     inputs = [step.contribution(rank, part) for part in range(n)]
     op = reduce_op(step.reduction)
     work = dist.reduce_scatter(output, inputs, op=op, async_op=step.async_op)
-    return Started(work, [output], [folded(step.reduction, [step.value(r, rank) for r in range(n)])])
+    return Started(
+        work, [output], [folded(step.reduction, [step.value(r, rank) for r in range(n)])]
+    )
 
 
 def _reduce_scatter_tensor(step: Step, rank: int, n: int) -> Started:
@@ -174,7 +176,9 @@ def _reduce_scatter_tensor(step: Step, rank: int, n: int) -> Started:
     output = step.case.blank()
     op = reduce_op(step.reduction)
     work = dist.reduce_scatter_tensor(output, whole.contribution(rank), op, async_op=step.async_op)
-    return Started(work, [output], [folded(step.reduction, [whole.value(r) for r in range(n)])[rank]])
+    return Started(
+        work, [output], [folded(step.reduction, [whole.value(r) for r in range(n)])[rank]]
+    )
 
 
 def _broadcast(step: Step, rank: int, n: int) -> Started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +11,15 @@ import torch
 
 import tilework.distributed as dist
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
-from tilework.testing.groups.base import SHORT, Failure, GroupSuite, failure_of, refused, still_works
+from tilework.testing.groups.base import (
+    SHORT,
+    Failure,
+    GroupSuite,
+    failure_of,
+    inside,
+    refused,
+    still_works,
+)
 
 _Call = Callable[[], object]
 
@@ -122,9 +131,7 @@ class MismatchSuite(GroupSuite):
     def test_split_sizes_that_do_not_meet(self) -> None:
         def exchange(*received: int) -> _Call:
             output = torch.zeros(sum(received))
-            return lambda: dist.all_to_all_single(
-                output, torch.zeros(6), list(received), [2, 2, 2]
-            )
+            return lambda: dist.all_to_all_single(output, torch.zeros(6), list(received), [2, 2, 2])
 
         self.assert_mismatch(exchange(2, 2, 2), exchange(3, 2, 1), "2", "3")
 
@@ -228,7 +235,7 @@ class TimeoutSuite(GroupSuite):
             for call in calls:
                 group = dist.new_group(timeout=timedelta(milliseconds=60))
                 if rank == 0:
-                    error = failure_of(lambda c=call, g=group: c(g))
+                    error = failure_of(functools.partial(call, inside(group)))
                     assert error.kind is CollectiveTimeoutError
                     assert error.ranks == (1,)
                 dist.barrier()
@@ -284,7 +291,8 @@ class TimeoutSuite(GroupSuite):
             assert error is not None
             assert error.kind is CollectiveTimeoutError
             assert error.ranks == (1, 2)
-            assert "1" in error.text and "2" in error.text
+            assert "1" in error.text
+            assert "2" in error.text
 
 
 class MisuseSuite(GroupSuite):

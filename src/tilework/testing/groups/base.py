@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
 from tilework.testing.groups.values import DTYPES, Case, cases
 
@@ -90,13 +91,26 @@ def refused(*words: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        for word in words:
-            assert word in str(error), f"{word!r} is missing from the message: {error}"
+        missing = [word for word in words if word not in str(error)]
+        if missing:
+            raise AssertionError(f"{missing} missing from the message: {error}") from error
     else:
         raise AssertionError(f"misuse was accepted (expected a message with {words})")
 
 
-def still_works(n: int, group: dist.ProcessGroup | None = None) -> None:
+def started(work: dist.Work | None) -> dist.Work:
+    """The Work that an asynchronous operation must return."""
+    assert isinstance(work, dist.Work), f"an asynchronous operation returned {work!r}"
+    return work
+
+
+def inside(group: AnyGroup) -> dist.ProcessGroup:
+    """A group that this rank must be a member of."""
+    assert isinstance(group, dist.ProcessGroup), f"a member was given {group!r}"
+    return group
+
+
+def still_works(n: int, group: AnyGroup = None) -> None:
     """Check by an all_reduce that the group of ``n`` ranks is as good as new."""
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import torch
 
 import tilework.distributed as dist
 from tilework.errors import CollectiveMismatchError
-from tilework.testing.groups.base import GroupSuite, failure_of, refused, still_works
+from tilework.testing.groups.base import GroupSuite, failure_of, refused, started, still_works
 from tilework.testing.groups.values import Case, assert_same, pattern
 
 _F32 = torch.float32
-
-
-def started(work: dist.Work | None) -> dist.Work:
-    """The Work that an isend or irecv must return."""
-    assert isinstance(work, dist.Work)
-    return work
 
 
 class MessageSuite(GroupSuite):
@@ -27,7 +22,7 @@ class MessageSuite(GroupSuite):
         def body(rank: int) -> None:
             for case in self.cases():
                 if rank == 0:
-                    assert dist.send(case.make(3), dst=1) is None
+                    dist.send(case.make(3), dst=1)
                 else:
                     tensor = case.blank()
                     assert dist.recv(tensor, src=0) == 0
@@ -177,7 +172,7 @@ class MessageSuite(GroupSuite):
                     dist.isend(case.make(0), 1, group=group)
                     dist.barrier()
                 else:
-                    error = failure_of(lambda g=group: dist.recv(torch.zeros(3), 0, group=g))
+                    error = failure_of(functools.partial(dist.recv, torch.zeros(3), 0, group))
                     assert error.kind is CollectiveMismatchError
                     dist.barrier()
 

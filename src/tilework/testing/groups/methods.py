@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilework.distributed as dist
-from tilework.testing.groups.base import GroupSuite
+from tilework.testing.groups.base import GroupSuite, inside
 from tilework.testing.groups.values import assert_same, folded, pattern
 
 _F32 = torch.float32
@@ -125,7 +125,7 @@ class MethodSuite(GroupSuite):
 
         self.run(2, body)
 
-    def test_barrier(self) -> None:
+    def test_barriers_are_counted(self) -> None:
         def body(rank: int) -> None:
             here().barrier().wait()
             here().barrier(dist.Options()).wait()
@@ -141,7 +141,7 @@ class MethodSuite(GroupSuite):
 
     def test_abort_ends_everyone(self) -> None:
         def body(rank: int) -> str:
-            group = dist.new_group()
+            group = inside(dist.new_group())
             try:
                 if rank == 0:
                     group.abort("the user said so")
@@ -154,7 +154,7 @@ class MethodSuite(GroupSuite):
 
     def test_close_may_be_called_twice(self) -> None:
         def body(rank: int) -> None:
-            group = dist.new_group()
+            group = inside(dist.new_group())
             dist.barrier(group=group)
             dist.barrier()
             group.close()

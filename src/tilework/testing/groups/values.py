@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,20 +43,26 @@ def pattern(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
     Example:
         >>> pattern(1, (3,), torch.int32)
-        tensor([4, 5, 1], dtype=torch.int32)
+        tensor([ 4,  5, -1], dtype=torch.int32)
     """
-    return _pattern(seed, tuple(shape), dtype).clone()
+    size = torch.Size(shape)
+    make = _remembered if size.numel() <= _SMALL else _numbers
+    return make(seed, size, dtype).clone()
 
 
-@functools.lru_cache(maxsize=512)
-def _pattern(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+#: Elements of a tensor worth remembering: a process that holds much memory is slow to fork.
+_SMALL = 10_000
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     # Made once for all ranks that are threads and for all that compare with it.
     with torch.inference_mode(False):
         return _numbers(seed, shape, dtype)
 
 
 def _numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
+    index = torch.arange(math.prod(shape), dtype=torch.int64)
     number = (index + index // 5 + 3 * seed) % 5 + 1
     if dtype is torch.bool:
         values = number > 2
@@ -158,6 +165,17 @@ def assert_same(actual: Tensor, expected: Tensor, what: object = "") -> None:
         f"{what}: {len(differing)} of {actual.numel()} elements differ, the first at {where}: "
         f"got {actual.flatten()[:8]}…, expected {expected.flatten()[:8]}…"
     )
+
+
+def assert_near(actual: Tensor, expected: Tensor, what: object = "") -> None:
+    """Raise AssertionError unless all elements agree but for one rounding in their dtype.
+
+    (torch.testing says it better, but takes half a second to import in every forked rank.)
+    """
+    exact = expected.to(torch.complex128 if expected.is_complex() else torch.float64)
+    error = (actual.to(exact.dtype) - exact).abs()
+    if bool((error > torch.finfo(actual.dtype).eps * exact.abs()).any()):
+        raise AssertionError(f"{what}: off by up to {error.max().item():g} from {expected}")
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
