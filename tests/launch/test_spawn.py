@@ -206,3 +206,32 @@ def test_no_rank_outlives_a_program_that_ends_without_joining(tmp_path: Path) ->
         assert process.wait(10) == 0
         pids = [int(text) for text in wait_for_files(tmp_path, "pid-*", 2)]
         assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_program_without_its_guard_is_told(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "from tilework.launch import spawn\ndef work(rank): pass\nspawn(work, nprocs=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 1
+    assert 'under if __name__ == "__main__":' in done.stderr
+
+
+def test_a_program_from_stdin_can_spawn_what_it_imports(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input="from tilework.launch import spawn\nspawn(print, ('hello',), 1)\n",
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.stdout, done.stderr) == ("0 hello\n", "")

@@ -18,6 +18,7 @@ from tilework.launch.job import Job
 from tilework.launch.program import Function
 from tilework.launch.settings import LaunchSettings, StartMethod
 from tilework.launch.show import failure_text
+from tilework.launch.spawned import is_recreating_main
 from tilework.launch.supervise import Outcome
 
 #: All steps of ending ranks politely, and a little.
@@ -126,6 +127,7 @@ def spawn(
         RankFailedError: A rank failed; its text has that rank's traceback.
         TypeError: ``fn`` or ``args`` cannot be pickled.
         ValueError: An argument cannot work.
+        RuntimeError: A script lacks its ``if __name__ == "__main__":``.
 
     Warns:
         RuntimeWarning: ``start="fork"`` in a program that has threads.
@@ -134,13 +136,7 @@ def spawn(
         >>> import operator
         >>> spawn(operator.add, (1,), nprocs=2)
     """
-    if start == "fork" and threading.active_count() > 1:
-        warnings.warn(
-            f"spawn() forks a program that has {threading.active_count()} threads: a lock that one "
-            f'of them holds stays locked in the ranks; start="spawn" is safe',
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    _check_caller(start)
     settings = LaunchSettings(nprocs=nprocs, start=start, backend=backend, timeout=timeout)
     job = Job(settings, Function(fn, args), threads_per_rank(nprocs, os.environ))
     ranks = RunningRanks(job.__enter__())
@@ -153,6 +149,22 @@ def spawn(
             job.stop(stopping.after_signal(signal.SIGINT), _STOP_TIME)
             raise
     return None
+
+
+def _check_caller(start: StartMethod) -> None:
+    """Refuse what would never end, and warn of what may hang."""
+    if is_recreating_main():
+        raise RuntimeError(
+            "spawn() was called while a rank it had started was loading the program: put the call "
+            'where only the program itself comes by, under if __name__ == "__main__":'
+        )
+    if start == "fork" and threading.active_count() > 1:
+        warnings.warn(
+            f"spawn() forks a program that has {threading.active_count()} threads: a lock that one "
+            f'of them holds stays locked in the ranks; start="spawn" is safe',
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _raise_for(outcome: Outcome) -> None:

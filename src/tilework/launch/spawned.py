@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, cast
 
-from tilework.launch.program import Function, Program
+from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan, enter, run_interruptibly
 
 #: What the fresh interpreter is given with ``-c``. The payload is a file that all ranks share,
@@ -35,7 +35,7 @@ class Pickled:
     def run(self, rank: int) -> None:
         """Load the program and run it. Raises whatever that raises."""
         if self.main:
-            multiprocessing.spawn.prepare(self.main)
+            _recreate_main(self.main)
         cast(Program, pickle.loads(self.program)).run(rank)
 
 
@@ -45,13 +45,10 @@ def payload(plan: RankPlan, program: Program) -> bytes:
     Raises:
         TypeError: The function or its arguments cannot be pickled.
     """
-    main: dict[str, Any] = {}
-    if isinstance(program, Function):
-        wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
-        everything = _preparation_data()
-        main = {name: everything[name] for name in wanted if name in everything}
     try:
-        packed = Pickled(pickle.dumps(program), main)
+        data = pickle.dumps(program)
+        # What is defined in this program's main module is pickled by that name.
+        packed = Pickled(data, _how_to_recreate_main() if b"__main__" in data else {})
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"a function for fresh interpreters, and its arguments, must be picklable: {error}. "
@@ -78,6 +75,23 @@ def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
     sys.exit(code)
 
 
-def _preparation_data() -> dict[str, Any]:
-    """What multiprocessing knows about how a fresh process re-creates this one's ``__main__``."""
-    return dict(multiprocessing.spawn.get_preparation_data("rank"))
+def is_recreating_main() -> bool:
+    """Whether this process is a rank that is just loading the main module of its program."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def _how_to_recreate_main() -> dict[str, Any]:
+    """What multiprocessing knows about how a fresh process gets this one's ``__main__``."""
+    known = multiprocessing.spawn.get_preparation_data("rank")
+    wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+    return {name: value for name, value in known.items() if name in wanted}
+
+
+def _recreate_main(how: dict[str, Any]) -> None:
+    """Load the main module, marked as multiprocessing does it, so that neither starts ranks."""
+    process = multiprocessing.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]
+    try:
+        multiprocessing.spawn.prepare(how)
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
