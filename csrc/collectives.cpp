@@ -22,8 +22,7 @@
 namespace tilework {
 namespace {
 
-constexpr size_t kBlock = 16 * 1024;             // fits the first-level cache twice
-constexpr size_t kStreamedBytes = 4 * 1024 * 1024;  // outputs from here on do not stay in a cache
+constexpr size_t kBlock = 16 * 1024;  // fits the first-level cache twice
 
 size_t align_down(size_t n) { return n / kLine * kLine; }
 size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }

@@ -12,6 +12,9 @@
 
 namespace tilework {
 
+/// Outputs from this length on do not stay in a cache.
+constexpr size_t kStreamedBytes = 4 * 1024 * 1024;
+
 inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes > 0 && to != from) memcpy(to, from, bytes);
 }

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "copy.h"
+
 namespace tilework {
 namespace {
 
@@ -15,14 +17,15 @@ size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine 
 /// Copy to and from a ring, whose end may lie inside.
 void write_ring(char* ring, uint64_t at, const char* from, size_t bytes) {
   const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
-  if (first > 0) memcpy(ring + offset, from, first);
-  if (bytes > first) memcpy(ring, from + first, bytes - first);
+  copy(ring + offset, from, first);
+  copy(ring, from + first, bytes - first);
 }
 
-void read_ring(const char* ring, uint64_t at, char* to, size_t bytes) {
+void read_ring(const char* ring, uint64_t at, char* to, size_t bytes, bool streamed) {
   const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
-  if (first > 0) memcpy(to, ring + offset, first);
-  if (bytes > first) memcpy(to + first, ring, bytes - first);
+  const auto put = streamed ? copy_streaming : copy;
+  put(to, ring + offset, first);
+  put(to + first, ring, bytes - first);
 }
 
 std::optional<Fault> check_fit(const Request& request, const Envelope& envelope, int source) {
@@ -101,18 +104,22 @@ void Mail::progress(Care care) {
   fail_late();
 }
 
-void Mail::drive(Care care) {
+bool Mail::drive(Care care) {
   std::vector<Completion> completions;
+  bool moved = false;
   {
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
     if (care != Care::kQuick)
       lock.lock();
     else if (!lock.try_lock())
-      return;  // somebody else drives
+      return false;  // somebody else drives
+    const uint64_t before = fragments_;
     progress(care);
+    moved = fragments_ != before;
     completions.swap(completions_);
   }
   announce(completions);
+  return moved;
 }
 
 /// Tell the tickets. Not under the lock, since callbacks may post requests.
@@ -122,15 +129,17 @@ void Mail::announce(std::vector<Completion>& completions) {
   segment_.control(rank_).mail_bell.ring();  // another thread may wait for one of these
 }
 
+/// Sleeps only when nothing has moved for as long as patience.pace says. Looks at what else may
+/// happen (see Care) before each sleep, and once a slice however much moves.
 template <class Finished>
 bool Mail::drive_until(Finished&& finished, const Patience& patience) {
-  auto look = [&] {
-    drive(Care::kQuick);
-    return finished();
-  };
-  if (spin(patience.pace, look)) return true;
   bool slice_over = false;
+  int64_t looked = now_ns();
   for (;;) {
+    const bool moved = spin(patience.pace, [&] { return drive(Care::kQuick) || finished(); });
+    if (finished()) return true;
+    if (moved && now_ns() - looked < kSlice) continue;
+    looked = now_ns();
     Sleeper sleeper(segment_.control(rank_).mail_bell, station_.sleeps);
     drive(slice_over ? Care::kThorough : Care::kUsual);
     if (finished()) return true;
@@ -224,6 +233,7 @@ void Mail::push(int peer) {
     write_ring(ring, out.head + kLine, request->buffer.data + request->moved, bytes);
     out.head += fragment_room(bytes);
     cursor.head.store(out.head);
+    ++fragments_;
     if (peer != rank_) segment_.control(peer).mail_bell.ring();
     request->moved += bytes;
     if (request->moved < request->buffer.bytes) continue;
@@ -244,6 +254,7 @@ void Mail::pull(int peer) {
     in.corrupt = available > kRingBytes || available < kLine || !pull_fragment(peer, available);
     if (in.tail == before) return;
     cursor.tail.store(in.tail);
+    ++fragments_;
     if (peer != rank_) segment_.control(peer).mail_bell.ring();
   }
 }
@@ -290,10 +301,12 @@ void Mail::store_fragment(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
   const char* ring = segment_.ring(peer, rank_);
   if (in.target && !in.target->over) {
-    read_ring(ring, in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes);
+    read_ring(ring, in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes,
+              in.current.total >= kStreamedBytes);
   } else if (in.parked) {
     in.parked->data.resize(in.received + envelope.bytes);  // grows by what came, not by a promise
-    read_ring(ring, in.tail + kLine, in.parked->data.data() + in.received, envelope.bytes);
+    read_ring(ring, in.tail + kLine, in.parked->data.data() + in.received, envelope.bytes,
+              false);
   }
   in.received += envelope.bytes;
 }

@@ -134,7 +134,7 @@ class Mail {
   void fail_where(Doom&& doom);
   void ensure_driver();
 
-  void drive(Care care);
+  bool drive(Care care);  // whether anything moved
   void announce(std::vector<Completion>& completions);
   template <class Finished>
   bool drive_until(Finished&& finished, const Patience& patience);
@@ -153,6 +153,7 @@ class Mail {
   std::list<RequestPtr> posted_;    // receives without a message, in order
   std::list<std::shared_ptr<Unexpected>> unexpected_;
   std::vector<Completion> completions_;
+  uint64_t fragments_ = 0;  // moved so far
   std::atomic<size_t> pending_{0};  // length of requests_, for those without the lock
   std::atomic<int> waiters_{0};
   std::atomic<bool> stopping_{false};
