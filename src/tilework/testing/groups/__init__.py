@@ -16,6 +16,7 @@ shortens ``world_sizes``.
 from __future__ import annotations
 
 from tilework.testing.groups.agreement import MismatchSuite, MisuseSuite, TimeoutSuite
+from tilework.testing.groups.aliases import AliasSuite
 from tilework.testing.groups.base import GroupSuite
 from tilework.testing.groups.exchanges import AllToAllSuite
 from tilework.testing.groups.messages import MessageSuite
@@ -36,6 +37,7 @@ class ProcessGroupContract(
     ReduceSuite,
     PrecisionSuite,
     AllToAllSuite,
+    AliasSuite,
     MessageSuite,
     ObjectSuite,
     WorkSuite,
