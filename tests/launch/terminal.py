@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from tests.launch.conftest import Launch
 
 
-class TerminalSession:
+class OnTerminal:
     """A launcher in the foreground of a terminal; what it shows, and keys to press."""
 
     def __init__(self, launch: Launch, *arguments: str, columns: int = 80) -> None:
@@ -67,9 +67,9 @@ class TerminalSession:
 
 
 @contextmanager
-def on_terminal(launch: Launch, *arguments: str, columns: int = 80) -> Iterator[TerminalSession]:
-    session = TerminalSession(launch, *arguments, columns=columns)
+def on_terminal(launch: Launch, *arguments: str, columns: int = 80) -> Iterator[OnTerminal]:
+    shown = OnTerminal(launch, *arguments, columns=columns)
     try:
-        yield session
+        yield shown
     finally:
-        session.close()
+        shown.close()

@@ -19,7 +19,7 @@ WAIT = """
     time.sleep(60)
 """
 
-#: As above, with children: in the rank's session, and in one of their own.
+#: As above, with children: in the rank's group, and in one of their own.
 WAIT_WITH_CHILDREN = """
     import os, subprocess, time
     rank = os.environ["RANK"]
@@ -165,7 +165,7 @@ def test_kill_9_of_the_launcher_ends_ranks_and_their_children(launch: Launch, st
     try:
         assert all_gone(*ranks, *inside)
     finally:
-        for pid in outside:  # in sessions of their own: nobody can know of them any more
+        for pid in outside:  # in groups of their own: nobody can know of them any more
             os.kill(pid, signal.SIGKILL)
 
 
@@ -194,10 +194,10 @@ def test_what_ranks_leave_running_is_ended(launch: Launch) -> None:
     done = launch(
         """
         import os, subprocess
-        for session in (True, False):
-            child = subprocess.Popen(["sleep", "60"], start_new_session=session)
+        for own_group in (True, False):
+            child = subprocess.Popen(["sleep", "60"], start_new_session=own_group)
             child.returncode = 0  # no complaint about leaving it
-            open(f"pid-{os.environ['RANK']}-{session}", "w").write(str(child.pid))
+            open(f"pid-{os.environ['RANK']}-{own_group}", "w").write(str(child.pid))
         """
     )
     children = pids(launch, "pid-*", 4)

@@ -1,6 +1,6 @@
 """Start one rank's process: by fork from this one, or as a fresh interpreter.
 
-Either way the rank leads a session of its own: it has no controlling terminal, so Ctrl-C
+Either way the rank leads a group of its own and has no controlling terminal: Ctrl-C
 reaches the launcher alone, and everything the rank starts can be signalled as one group.
 """
 

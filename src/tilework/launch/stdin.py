@@ -1,6 +1,6 @@
 """Standard input: rank 0 gets it, the others get nothing.
 
-A pipe or file is simply handed on. A terminal cannot be, as rank 0 is in a session of its own:
+A pipe or file is simply handed on. A terminal cannot be, as rank 0 is not in the foreground group:
 the launcher passes on whole lines as the user types them, for ``input()`` and ``breakpoint()``.
 """
 

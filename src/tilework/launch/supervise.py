@@ -197,7 +197,7 @@ class Supervisor:
             self.stop(stopping.after_signal(number))
 
     def _suspend(self) -> None:
-        """Ctrl-Z: the ranks are in other sessions, so stop them too, and wake them with us."""
+        """Ctrl-Z: the ranks are not in our group, so stop them too, and wake them with us."""
         for rank in self.ranks:
             rank.signal_group(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
