@@ -1,4 +1,4 @@
-"""Making a shm group where something is wrong: ranks that cannot share memory, strangers, deaths."""
+"""Making a shm group where something is wrong: no memory in common, strangers, deaths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,8 +31,8 @@ def enter_own_network() -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[str]:
-    yield str(tmp_path / "store")
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
 
 
 def test_ranks_that_cannot_share_memory_are_told_so_on_every_rank(path: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 
+from tilework.errors import DistStoreError
 from tilework.store import checks
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.log import Log
@@ -56,6 +58,11 @@ class FileStore(Store):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(timeout)
+        if sys.platform == "win32":
+            raise DistStoreError(
+                f"FileStore needs a system with flock, this is {sys.platform}; use TCPStore "
+                f"between processes, or HashStore between threads"
+            )
         #: The file, as an absolute path.
         self.path = os.path.abspath(os.fspath(path))
         self._log = Log(self.path, world_size, checks.seconds(timeout))

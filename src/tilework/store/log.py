@@ -9,8 +9,8 @@ record locks would not do.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -30,6 +30,10 @@ from tilework.store.records import (
     unpack,
 )
 from tilework.store.table import Table
+
+# Windows has no flock; there FileStore says so when it is asked for.
+if sys.platform != "win32":
+    import fcntl
 
 #: Bytes read at once where a record does not ask for more.
 _CHUNK: Final = 64 << 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 # Costs nothing extra beside torch, which imports it too.
 import asyncio
 import contextlib
-import resource
 import socket
+import sys
 import threading
 import weakref
 
@@ -14,6 +14,10 @@ from tilework.errors import DistStoreError
 from tilework.store.address import Address, TcpAddress, UnixAddress
 from tilework.store.fork import watch_forks
 from tilework.store.service import Service
+
+# Windows has no limits of this kind.
+if sys.platform != "win32":
+    import resource
 
 #: How long closing waits for the server's thread.
 _JOIN_SECONDS = 5.0
@@ -152,6 +156,8 @@ def _serve(loop: asyncio.AbstractEventLoop, service: Service) -> None:
 
 def _raise_descriptor_limit() -> None:
     """Allow as many connections as the system lets this process have."""
+    if sys.platform == "win32":
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
