@@ -1,7 +1,7 @@
 """tilework's collectives on one host against its peers', as a table of times and ratios.
 
-    python benchmarks/collectives.py            # 2 and 4 ranks, about five minutes
-    python benchmarks/collectives.py --quick    # a rough look in about one
+    python benchmarks/collectives.py            # 2 and 4 ranks, a minute or two
+    python benchmarks/collectives.py --quick    # a rough look in half of that
     python benchmarks/collectives.py --ranks 2 --operations all_reduce --json out.json
 
 The same processes run all peers by turns, so that whatever else the machine does at the time
