@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <string_view>
 
 #include "group.h"
@@ -149,7 +150,7 @@ nb::object text_of(const std::string& bytes) {
 }
 
 nb::tuple fault_args(const Fault& fault) {
-  return nb::make_tuple(fault.kind, ranks_of(fault.ranks), text_of(fault.what()));
+  return nb::make_tuple(fault.kind, ranks_of(fault.ranks), text_of(fault.text));
 }
 
 struct PyTicket {

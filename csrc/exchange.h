@@ -24,14 +24,14 @@ namespace tilework {
 struct RoundState {
   explicit RoundState(int size) : factors(size), sources(size) {}
   uint64_t step = 0;
-  std::vector<double> factors;        // per rank, of the current operation
+  std::vector<double> factors;       // per rank, of the current operation
   std::vector<const void*> sources;  // scratch for reductions
 };
 
 /// The rounds of one operation. The first one carries the header.
 class Exchange {
  public:
-  /// `stop` is asked for reasons to give up, while waiting.
+  /// Writes the header. Once `cancelled` is true, waits end with a fault.
   Exchange(Station& station, RoundState& state, const Operation& operation,
            const Patience& patience, const std::atomic<bool>& cancelled);
 

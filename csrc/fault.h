@@ -2,19 +2,21 @@
 // ValueError), thrown before anything moves; what goes wrong between ranks is a Fault.
 #pragma once
 
-#include <stdexcept>
+#include <exception>
 #include <string>
 #include <vector>
 
 namespace tilework {
 
 /// kind is "mismatch", "peer_lost", "timeout", "aborted" or "closed"; ranks are those at fault.
-struct Fault : std::runtime_error {
-  Fault(const char* kind_, std::vector<int> ranks_, const std::string& text)
-      : std::runtime_error(text), kind(kind_), ranks(std::move(ranks_)) {}
+struct Fault : std::exception {
+  Fault(const char* kind_, std::vector<int> ranks_, std::string text_)
+      : kind(kind_), ranks(std::move(ranks_)), text(std::move(text_)) {}
+  const char* what() const noexcept override { return text.c_str(); }
 
   std::string kind;
   std::vector<int> ranks;
+  std::string text;
 };
 
 /// A signal handler of the interpreter raised; its exception is pending in the calling thread.

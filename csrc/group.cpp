@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace tilework {
 
@@ -98,7 +99,19 @@ Patience Group::patience(double timeout, SignalCheck signals, Pace pace) const {
 bool Group::claim(Operation& operation, bool inline_only) {
   operation.sequence = ++sequence_;
   if (!inline_only || busy_ || !queue_.empty()) return false;
+  busy_thread_ = std::this_thread::get_id();
   return busy_ = true;
+}
+
+/// Under order_, by a thread about to wait for the queue: it must not be the one that would run it.
+void Group::refuse_to_block() {
+  const auto self = std::this_thread::get_id();
+  if (thread_.get_id() == self)
+    throw std::runtime_error("a callback must not wait for operations that were submitted before "
+                             "it returned: they run on the callback's own thread");
+  if (busy_ && busy_thread_ == self)
+    throw std::runtime_error("a signal handler must not call a collective of the group whose "
+                             "operation it interrupted");
 }
 
 void Group::release() {
@@ -113,6 +126,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals) {
   std::shared_ptr<Ticket> ticket;
   {
     std::lock_guard<std::mutex> lock(order_);
+    if (busy_ || !queue_.empty()) refuse_to_block();
     if (!claim(operation, true)) ticket = enqueue(operation, timeout);
   }
   if (ticket) return wait_for_queued(*ticket, signals);
@@ -162,6 +176,7 @@ void Group::run_thread() {
       next = std::move(queue_.front());
       queue_.pop_front();
       busy_ = true;
+      busy_thread_ = std::this_thread::get_id();
     }
     std::optional<Fault> fault;
     try {
@@ -196,7 +211,13 @@ void Group::cancel(const RequestPtr& request) {
 
 bool Group::wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals) {
   if (ticket.done()) return true;
-  if (!is_mail) return ticket.sleep_until_done(patience(timeout, signals, background_pace_));
+  if (!is_mail) {
+    {
+      std::lock_guard<std::mutex> lock(order_);
+      refuse_to_block();
+    }
+    return ticket.sleep_until_done(patience(timeout, signals, background_pace_));
+  }
   Entry entry(*this);
   return engine_->mail.wait(ticket, patience(timeout, signals, pace_));
 }

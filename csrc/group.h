@@ -85,6 +85,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void wait_for_queued(Ticket& ticket, SignalCheck signals);
   bool claim(Operation& operation, bool inline_only);
   void release();
+  void refuse_to_block();
   void run_thread();
   void stop_thread();
   bool everybody_spoke(bool thorough) const;
@@ -101,7 +102,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::mutex order_;  // guards what follows
   uint64_t sequence_ = 0;
-  bool busy_ = false;  // a thread executes a collective
+  bool busy_ = false;            // a thread executes a collective:
+  std::thread::id busy_thread_;  // this one
   std::deque<std::unique_ptr<Queued>> queue_;
   std::condition_variable work_;
   bool stopping_ = false;

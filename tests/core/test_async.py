@@ -145,3 +145,29 @@ def test_threads_of_one_rank_may_all_call() -> None:
         return [t.sum().item() for t in tensors]
 
     assert run_threads(2, program) == [[500.0] * 4] * 2
+
+
+def test_a_callback_must_not_wait_for_what_runs_after_it() -> None:
+    armed = threading.Event()
+
+    def program(rank: Rank) -> list[str]:
+        heard: list[str] = []
+        second: list[_core.Ticket] = []
+
+        def wait_inside() -> None:
+            for call in (lambda: second[0].wait(-1), lambda: rank.run("barrier")):
+                with pytest.raises(RuntimeError, match="callback must not wait"):
+                    call()
+                heard.append("refused")
+
+        if rank.rank == 1:
+            armed.wait(5)
+        first = rank.submit("barrier")
+        second.append(rank.submit("barrier"))
+        if rank.rank == 0:
+            first.add_done_callback(wait_inside)
+            armed.set()
+        assert second[0].wait(-1)
+        return heard
+
+    assert run_threads(2, program)[0] == ["refused", "refused"]

@@ -80,6 +80,14 @@ def test_ctrl_c_ends_a_wait_behind_another_operation() -> None:
         assert rank.says() == "aborted"
 
 
+def test_a_signal_handler_cannot_call_into_what_it_interrupted() -> None:
+    with workers(2, "collective_in_a_signal_handler", first=1) as (_, (rank,)):
+        assert rank.says() == "ready"
+        time.sleep(0.1)
+        os.kill(rank.pid, signal.SIGINT)
+        assert "a signal handler must not call a collective" in rank.says()
+
+
 def test_a_process_may_end_while_operations_are_pending() -> None:
     with workers(2, "exit_while_pending", first=1) as (_, (rank,)):
         assert [rank.says(), rank.says()] == ["closed", "closed"]

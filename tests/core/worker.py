@@ -9,6 +9,7 @@ import array
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ scenario, fd, rank, size = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(
 
 
 def say(report: object) -> None:
-    print(json.dumps(report), flush=True)
+    os.write(1, f"{json.dumps(report)}\n".encode())  # at once: threads may report together
 
 
 def all_reduce(group: Any, values: array.array[float], timeout: float = 20.0) -> None:
@@ -123,6 +124,16 @@ def scenario_interrupt_behind_another(group: Any) -> None:
     except KeyboardInterrupt:
         say(["interrupted", time.monotonic()])
     say(ticket.fault()[0])
+
+
+def scenario_collective_in_a_signal_handler(group: Any) -> None:
+    values = array.array("d", [1.0])
+    signal.signal(signal.SIGINT, lambda number, frame: all_reduce(group, values))
+    say("ready")
+    try:
+        all_reduce(group, values)
+    except RuntimeError as error:
+        say(str(error))
 
 
 def scenario_exit_while_pending(group: Any) -> None:
