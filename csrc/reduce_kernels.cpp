@@ -3,7 +3,8 @@
 // linkage: the linker would keep one copy of it, maybe one that this processor cannot run.
 //
 // -ffp-contract=off is required: a fused multiply-add in the vector body and none in the tail
-// would make bits depend on where a piece begins.
+// would make bits depend on where a piece begins. -fno-trapping-math lets the compiler compute both
+// sides of a choice, which it must to vectorise it; results stay the same.
 #include "reduce.h"
 
 #if defined(__clang__)
@@ -12,6 +13,11 @@
 #define TILEWORK_VECTORISE _Pragma("GCC ivdep")
 #else
 #define TILEWORK_VECTORISE
+#endif
+#if defined(__GNUC__)
+#define TILEWORK_NOINLINE __attribute__((noinline))
+#else
+#define TILEWORK_NOINLINE
 #endif
 
 namespace tilework {
@@ -213,54 +219,69 @@ struct Averaged : AsIs {
 // ---- the loops
 
 template <class Type, class Op, class Around>
-void reduce_two(void* destination, const void* const* sources, const double* factors,
-                size_t count) {
-  using Stored = typename Type::Stored;
-  auto* to = static_cast<Stored*>(destination);
-  auto* a = static_cast<const Stored*>(sources[0]);
-  auto* b = static_cast<const Stored*>(sources[1]);
-  const double fa = factors[0], fb = factors[1];
-  TILEWORK_VECTORISE
-  for (size_t i = 0; i < count; ++i) {
-    to[i] = Type::store(Around::after(Op::apply(Around::before(Type::load(a[i]), fa),
-                                                Around::before(Type::load(b[i]), fb)),
-                                      2));
-  }
-}
-
-/// The general case goes block by block through an accumulator that stays in the first cache.
-template <class Type, class Op, class Around>
-void reduce_many(void* destination, const void* const* sources, const double* factors, int ranks,
-                 size_t count) {
+struct Loops {
   using Stored = typename Type::Stored;
   using Value = typename Type::Value;
-  constexpr size_t kBlock = 4096 / sizeof(Value);
-  Value sum[kBlock];
-  for (size_t base = 0; base < count; base += kBlock) {
-    const size_t block = count - base < kBlock ? count - base : kBlock;
-    auto* first = static_cast<const Stored*>(sources[0]) + base;
+
+  static Value get(Stored x, double factor) { return Around::before(Type::load(x), factor); }
+  static Stored put(Value x, int ranks) { return Type::store(Around::after(x, ranks)); }
+
+  static void one(Stored* to, const Stored* a, const double* factors, size_t count) {
+    const double fa = factors[0];
     TILEWORK_VECTORISE
-    for (size_t i = 0; i < block; ++i) sum[i] = Around::before(Type::load(first[i]), factors[0]);
-    for (int rank = 1; rank < ranks; ++rank) {
-      auto* next = static_cast<const Stored*>(sources[rank]) + base;
-      const double factor = factors[rank];
-      TILEWORK_VECTORISE
-      for (size_t i = 0; i < block; ++i)
-        sum[i] = Op::apply(sum[i], Around::before(Type::load(next[i]), factor));
-    }
-    auto* to = static_cast<Stored*>(destination) + base;
-    TILEWORK_VECTORISE
-    for (size_t i = 0; i < block; ++i) to[i] = Type::store(Around::after(sum[i], ranks));
+    for (size_t i = 0; i < count; ++i) to[i] = put(get(a[i], fa), 1);
   }
-}
+
+  static void two(Stored* to, const Stored* a, const Stored* b, const double* factors,
+                  size_t count) {
+    const double fa = factors[0], fb = factors[1];
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i) to[i] = put(Op::apply(get(a[i], fa), get(b[i], fb)), 2);
+  }
+
+  // Three loops for more ranks. Not inlined: GCC would merge them over ranks, then not vectorise.
+  TILEWORK_NOINLINE static void begin(Value* sum, const Stored* a, const Stored* b,
+                                      const double* factors, size_t count) {
+    const double fa = factors[0], fb = factors[1];
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i) sum[i] = Op::apply(get(a[i], fa), get(b[i], fb));
+  }
+  TILEWORK_NOINLINE static void add(Value* sum, const Stored* next, double factor, size_t count) {
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], get(next[i], factor));
+  }
+  TILEWORK_NOINLINE static void end(Stored* to, const Value* sum, const Stored* last,
+                                    double factor, int ranks, size_t count) {
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i)
+      to[i] = put(Op::apply(sum[i], get(last[i], factor)), ranks);
+  }
+
+  /// Block by block, through a sum that stays in the first-level cache.
+  static void many(Stored* to, const void* const* sources, const double* factors, int ranks,
+                   size_t count) {
+    constexpr size_t kBlock = 8192 / sizeof(Value);
+    alignas(64) Value sum[kBlock];
+    for (size_t at = 0; at < count; at += kBlock) {
+      const size_t block = count - at < kBlock ? count - at : kBlock;
+      auto source = [&](int rank) { return static_cast<const Stored*>(sources[rank]) + at; };
+      begin(sum, source(0), source(1), factors, block);
+      for (int rank = 2; rank < ranks - 1; ++rank) add(sum, source(rank), factors[rank], block);
+      end(to + at, sum, source(ranks - 1), factors[ranks - 1], ranks, block);
+    }
+  }
+};
 
 template <class Type, class Op, class Around = AsIs>
 void reduce(void* destination, const void* const* sources, const double* factors, int ranks,
             size_t count) {
-  if (ranks == 2)
-    reduce_two<Type, Op, Around>(destination, sources, factors, count);
-  else
-    reduce_many<Type, Op, Around>(destination, sources, factors, ranks, count);
+  using L = Loops<Type, Op, Around>;
+  using Stored = typename Type::Stored;
+  auto* to = static_cast<Stored*>(destination);
+  auto* first = static_cast<const Stored*>(sources[0]);
+  if (ranks == 1) return L::one(to, first, factors, count);
+  if (ranks > 2) return L::many(to, sources, factors, ranks, count);
+  L::two(to, first, static_cast<const Stored*>(sources[1]), factors, count);
 }
 
 // ---- which reductions a dtype has
