@@ -35,6 +35,7 @@ class TestShmBetweenProcesses(ProcessGroupContract):
 
 
 class TestShmBetweenThreads(ProcessGroupContract):
+    world_sizes = (1, 2, 4, 5)
     # Five of the core's slots, and a bit.
     large = 700_001
 
@@ -43,6 +44,7 @@ class TestShmBetweenThreads(ProcessGroupContract):
 
 
 class TestThreads(ProcessGroupContract):
+    world_sizes = (1, 2, 3, 5)
     # Whole tensors are handed over, never chunks.
     large = 200_001
 

@@ -40,13 +40,13 @@ def run(backend: str, program: Program, kind: Literal["threads", "processes"] = 
 
 
 @given(programs(max_ranks=5))
-@examples(40)
+@examples(30)
 def test_random_programs_on_threads(program: Program) -> None:
     run("threads", program)
 
 
 @given(programs(max_ranks=5))
-@examples(50)
+@examples(40)
 def test_random_programs_on_shm(program: Program) -> None:
     run("shm", program)
 

@@ -222,8 +222,8 @@ class TimeoutSuite(GroupSuite):
         calls: list[Callable[[dist.ProcessGroup], object]] = [
             lambda g: dist.barrier(group=g),
             lambda g: dist.broadcast(torch.ones(1), src=1, group=g),
-            lambda g: dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group=g),
-            lambda g: dist.gather(torch.ones(1), [torch.ones(1)] * 2, dst=0, group=g),
+            lambda g: dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), group=g),
+            lambda g: dist.gather(torch.ones(1), [torch.ones(1), torch.ones(1)], dst=0, group=g),
             lambda g: dist.scatter(torch.ones(1), None, src=1, group=g),
             lambda g: dist.reduce(torch.ones(1), dst=0, group=g),
             lambda g: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=g),

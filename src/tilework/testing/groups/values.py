@@ -62,7 +62,7 @@ def _remembered(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 
 def _numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    index = torch.arange(math.prod(shape), dtype=torch.int64)
+    index = torch.arange(math.prod(shape), dtype=torch.int32)
     number = (index + index // 5 + 3 * seed) % 5 + 1
     if dtype is torch.bool:
         values = number > 2
