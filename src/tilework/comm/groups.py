@@ -223,7 +223,24 @@ def destroy_process_group(group: AnyGroup = None) -> None:
 def abort_process_group(group: AnyGroup = None, reason: str = "abort was called") -> None:
     """Make every present and future operation on ``group`` raise, on all its ranks.
 
-    Not collective; does not wait.
+    Not collective; does not wait. They raise PeerLostError, as if this rank had died.
+
+    Args:
+        group: None: the default group.
+        reason: What the other ranks are told.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     if rank == 0:
+        ...         return dist.abort_process_group(reason="the data is bad")
+        ...     try:
+        ...         dist.barrier()
+        ...     except dist.PeerLostError as error:
+        ...         return "the data is bad" in str(error)
+        >>> run_ranks(2, program)
+        [None, True]
     """
     found = resolve(group)
     if isinstance(found, ProcessGroup):
@@ -263,6 +280,19 @@ def new_group(
         ValueError: Ranks that do not exist, or one twice.
         CollectiveMismatchError: Ranks called with different arguments.
         DistStoreError: Some rank did not call in time.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     even = dist.new_group([0, 2])
+        ...     if dist.rank_not_in_group(even):
+        ...         return None
+        ...     x = torch.tensor([rank + 1.0])
+        ...     dist.all_reduce(x, group=even)
+        ...     return x.item()
+        >>> run_ranks(3, program)
+        [4.0, None, 4.0]
     """
     world = current_world()
     record = world.record(world.default())
@@ -348,6 +378,15 @@ def new_subgroups(
 
     Raises:
         ValueError: The group's size is not a multiple of ``group_size``.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mine, _ = dist.new_subgroups(group_size=2)
+        ...     return dist.get_process_group_ranks(mine)
+        >>> run_ranks(4, program)
+        [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
     ranks = list(resolve(group).global_ranks)
     if group_size is None:
@@ -379,6 +418,15 @@ def new_subgroups_by_enumeration(
 
     Raises:
         ValueError: No list was given, or a rank is in two of them.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mine, _ = dist.new_subgroups_by_enumeration([[0, 2], [1]])
+        ...     return dist.get_process_group_ranks(mine)
+        >>> run_ranks(3, program)
+        [[0, 2], [1], [0, 2]]
     """
     if not ranks_per_subgroup_list:
         raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")

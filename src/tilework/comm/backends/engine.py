@@ -27,6 +27,10 @@ Kind = Literal[
     "all_to_all",
 ]
 
+#: Kinds with an input, or an output, for each rank (on the root, where there is one).
+MANY_INPUTS: frozenset[Kind] = frozenset({"scatter", "reduce_scatter", "all_to_all"})
+MANY_OUTPUTS: frozenset[Kind] = frozenset({"all_gather", "gather", "all_to_all"})
+
 FaultKind = Literal["mismatch", "peer_lost", "timeout", "aborted", "closed"]
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm.backends.engine import Engine, Operation, Parts, Ticket
+from tilework.comm.backends.engine import Engine, Operation, Ticket
+from tilework.comm.backends.memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
 from tilework.errors import (
@@ -56,8 +57,8 @@ class NativeGroup(ProcessGroup):
         opts = opts or _DEFAULTS
         (tensor,) = tensors
         operation = Operation("all_reduce", reduce_op=opts.reduceOp)
-        operation.inputs = [_plain(tensor, as_real=False)]
-        operation.outputs = [_stand_in(tensor, operation, as_real=False)]
+        operation.inputs = [plain(tensor, as_real=False)]
+        operation.outputs = [stand_in(tensor, operation, as_real=False)]
         return self._start(operation, opts, [tensor])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
@@ -67,9 +68,9 @@ class NativeGroup(ProcessGroup):
         opts = opts or _DEFAULTS
         (tensor,) = tensors
         operation = Operation("reduce", reduce_op=opts.reduceOp, root=opts.rootRank)
-        operation.inputs = [_plain(tensor, as_real=False)]
+        operation.inputs = [plain(tensor, as_real=False)]
         if self._rank == opts.rootRank:
-            operation.outputs = [_stand_in(tensor, operation, as_real=False)]
+            operation.outputs = [stand_in(tensor, operation, as_real=False)]
         return self._start(operation, opts, [tensor] if operation.outputs else [])
 
     def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
@@ -77,9 +78,9 @@ class NativeGroup(ProcessGroup):
         (tensor,) = tensors
         operation = Operation("broadcast", root=opts.rootRank)
         if self._rank == opts.rootRank:
-            operation.outputs = [_plain(tensor)]
+            operation.outputs = [plain(tensor)]
         else:
-            operation.outputs = [_stand_in(tensor, operation)]
+            operation.outputs = [stand_in(tensor, operation)]
         return self._start(operation, opts, [tensor])
 
     def allgather(
@@ -90,16 +91,16 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         works = []
         for outputs, source in zip(output_tensor_lists, input_tensor_list, strict=True):
-            operation = Operation("all_gather", inputs=[_plain(source)])
-            operation.outputs = [_stand_in(output, operation) for output in outputs]
+            operation = Operation("all_gather", inputs=[plain(source)])
+            operation.outputs = [stand_in(output, operation) for output in outputs]
             works.append(self._start(operation, opts or _DEFAULTS, outputs))
         return self._all(works)
 
     def allgather_into_tensor(
         self, output: Tensor, input: Tensor, opts: Options | None = None
     ) -> Work:
-        operation = Operation("all_gather", inputs=[_plain(input)], title="all_gather_into_tensor")
-        operation.outputs = _stand_in(output, operation)
+        operation = Operation("all_gather", inputs=[plain(input)], title="all_gather_into_tensor")
+        operation.outputs = stand_in(output, operation)
         return self._start(operation, opts or _DEFAULTS, [output])
 
     def allgather_coalesced(
@@ -118,9 +119,9 @@ class NativeGroup(ProcessGroup):
         opts: Options | None = None,
     ) -> Work:
         opts = opts or _DEFAULTS
-        operation = Operation("gather", inputs=[_plain(input_tensor_list[0])], root=opts.rootRank)
+        operation = Operation("gather", inputs=[plain(input_tensor_list[0])], root=opts.rootRank)
         if self._rank == opts.rootRank:
-            operation.outputs = [_stand_in(output, operation) for output in output_tensor_lists[0]]
+            operation.outputs = [stand_in(output, operation) for output in output_tensor_lists[0]]
         outputs = output_tensor_lists[0] if operation.outputs else []
         return self._start(operation, opts, outputs)
 
@@ -132,9 +133,9 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         opts = opts or _DEFAULTS
         operation = Operation("scatter", root=opts.rootRank)
-        operation.outputs = [_stand_in(output_tensor_list[0], operation)]
+        operation.outputs = [stand_in(output_tensor_list[0], operation)]
         if self._rank == opts.rootRank:
-            operation.inputs = [_plain(source) for source in input_tensor_lists[0]]
+            operation.inputs = [plain(source) for source in input_tensor_lists[0]]
         return self._start(operation, opts, output_tensor_list)
 
     def reduce_scatter(
@@ -147,8 +148,8 @@ class NativeGroup(ProcessGroup):
         for output, sources in zip(output_tensor_list, input_tensor_lists, strict=True):
             opts = opts or _DEFAULTS
             operation = Operation("reduce_scatter", reduce_op=opts.reduceOp)
-            operation.inputs = [_plain(source, as_real=False) for source in sources]
-            operation.outputs = [_stand_in(output, operation, as_real=False)]
+            operation.inputs = [plain(source, as_real=False) for source in sources]
+            operation.outputs = [stand_in(output, operation, as_real=False)]
             works.append(self._start(operation, opts, [output]))
         return self._all(works)
 
@@ -159,8 +160,8 @@ class NativeGroup(ProcessGroup):
         operation = Operation(
             "reduce_scatter", reduce_op=opts.reduceOp, title="reduce_scatter_tensor"
         )
-        operation.inputs = _plain(input, as_real=False)
-        operation.outputs = [_stand_in(output, operation, as_real=False)]
+        operation.inputs = plain(input, as_real=False)
+        operation.outputs = [stand_in(output, operation, as_real=False)]
         return self._start(operation, opts, [output])
 
     def alltoall(
@@ -169,8 +170,8 @@ class NativeGroup(ProcessGroup):
         input_tensor_list: list[Tensor],
         opts: Options | None = None,
     ) -> Work:
-        operation = Operation("all_to_all", inputs=[_plain(part) for part in input_tensor_list])
-        operation.outputs = [_stand_in(output, operation) for output in output_tensor_list]
+        operation = Operation("all_to_all", inputs=[plain(part) for part in input_tensor_list])
+        operation.outputs = [stand_in(output, operation) for output in output_tensor_list]
         return self._start(operation, opts or _DEFAULTS, output_tensor_list)
 
     def alltoall_single(
@@ -182,9 +183,9 @@ class NativeGroup(ProcessGroup):
         opts: Options | None = None,
     ) -> Work:
         operation = Operation("all_to_all", title="all_to_all_single")
-        source, target = _plain(input), _stand_in(output, operation)
-        operation.inputs = _rows(source, input_split_sizes)
-        operation.outputs = _rows(target, output_split_sizes)
+        source, target = plain(input), stand_in(output, operation)
+        operation.inputs = rows(source, input_split_sizes)
+        operation.outputs = rows(target, output_split_sizes)
         return self._start(operation, opts or _DEFAULTS, [output])
 
     def barrier(self, opts: Options | None = None) -> Work:
@@ -198,7 +199,7 @@ class NativeGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        source = _plain(tensor)
+        source = plain(tensor)
         title = f"send {_told(source)} to rank {self.global_ranks[dst]} tag {tag}"
         call = Call(self, title, Effects([], [], []), source)
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
@@ -206,7 +207,7 @@ class NativeGroup(ProcessGroup):
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         operation = Operation("broadcast")
-        target = _stand_in(tensor, operation)
+        target = stand_in(tensor, operation)
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
         title = f"recv {_told(target)} from {whom} tag {tag}"
         effects = Effects([tensor], [tensor], operation.copy_back)
@@ -220,6 +221,7 @@ class NativeGroup(ProcessGroup):
 
     def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
         """Run or submit it; ``outputs`` are the user's tensors that it fills."""
+        check_overlaps(operation, self._rank, self._size)
         limit = opts.timeout
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
         only_read = operation.kind == "broadcast" and operation.root == self._rank
@@ -467,48 +469,6 @@ def _with_ranks(ranks: Sequence[int], text: str) -> str:
 def _without_ranks(text: str) -> tuple[list[int], str]:
     numbers, _, rest = text.partition(";")
     return [int(number) for number in numbers.split(",") if number], rest
-
-
-def _plain(tensor: Tensor, as_real: bool = True) -> Tensor:
-    """``tensor``'s values as contiguous memory that means what it says."""
-    _check_memory(tensor)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if as_real and tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.contiguous()
-
-
-def _stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
-    """Contiguous memory for ``tensor``'s new values: its own, or noted to be copied back."""
-    _check_memory(tensor)
-    memory = tensor.detach()
-    if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
-        if _overlaps(tensor):
-            raise ValueError(
-                f"cannot write to a tensor of shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())}, whose elements share memory; pass its clone()"
-            )
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-        operation.copy_back.append((tensor.detach(), memory))
-    return torch.view_as_real(memory) if as_real and memory.is_complex() else memory
-
-
-def _check_memory(tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        raise ValueError(
-            f"backends shm and threads move cpu tensors, got one on {tensor.device}; make the "
-            f"group with a backend for it too, like backend='cpu:shm,{tensor.device.type}:nccl'"
-        )
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    return any(stride == 0 and size > 1 for stride, size in sizes)
-
-
-def _rows(tensor: Tensor, splits: list[int]) -> Parts:
-    """``tensor``'s rows per rank; itself, for equal parts, where there are no splits."""
-    return torch.split(tensor, splits) if splits else tensor
 
 
 def _told(tensor: Tensor) -> str:

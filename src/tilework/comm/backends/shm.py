@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
-from tilework.comm.backends.engine import Kind, Operation, Parts, Ticket, op_factor, op_type
+from tilework.comm.backends.engine import (
+    MANY_INPUTS,
+    MANY_OUTPUTS,
+    Operation,
+    Parts,
+    Ticket,
+    op_factor,
+    op_type,
+)
 from tilework.comm.backends.native import NativeGroup, mark_written
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, Work
@@ -120,8 +128,8 @@ class ShmEngine:
             self._reduce_ops[op_type(op)],
             operation.root,
             op_factor(op),
-            self._spans(operation.inputs, operation.kind in _MANY_INPUTS),
-            self._spans(operation.outputs, operation.kind in _MANY_OUTPUTS),
+            self._spans(operation.inputs, operation.kind in MANY_INPUTS),
+            self._spans(operation.outputs, operation.kind in MANY_OUTPUTS),
             hash(operation.shape) & _LABEL_BITS,
             operation.timeout,
         )
@@ -176,10 +184,6 @@ class ShmGroup(NativeGroup):
             raise
         mark_written(tensors)
         return CompletedWork(tensors)
-
-
-_MANY_INPUTS: frozenset[Kind] = frozenset({"scatter", "reduce_scatter", "all_to_all"})
-_MANY_OUTPUTS: frozenset[Kind] = frozenset({"all_gather", "gather", "all_to_all"})
 
 
 # -- making groups -----------------------------------------------------------------------

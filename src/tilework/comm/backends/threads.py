@@ -485,8 +485,14 @@ def _reduce_scatter(rank: int, mine: Operation, all_of: Sequence[Operation]) -> 
 
 def _all_to_all(rank: int, mine: Operation, all_of: Sequence[Operation]) -> _Later:
     size = len(all_of)
-    for target, op in zip(_split(mine.outputs, size), all_of, strict=True):
-        _copy(target, _split(op.inputs, size)[rank])
+    targets = _split(mine.outputs, size)
+    values = [_split(op.inputs, size)[rank] for op in all_of]
+    # In place, this rank's outputs are inputs that others may still have to read.
+    own = {part.data_ptr() for part in _split(mine.inputs, size) if part.numel()}
+    if any(target.data_ptr() in own for target in targets if target.numel()):
+        return [(target, value.clone()) for target, value in zip(targets, values, strict=True)]
+    for target, value in zip(targets, values, strict=True):
+        _copy(target, value)
     return []
 
 
