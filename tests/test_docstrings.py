@@ -10,6 +10,8 @@ import pytest
 
 import tilework
 
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
 
 def _modules() -> list[str]:
     found = pkgutil.walk_packages(tilework.__path__, "tilework.")
@@ -18,5 +20,5 @@ def _modules() -> list[str]:
 
 @pytest.mark.parametrize("name", _modules())
 def test_examples(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(name), verbose=False)
+    results = doctest.testmod(importlib.import_module(name), optionflags=_FLAGS)
     assert results.failed == 0, f"{results.failed} of {results.attempted} examples: see above"

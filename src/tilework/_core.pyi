@@ -17,8 +17,12 @@ class Fault(RuntimeError):
     """
 
 # Operation kinds, dtypes and reduce operations are small ints, in dicts by torch's names.
-KINDS: dict[str, int]    # barrier broadcast all_reduce reduce all_gather gather scatter reduce_scatter all_to_all
-DTYPES: dict[str, int]   # float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128 bytes
+KINDS: dict[
+    str, int
+]  # barrier broadcast all_reduce reduce all_gather gather scatter reduce_scatter all_to_all
+DTYPES: dict[
+    str, int
+]  # float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128 bytes
 REDUCE_OPS: dict[str, int]  # none sum avg product min max band bor bxor premul_sum
 
 def create_segment(size: int, slot_bytes: int, nonce: bytes) -> int:
@@ -57,31 +61,61 @@ class Group:
     #   reduce_scatter  inputs N bufs            outputs [dst]
     #   all_to_all      inputs N bufs            outputs N bufs
     def run(
-        self, kind: int, dtype: int, reduce_op: int, root: int, factor: float,
-        inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]],
-        label: int, timeout: float,
+        self,
+        kind: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        factor: float,
+        inputs: Sequence[tuple[int, int]],
+        outputs: Sequence[tuple[int, int]],
+        label: int,
+        timeout: float,
     ) -> None:
         """Run a collective, in order after those submitted; block until this rank is done.
         `label` is any 64-bit value that must be equal on all ranks (a hash of the shape)."""
 
-    def all_reduce(self, address: int, nbytes: int, dtype: int, reduce_op: int, factor: float,
-                   label: int, timeout: float) -> None:
+    def all_reduce(
+        self,
+        address: int,
+        nbytes: int,
+        dtype: int,
+        reduce_op: int,
+        factor: float,
+        label: int,
+        timeout: float,
+    ) -> None:
         """run(all_reduce) in place, by the shortest path."""
 
     def submit(
-        self, kind: int, dtype: int, reduce_op: int, root: int, factor: float,
-        inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]],
-        label: int, timeout: float,
+        self,
+        kind: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        factor: float,
+        inputs: Sequence[tuple[int, int]],
+        outputs: Sequence[tuple[int, int]],
+        label: int,
+        timeout: float,
     ) -> Ticket:
         """As run, but on the group's progress thread (started on first use). The caller keeps
         the buffers alive until the ticket is done."""
 
-    def isend(self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> Ticket: ...
-    def irecv(self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> Ticket:
+    def isend(
+        self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
+    ) -> Ticket: ...
+    def irecv(
+        self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
+    ) -> Ticket:
         """src == -1 receives from any rank."""
-    def send(self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> None:
+    def send(
+        self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
+    ) -> None:
         """isend and wait, by the shortest path: no thread of the core is woken."""
-    def recv(self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float) -> int:
+    def recv(
+        self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
+    ) -> int:
         """irecv and wait, by the shortest path; returns the source."""
 
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
