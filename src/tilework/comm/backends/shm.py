@@ -259,12 +259,20 @@ class _Reception:
                 for key, _ in selector.select(0.1):
                     if not self._serve(selector, key.data):
                         rank = request.global_ranks_in_group[key.data]
-                        return f"{_FAILED}:rank {rank} ended while joining"
-                if request.store.check(["shm/refused"]):
-                    return f"{_ELSEWHERE}:{request.store.get('shm/refused').decode()}"
+                        return self._refusal() or f"{_FAILED}:rank {rank} ended while joining"
+                refusal = self._refusal()
+                if refusal:
+                    return refusal
                 if time.monotonic() > deadline:
                     return f"{_FAILED}:{self._late(limit)}"
         return _FINE
+
+    def _refusal(self) -> str:
+        """The verdict that a rank's refusal leads to; "" if none refused."""
+        store = self._request.store
+        if not store.check(["shm/refused"]):
+            return ""
+        return f"{_ELSEWHERE}:{store.get('shm/refused').decode()}"
 
     def _serve(self, selector: selectors.BaseSelector, rank: int | None) -> bool:
         """Serve a newcomer or a joined rank; return whether all is well."""
@@ -325,20 +333,22 @@ def _join(request: DistributedBackendOptions) -> _core.Group:
     store, rank = request.store, request.group_rank
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
     nonce = bytes.fromhex(nonce_hex)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(f"\0{name}")
-            if _peer_uid(connection) != os.geteuid():
-                raise PermissionError("the other side runs as another user")
-            connection.send(_HELLO.pack(nonce, rank))
-            connection.settimeout(request.timeout.total_seconds())
-            group = _map(connection, rank, request.group_size, nonce)
-            connection.send(_READY)
-            if connection.recv(1) == _GO:
-                return group
-            group.close()
+        connection.connect(f"\0{name}")
+        if _peer_uid(connection) != os.geteuid():
+            raise PermissionError("the other side runs as another user")
+        connection.send(_HELLO.pack(nonce, rank))
+        connection.settimeout(request.timeout.total_seconds())
+        group = _map(connection, rank, request.group_size, nonce)
+        connection.send(_READY)
+        if connection.recv(1) == _GO:
+            return group
+        group.close()
     except (OSError, ValueError) as error:
         _refuse(request, identity, error)
+    finally:
+        connection.close()  # after the reason is told: rank 0 takes a silent end for a death
     try:
         store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
         verdict = store.get("shm/verdict").decode()
