@@ -46,7 +46,6 @@ LATE_IMPORTS = {
     "torch.distributed": "slow, and only torch's own engines need it",
     "tilework._core": "optional: not built on every platform",
     "tilework.store.torch_bridge": "needs torch.distributed",
-    "tilework.comm.backends": "a backend is loaded when it is first asked for",
 }
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -281,15 +281,3 @@ def _parse_pairs(text: str) -> dict[str, str]:
         _served_by(name, text)
         found[device] = name
     return found
-
-
-def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any) -> ProcessGroup:
-    """Make this rank's end of one group with the backend ``name``. Collective over its ranks."""
-    plugin = Backend.plugins.get(name.upper())
-    if plugin is None:
-        from tilework.comm.backends import BUILT_IN
-
-        return BUILT_IN[name](request, pg_options)
-    if plugin.extended_api:
-        return plugin.creator_fn(request, pg_options)
-    return plugin.creator_fn(request.store, request.group_rank, request.group_size, request.timeout)

@@ -14,8 +14,8 @@ from tilework.comm.backend import (
     BackendConfig,
     DistributedBackendOptions,
     core_error,
-    make_backend,
 )
+from tilework.comm.backends import make_backend
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
@@ -119,7 +119,7 @@ def _timeout_setting(timeout: timedelta | None) -> timedelta:
             return DEFAULT_TIMEOUT
         try:
             timeout = timedelta(seconds=float(text))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(
                 f"TILEWORK_TIMEOUT must be a number of seconds, got {text!r}"
             ) from None

@@ -361,6 +361,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
     Raises:
         RuntimeError: LOCAL_RANK is not set, and there is no ``fallback_rank``.
+        ValueError: It is not a number.
 
     Example:
         >>> get_node_local_rank(fallback_rank=2)
@@ -371,6 +372,8 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         return ours
     text = os.environ.get("LOCAL_RANK")
     if text is not None:
+        if not text.isdecimal():
+            raise ValueError(f"LOCAL_RANK must be a number from 0 on, got {text!r}")
         return int(text)
     launched = detect_environment()
     if launched is not None and launched.local_rank is not None:
