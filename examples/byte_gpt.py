@@ -94,7 +94,7 @@ def make_parser() -> Parser:
     parser = Parser(description="Train a small GPT on bytes, data-parallel, with tilework.")
     count = whole_number(1)
     add = parser.add_argument
-    add("--steps", type=count, default=1200, help="training steps (default: %(default)s)")
+    add("--steps", type=count, default=1100, help="training steps (default: %(default)s)")
     add("--ranks", type=count, help="processes (default: one for each core)")
     add("--seed", type=whole_number(0), default=0, help="of all random numbers (%(default)s)")
     add("--batch", type=count, default=32, help="sequences in a step, all ranks (%(default)s)")
