@@ -256,15 +256,18 @@ class NativeGroup(ProcessGroup):
         me = f"rank {self.global_ranks[self._rank]}"
         number = self.engine.sequence()
         place = f"{me}, group {self.group_name!r}, operation #{number}"
-        if kind == "aborted":
-            return self._aborted_error(place, here, detail)
         if kind == "closed":
             return DistBackendError(f"{place}: {here}: the group was closed on this rank")
-        self.engine.say(f"#{number} {here}")
-        told = self._story(kind, ranks, here, detail)
-        text = f"{place}: {told}"
-        self.engine.abort(kind, _with_ranks(ranks, text))
-        return _ERROR_OF[kind](text, ranks=ranks)
+        try:
+            if kind == "aborted":
+                return self._aborted_error(place, here, detail)
+            self.engine.say(f"#{number} {here}")
+            text = f"{place}: {self._story(kind, ranks, here, detail)}"
+            self.engine.abort(kind, _with_ranks(ranks, text))
+        except self.engine.fault_type:
+            # Closed here meanwhile: there is nobody left to ask or tell.
+            text = f"{place}: {here}: {detail}"
+        return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 
     def _story(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
         whom = ", ".join(map(str, ranks))
