@@ -1,8 +1,7 @@
-"""Making a shm group where something is wrong: no memory in common, strangers, deaths."""
+"""Making a shm group where something is wrong: strangers, deaths. See also test_hosts.py."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
 import tilework.distributed as dist
 from tilework.comm.backends import shm
@@ -20,55 +18,10 @@ from tilework.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_shm_available(), reason="the core is not built")
 
-CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000
-
-
-def enter_own_network() -> None:
-    """Like a rank in another container: no network, no sockets in common."""
-    flags = CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWNET | CLONE_NEWUSER
-    if ctypes.CDLL(None, use_errno=True).unshare(flags) != 0:
-        pytest.skip(f"cannot make a network namespace here: errno {ctypes.get_errno()}")
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "store")
-
-
-def test_ranks_that_cannot_share_memory_are_told_so_on_every_rank(path: str) -> None:
-    def program(rank: int) -> str:
-        if rank == 1:
-            enter_own_network()
-        with pytest.raises(dist.DistBackendError, match="rank 1 cannot share memory with rank 0"):
-            init_process_group(
-                "shm",
-                store=dist.FileStore(path),
-                rank=rank,
-                world_size=2,
-                timeout=timedelta(seconds=20),
-            )
-        return "told"
-
-    start = time.monotonic()
-    assert run_ranks(2, program, kind="processes", init=False) == ["told", "told"]
-    assert time.monotonic() - start < 10
-
-
-def test_without_a_named_backend_such_ranks_use_gloo(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        raise PermissionError("no shared memory today")
-
-    def program(rank: int) -> tuple[str, float]:
-        if rank == 1:
-            monkeypatch.setattr(shm, "_map", refuse)
-        init_process_group(store=dist.FileStore(path), rank=rank, world_size=2)
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return dist.get_backend(), x.item()
-
-    assert run_ranks(2, program, kind="processes", init=False) == [("gloo", 2.0)] * 2
 
 
 def test_a_rank_that_dies_while_joining_fails_the_others_at_once(path: str) -> None:
