@@ -242,11 +242,6 @@ std::vector<std::pair<Call, int>> Group::calls() {
   return result;
 }
 
-uint64_t Group::sequence() {
-  std::lock_guard<std::mutex> lock(order_);
-  return sequence_;
-}
-
 Statistics Group::statistics() {
   try {
     Entry entry(*this);

@@ -46,7 +46,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals);
 
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
-  uint64_t sequence();
+  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   void say(const std::string& text);
   std::vector<std::optional<std::string>> heard(double timeout, SignalCheck signals);
   void abort(const std::string& kind, const std::string& text);
@@ -100,8 +100,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> closing_{false};
   std::atomic<int> inside_{0};  // entries of all threads
 
-  std::mutex order_;  // guards what follows
-  uint64_t sequence_ = 0;
+  std::atomic<uint64_t> sequence_{0};  // written under order_
+  std::mutex order_;                   // guards what follows
   bool busy_ = false;            // a thread executes a collective:
   std::thread::id busy_thread_;  // this one
   std::deque<std::unique_ptr<Queued>> queue_;

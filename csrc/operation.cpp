@@ -10,27 +10,6 @@ namespace {
 
 using std::to_string;
 
-/// How many buffers each side of an operation takes on one rank.
-struct Arity {
-  int inputs, outputs;
-};
-
-Arity arity(const Operation& operation, int rank, int size) {
-  const bool root = rank == operation.root;
-  switch (operation.kind) {
-    case Kind::kBarrier: return {0, 0};
-    case Kind::kBroadcast: return {0, 1};
-    case Kind::kAllReduce: return {1, 1};
-    case Kind::kReduce: return {1, root ? 1 : 0};
-    case Kind::kAllGather: return {1, size};
-    case Kind::kGather: return {1, root ? size : 0};
-    case Kind::kScatter: return {root ? size : 0, 1};
-    case Kind::kReduceScatter: return {size, 1};
-    case Kind::kAllToAll: return {size, size};
-  }
-  return {0, 0};
-}
-
 [[noreturn]] void refuse(const Operation& operation, const std::string& why) {
   throw std::invalid_argument(std::string(kind_name(static_cast<unsigned>(operation.kind))) + ": " +
                               why);
@@ -106,11 +85,26 @@ void check_overlap(const Operation& operation, int rank) {
 
 }  // namespace
 
+Arity arity(Kind kind, bool root, int size) {
+  switch (kind) {
+    case Kind::kBarrier: return {0, 0};
+    case Kind::kBroadcast: return {0, 1};
+    case Kind::kAllReduce: return {1, 1};
+    case Kind::kReduce: return {1, root ? 1 : 0};
+    case Kind::kAllGather: return {1, size};
+    case Kind::kGather: return {1, root ? size : 0};
+    case Kind::kScatter: return {root ? size : 0, 1};
+    case Kind::kReduceScatter: return {size, 1};
+    case Kind::kAllToAll: return {size, size};
+  }
+  return {0, 0};
+}
+
 void prepare(Operation& operation, int rank, int size) {
   if (operation.root < 0 || operation.root >= size)
     refuse(operation, "root " + to_string(operation.root) + " is not a rank of this group of " +
                           to_string(size));
-  const Arity expected = arity(operation, rank, size);
+  const Arity expected = arity(operation.kind, rank == operation.root, size);
   check_buffers(operation, operation.inputs, expected.inputs, "inputs");
   check_buffers(operation, operation.outputs, expected.outputs, "outputs");
   check_sizes(operation, rank);

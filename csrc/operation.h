@@ -30,6 +30,12 @@ struct Operation {
   Reduction reduction = nullptr;  // set by prepare()
 };
 
+/// How many buffers each side of an operation takes on one rank.
+struct Arity {
+  int inputs, outputs;
+};
+Arity arity(Kind kind, bool root, int size);
+
 /// Check everything that one rank alone can know to be wrong; std::invalid_argument says what.
 void prepare(Operation& operation, int rank, int size);
 

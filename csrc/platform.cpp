@@ -30,6 +30,12 @@ int64_t now_ns() {
   return t.tv_sec * kSecond + t.tv_nsec;
 }
 
+int64_t wall_clock_ns() {
+  timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  return t.tv_sec * kSecond + t.tv_nsec;
+}
+
 int64_t deadline_after(double seconds) {
   if (!(seconds >= 0) || seconds > 1e9) return kNever;
   return now_ns() + static_cast<int64_t>(seconds * 1e9);

@@ -13,6 +13,8 @@ constexpr int64_t kNever = INT64_MAX;
 
 /// Nanoseconds of the monotonic clock.
 int64_t now_ns();
+/// Nanoseconds since 1970, for records.
+int64_t wall_clock_ns();
 
 /// The moment `seconds` from now; negative or infinite means kNever.
 int64_t deadline_after(double seconds);

@@ -8,7 +8,9 @@ bool Ticket::sleep_until_done(const Patience& patience) {
     const int64_t now = now_ns();
     if (now >= patience.deadline) return false;
     const int64_t left = patience.deadline - now;
-    if (futex_wait(state_, 0, left < kSlice ? left : kSlice) != Woken::kBell)
+    uint32_t pending = kPending;
+    state_.compare_exchange_strong(pending, kAwaited);
+    if (futex_wait(state_, kAwaited, left < kSlice ? left : kSlice) != Woken::kBell)
       patience.check_signals();
   }
   return true;
@@ -32,14 +34,16 @@ void Ticket::when_done(std::function<void()> callback) {
 
 void Ticket::complete(std::optional<Fault> fault, int source) {
   std::vector<std::function<void()>> callbacks;
+  bool awaited;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_ = std::move(fault);
     source_ = source;
+    ended_ = wall_clock_ns();
     callbacks.swap(callbacks_);
-    state_.store(1);
+    awaited = state_.exchange(kDone) == kAwaited;
   }
-  futex_wake_all(state_);
+  if (awaited) futex_wake_all(state_);
   for (auto& callback : callbacks) callback();
 }
 

@@ -14,7 +14,7 @@ namespace tilework {
 
 class Ticket {
  public:
-  bool done() const { return state_.load() != 0; }
+  bool done() const { return state_.load() == kDone; }
 
   /// Sleep until done; false once patience.deadline has passed. Throws Interrupted.
   bool sleep_until_done(const Patience& patience);
@@ -23,6 +23,8 @@ class Ticket {
   std::optional<Fault> fault() const;
   /// Group rank a receive was served by, -1 before.
   int source() const { return done() ? source_ : -1; }
+  /// When a done operation ended, on the wall clock.
+  int64_t ended() const { return done() ? ended_ : 0; }
 
   /// Run `callback` once done: by the thread that completes, or at once by this one.
   void when_done(std::function<void()> callback);
@@ -31,11 +33,14 @@ class Ticket {
   void complete(std::optional<Fault> fault, int source = -1);
 
  private:
-  std::atomic<uint32_t> state_{0};  // 0 pending, 1 done; a futex
+  enum : uint32_t { kPending, kAwaited, kDone };  // awaited: somebody may be asleep
+
+  std::atomic<uint32_t> state_{kPending};  // a futex
   std::mutex mutex_;
   std::vector<std::function<void()>> callbacks_;
   std::optional<Fault> fault_;
   int source_ = -1;
+  int64_t ended_ = 0;
 };
 
 }  // namespace tilework

@@ -1,6 +1,10 @@
 """The shared-memory core: one group of ranks over one sealed memfd. See csrc/."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from torch import Tensor
 
 #: Bumped whenever the segment's layout changes; ranks with another value cannot join.
 ABI: int
@@ -43,6 +47,53 @@ class Ticket:
     def source(self) -> int:
         """For a receive: the group rank it came from (-1 before done)."""
 
+#: The first shape of the inputs and how many there are, the same of the outputs.
+Shapes = tuple[tuple[int, ...], int, tuple[int, ...], int]
+
+#: (sequence number or 0 for a message, kind, dtype, reduce_op, root or peer or -1, tag or -1,
+#: shape of the first input, number of inputs, shape of the first output, number of outputs,
+#: code object of the program that called or None, line, entered, ended or 0, outcome). Times in
+#: nanoseconds since 1970; the outcome is "running", "done" or "failed".
+Record = tuple[
+    int, str, str, str, int, int, tuple[int, ...], int, tuple[int, ...], int,
+    CodeType | None, int, int, int, str,
+]  # fmt: skip
+
+def shape_label(shape: tuple[int, ...]) -> int:
+    """The label of a shape, for run() and submit()."""
+
+def learn_torch(
+    tensor_type: type,
+    parameter_type: type,
+    increment_version: Callable[[Any], None],
+    reductions: dict[object, str],
+    in_library: Mapping[str, bool],
+) -> bool:
+    """Tell the core what Direct works with; False if this torch does not let it see tensors.
+    `in_library`: whether a file's frames are not the program's own."""
+
+class Direct:
+    """A group's blocking operations on torch's tensors, by the shortest path. An operation that
+    needs any preparation is refused (False, or -2), with nothing done.
+
+    `on_failure(why, operation, inputs, outputs, reduce_op, root)`: why is a Fault's args, and it
+    raises what that is for the program; or the exception of a signal handler, on its way."""
+
+    timeout: float
+    def __init__(self, group: Group, timeout: float, on_failure: Callable[..., None]) -> None: ...
+    def __call__(
+        self,
+        operation: str,
+        inputs: Tensor | Sequence[Tensor] | None,
+        outputs: Tensor | Sequence[Tensor] | None,
+        reduce_op: object = None,
+        root: int = 0,
+        in_rows: Sequence[int] | None = None,
+        out_rows: Sequence[int] | None = None,
+    ) -> bool: ...
+    def send(self, tensor: Tensor, dst: int, tag: int) -> bool: ...
+    def recv(self, tensor: Tensor, src: int, tag: int) -> int: ...
+
 class Group:
     """One rank's end of a group. All methods may be called from any thread."""
 
@@ -71,21 +122,10 @@ class Group:
         outputs: Sequence[tuple[int, int]],
         label: int,
         timeout: float,
+        shapes: Shapes | None = None,
     ) -> None:
         """Run a collective, in order after those submitted; block until this rank is done.
         `label` is any 64-bit value that must be equal on all ranks (a hash of the shape)."""
-
-    def all_reduce(
-        self,
-        address: int,
-        nbytes: int,
-        dtype: int,
-        reduce_op: int,
-        factor: float,
-        label: int,
-        timeout: float,
-    ) -> None:
-        """run(all_reduce) in place, by the shortest path."""
 
     def submit(
         self,
@@ -98,6 +138,7 @@ class Group:
         outputs: Sequence[tuple[int, int]],
         label: int,
         timeout: float,
+        shapes: Shapes | None = None,
     ) -> Ticket:
         """As run, but on the group's progress thread (started on first use). The caller keeps
         the buffers alive until the ticket is done."""
@@ -109,20 +150,13 @@ class Group:
         self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
     ) -> Ticket:
         """src == -1 receives from any rank."""
-    def send(
-        self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
-    ) -> None:
-        """isend and wait, by the shortest path: no thread of the core is woken."""
-    def recv(
-        self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
-    ) -> int:
-        """irecv and wait, by the shortest path; returns the source."""
-
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
         """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,
         bytes, pid). Sequence number 0: none yet."""
     def sequence(self) -> int:
         """How many collectives this rank has entered or submitted."""
+    def records(self) -> list[Record]:
+        """The last operations of this rank, oldest first."""
     def say(self, text: str) -> None:
         """Leave last words (at most 2000 bytes, truncated) for peers to read; for errors only."""
     def heard(self, timeout: float) -> list[str | None]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.support import DTYPE_CODES, Rank, groups, pair, run_threads
+from tests.core.support import Rank, groups, run_threads
 from tilework import _core
 
 
@@ -20,8 +20,7 @@ def message(seed: int, count: int) -> Tensor:
 def test_send_and_receive(count: int) -> None:
     def program(rank: Rank) -> Tensor:
         tensor = message(1, count) if rank.rank == 0 else torch.zeros(count, dtype=torch.int64)
-        call = rank.group.send if rank.rank == 0 else rank.group.recv
-        call(1 - rank.rank, *pair(tensor), DTYPE_CODES[torch.int64], 0, 20.0)
+        (rank.isend if rank.rank == 0 else rank.irecv)(1 - rank.rank, tensor).wait(-1)
         return tensor
 
     assert torch.equal(run_threads(2, program)[1], message(1, count))

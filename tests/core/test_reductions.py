@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.support import Rank, pair, run_threads
-from tilework import _core
+from tests.core.support import Rank, run_threads
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -197,9 +196,7 @@ def test_whole_and_in_parts_give_the_same_bits(size: int) -> None:
 def test_in_place(size: int, count: int) -> None:
     def program(rank: Rank) -> Tensor:
         tensor = torch.full((count,), float(rank.rank))
-        rank.group.all_reduce(
-            *pair(tensor), _core.DTYPES["float32"], _core.REDUCE_OPS["sum"], 1.0, 0, 20.0
-        )
+        rank.run("all_reduce", [tensor], [tensor], op="sum")
         return tensor
 
     expected = torch.full((count,), float(sum(range(size))))

@@ -37,10 +37,9 @@ def say(report: object) -> None:
 
 def all_reduce(group: Any, values: array.array[float], timeout: float = 20.0) -> None:
     address, count = values.buffer_info()
-    nbytes = count * values.itemsize
-    group.all_reduce(
-        address, nbytes, core.DTYPES["float64"], core.REDUCE_OPS["sum"], 1.0, 0, timeout
-    )
+    buffers = [(address, count * values.itemsize)]
+    sum_of_doubles = core.KINDS["all_reduce"], core.DTYPES["float64"], core.REDUCE_OPS["sum"]
+    group.run(*sum_of_doubles, 0, 1.0, buffers, buffers, 0, timeout)
 
 
 def heard(call: Callable[[], None]) -> list[Any]:
@@ -96,7 +95,8 @@ def scenario_leave(group: Any) -> None:
 def scenario_receive(group: Any) -> None:
     address, _ = (values := array.array("d", [0.0])).buffer_info()
     say("ready")
-    say(heard(lambda: group.recv(0, address, values.itemsize, core.DTYPES["float64"], 0, 20.0)))
+    ticket = group.irecv(0, address, values.itemsize, core.DTYPES["float64"], 0, 20.0)
+    say(heard(lambda: ticket.wait(-1)))
 
 
 def scenario_interrupt(group: Any) -> None:

@@ -126,6 +126,10 @@ def group_root(
     Raises:
         ValueError: Both or neither were given, or that rank is not part of the group.
     """
+    if group_root is None:
+        known = pg.group_ranks.get(root)  # the usual case, in one step
+        if known is not None:
+            return known
     if root is not None and group_root is not None:
         raise ValueError(f"give {name} or group_{name}, not both: got {root} and {group_root}")
     if group_root is not None:

@@ -31,8 +31,13 @@ from tilework.comm.world import AnyGroup, member
 _batch: ContextVar[list[Work] | None] = ContextVar("tilework_batch", default=None)
 
 
+def _deferred(async_op: bool) -> bool:
+    """Whether the call returns before the operation is done."""
+    return async_op or _batch.get() is not None
+
+
 def _options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
-    return Options(op, root, None, async_op or _batch.get() is not None)
+    return Options(op, root, None, _deferred(async_op))
 
 
 def _finish(work: Work, async_op: bool) -> Work | None:
@@ -120,6 +125,8 @@ def all_reduce(
     pg = member(group, "all_reduce")
     if pg is None:
         return None
+    if not _deferred(async_op) and pg.direct("all_reduce", tensor, tensor, op):
+        return None
     checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
     return _finish(pg.allreduce([tensor], _options(async_op, op)), async_op)
@@ -183,9 +190,12 @@ def reduce(
     pg = member(group, "reduce")
     if pg is None:
         return None
+    root = checks.group_root(pg, dst, group_dst, "dst")
+    output = tensor if pg.rank() == root else None
+    if not _deferred(async_op) and pg.direct("reduce", tensor, output, op, root):
+        return None
     checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
-    root = checks.group_root(pg, dst, group_dst, "dst")
     return _finish(pg.reduce([tensor], _options(async_op, op, root)), async_op)
 
 
@@ -215,8 +225,10 @@ def broadcast(
     pg = member(group, "broadcast")
     if pg is None:
         return None
-    checks.check_tensor(tensor, "tensor")
     root = checks.group_root(pg, src, group_src, "src")
+    if not _deferred(async_op) and pg.direct("broadcast", None, tensor, None, root):
+        return None
+    checks.check_tensor(tensor, "tensor")
     return _finish(pg.broadcast([tensor], _options(async_op, root=root)), async_op)
 
 
@@ -242,6 +254,8 @@ def all_gather(
     """
     pg = member(group, "all_gather")
     if pg is None:
+        return None
+    if not _deferred(async_op) and pg.direct("all_gather", tensor, tensor_list):
         return None
     checks.check_tensors(tensor_list, "tensor_list")
     checks.check_tensor(tensor, "tensor")
@@ -274,6 +288,8 @@ def all_gather_into_tensor(
     """
     pg = member(group, "all_gather_into_tensor")
     if pg is None:
+        return None
+    if not _deferred(async_op) and pg.direct("all_gather_into_tensor", input_tensor, output_tensor):
         return None
     checks.check_tensor(output_tensor, "output_tensor")
     checks.check_tensor(input_tensor, "input_tensor")
@@ -359,10 +375,12 @@ def gather(
     pg = member(group, "gather")
     if pg is None:
         return None
+    root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
+    if not _deferred(async_op) and pg.direct("gather", tensor, gather_list, None, root):
+        return None
     checks.check_tensor(tensor, "tensor")
     outputs = _optional_list(gather_list, "gather_list")
     checks.same_dtype(tensor, outputs)
-    root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
     _check_root_list(pg.rank() == root, gather_list, "gather_list", "dst", pg.size())
     checks.same_device(tensor, outputs)
     if outputs:
@@ -400,10 +418,12 @@ def scatter(
     pg = member(group, "scatter")
     if pg is None:
         return None
+    root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
+    if not _deferred(async_op) and pg.direct("scatter", scatter_list, tensor, None, root):
+        return None
     checks.check_tensor(tensor, "tensor")
     inputs = _optional_list(scatter_list, "scatter_list")
     checks.same_dtype(tensor, inputs)
-    root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
     _check_root_list(pg.rank() == root, scatter_list, "scatter_list", "src", pg.size())
     checks.same_device(tensor, inputs)
     if inputs:
@@ -457,6 +477,8 @@ def reduce_scatter(
     pg = member(group, "reduce_scatter")
     if pg is None:
         return None
+    if not _deferred(async_op) and pg.direct("reduce_scatter", input_list, output, op):
+        return None
     checks.check_tensor(output, "output")
     checks.check_tensors(input_list, "input_list")
     checks.same_dtype(output, input_list, mix_complex=False)
@@ -496,6 +518,8 @@ def reduce_scatter_tensor(
     pg = member(group, "reduce_scatter_tensor")
     if pg is None:
         return None
+    if not _deferred(async_op) and pg.direct("reduce_scatter_tensor", input, output, op):
+        return None
     checks.check_tensor(output, "output")
     checks.check_tensor(input, "input")
     checks.same_dtype(output, input, mix_complex=False)
@@ -530,6 +554,8 @@ def all_to_all(
     """
     pg = member(group, "all_to_all")
     if pg is None:
+        return None
+    if not _deferred(async_op) and pg.direct("all_to_all", input_tensor_list, output_tensor_list):
         return None
     checks.check_tensors(output_tensor_list, "output_tensor_list")
     checks.check_tensors(input_tensor_list, "input_tensor_list")
@@ -577,6 +603,10 @@ def all_to_all_single(
     pg = member(group, "all_to_all_single")
     if pg is None:
         return None
+    if not _deferred(async_op) and pg.direct(
+        "all_to_all_single", input, output, None, 0, input_split_sizes, output_split_sizes
+    ):
+        return None
     checks.check_tensor(output, "output")
     checks.check_tensor(input, "input")
     checks.same_dtype(output, input)
@@ -603,6 +633,8 @@ def barrier(
     """
     pg = member(group, "barrier")
     if pg is None:
+        return None
+    if not _deferred(async_op) and pg.direct("barrier", None, None):
         return None
     return _finish(pg.barrier(_options(async_op)), async_op)
 

@@ -97,6 +97,48 @@ class Options:
     asyncOp: bool = False
 
 
+class Direct:
+    """The short way to run blocking operations. This one is for backends that have none.
+
+    Each call either does the whole operation at once, or nothing: then the caller goes the long
+    way, through the group's methods, which can prepare tensors and tell what is wrong with them.
+    """
+
+    def __call__(
+        self,
+        operation: str,
+        inputs: Tensor | Sequence[Tensor] | None,
+        outputs: Tensor | Sequence[Tensor] | None,
+        reduce_op: AnyReduceOp | None = None,
+        root: int = 0,
+        in_rows: Sequence[int] | None = None,
+        out_rows: Sequence[int] | None = None,
+    ) -> bool:
+        """Run a collective; return whether that was done.
+
+        Args:
+            operation: The name of a function of ``comm.collectives``.
+            inputs: What it reads on this rank: a tensor, one for each rank, or nothing.
+            outputs: What it writes on this rank, likewise; for a broadcast always the tensor.
+            reduce_op: How to combine, where it does.
+            root: The root's rank within the group.
+            in_rows: Rows of dim 0 for each rank, if ``inputs`` is not divided equally.
+            out_rows: Likewise.
+        """
+        return False
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> bool:
+        """Send; return whether that was done."""
+        return False
+
+    def recv(self, tensor: Tensor, src: int, tag: int) -> int:
+        """Receive, from any rank for ``src=-1``; return the source, -2 if nothing was done."""
+        return -2
+
+
+_LONG_WAY_ONLY = Direct()
+
+
 class ProcessGroup:
     """Ranks that run collective operations together, through one backend.
 
@@ -119,6 +161,8 @@ class ProcessGroup:
 
     #: Whether all_gather, gather and scatter take tensors of different sizes.
     uneven_sizes: bool = True
+    #: The short way to run blocking operations, tried before the methods below.
+    direct: Direct = _LONG_WAY_ONLY
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -129,6 +173,8 @@ class ProcessGroup:
         self.group_desc: str = ""
         #: Global rank of each group rank; set when the group is registered.
         self.global_ranks: tuple[int, ...] = tuple(range(size))
+        #: Group rank of each global rank; set when the group is registered.
+        self.group_ranks: dict[int | None, int] = {rank: rank for rank in range(size)}
 
     def rank(self) -> int:
         """This process's rank within the group."""

@@ -42,6 +42,8 @@ class DispatchGroup(ProcessGroup):
         self.ends = list(dict.fromkeys(by_device.values()))
         self.uneven_sizes = all(end.uneven_sizes for end in self.ends)
         super().__init__(self.ends[0].rank(), self.ends[0].size())
+        if by_device.get("cpu") is self.ends[0]:
+            self.direct = self.ends[0].direct  # it refuses the tensors of other devices
 
     def getBackendName(self) -> str:
         return ",".join(f"{device}:{end.name()}" for device, end in self.by_device.items())

@@ -103,9 +103,13 @@ def send(
         >>> run_ranks(2, program)
         [None, (0, 1.0)]
     """
-    work = isend(tensor, dst, group, tag, group_dst)
-    if work is not None:
-        work.wait()
+    pg = member(group, "send")
+    if pg is None:
+        return
+    peer = _peer(pg, dst, group_dst, "dst")
+    if not pg.direct.send(tensor, peer, tag):
+        checks.check_tensor(tensor, "tensor")
+        pg.send([tensor], peer, tag).wait()
 
 
 def recv(
@@ -123,14 +127,18 @@ def recv(
     Example:
         See :func:`send`.
     """
-    work = irecv(tensor, src, group, tag, group_src)
-    if work is None:
-        return -1
-    work.wait()
-    if src is not None:
-        return src
     pg = member(group, "recv")
-    return get_global_rank(pg, group_src) if group_src is not None else work.source_rank()
+    if pg is None:
+        return -1
+    anyone = src is None and group_src is None
+    peer = -1 if anyone else _peer(pg, src, group_src, "src")
+    source = pg.direct.recv(tensor, peer, tag)
+    if source >= 0:
+        return pg.global_ranks[source]
+    checks.check_tensor(tensor, "tensor")
+    work = pg.recv_anysource([tensor], tag) if anyone else pg.recv([tensor], peer, tag)
+    work.wait()
+    return work.source_rank() if anyone else pg.global_ranks[peer]
 
 
 def _peer(pg: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:

@@ -97,6 +97,7 @@ class World:
         group = record.group
         group.group_name, group.group_desc = name, desc
         group.global_ranks = tuple(ranks)
+        group.group_ranks = {rank: number for number, rank in enumerate(ranks)}
         self.records[group] = record
 
     def default(self) -> ProcessGroup:
@@ -230,7 +231,7 @@ def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
 def member(group: AnyGroup, operation: str) -> ProcessGroup | None:
     """``group`` if this rank is in it; else None, with a warning the first time."""
     if group is None:
-        return current_world().default()
+        return _world.get().default_group or current_world().default()
     if isinstance(group, NonMember):
         _warn_outside(group, operation)
         return None

@@ -200,7 +200,7 @@ class NativeGroup(ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         source = plain(tensor)
-        title = f"send {_told(source)} to rank {self.global_ranks[dst]} tag {tag}"
+        title = f"send {told(source)} to rank {self.global_ranks[dst]} tag {tag}"
         call = Call(self, title, Effects([], [], []), source)
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
 
@@ -209,7 +209,7 @@ class NativeGroup(ProcessGroup):
         operation = Operation("broadcast")
         target = stand_in(tensor, operation)
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
-        title = f"recv {_told(target)} from {whom} tag {tag}"
+        title = f"recv {told(target)} from {whom} tag {tag}"
         effects = Effects([tensor], [tensor], operation.copy_back)
         call = Call(self, title, effects, target)
         return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout))
@@ -474,5 +474,6 @@ def _without_ranks(text: str) -> tuple[list[int], str]:
     return [int(number) for number in numbers.split(",") if number], rest
 
 
-def _told(tensor: Tensor) -> str:
+def told(tensor: Tensor) -> str:
+    """A tensor's dtype and shape, for a person."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

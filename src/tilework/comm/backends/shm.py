@@ -1,11 +1,11 @@
 """The ``shm`` backend: ranks are processes (or threads) of one host, sharing one sealed memfd.
 
-The moving is done by the core (csrc/); here its addresses are computed and its groups are made.
-Making one: rank 0 creates the segment and listens on an abstract Unix socket whose name it puts
-in the store; each rank connects, both sides check that the other runs as the same user, the
-rank proves that it read the store (nonce) and is handed the segment's descriptor. That works or
-it does not: whether ranks share a host is found out by sharing memory, never guessed from names.
-Whatever fails on one rank is told to all through a verdict.
+The moving is done by the core (csrc/, shm_group.py); here groups are made: rank 0 creates the
+segment and listens on an abstract Unix socket whose name it puts in the store; each rank
+connects, both sides check that the other runs as the same user, the rank proves that it read the
+store (nonce) and is handed the segment's descriptor. That works or it does not: whether ranks
+share a host is found out by sharing memory, never guessed from names. Whatever fails on one rank
+is told to all through a verdict.
 """
 
 from __future__ import annotations
@@ -16,27 +16,11 @@ import selectors
 import socket
 import struct
 import time
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tilework.comm.backend import DistributedBackendOptions, core_error
-from tilework.comm.backends.engine import (
-    MANY_INPUTS,
-    MANY_OUTPUTS,
-    Operation,
-    Parts,
-    Ticket,
-    op_factor,
-    op_type,
-)
-from tilework.comm.backends.native import NativeGroup, mark_written
-from tilework.comm.callsite import call_site
-from tilework.comm.contract import CompletedWork, Options, Work
-from tilework.comm.reduce_op import AnyReduceOp
+from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
 from tilework.errors import DistBackendError, DistStoreError
 
 try:
@@ -44,7 +28,6 @@ try:
 except ImportError:  # installed without the core: make_backend says so when asked for a group
     _core = None  # type: ignore[assignment]
 
-_LABEL_BITS = 0x7FFF_FFFF_FFFF_FFFF
 _HELLO = struct.Struct("=16sI")
 _READY, _GO = b"R", b"G"
 # Verdicts: all is well; ranks that cannot share memory; anything else, each with its reason.
@@ -60,136 +43,7 @@ class CannotShareMemoryError(DistBackendError):
     elsewhere = True
 
 
-class ShmEngine:
-    """One rank's end of the core's group, fed with tensors instead of addresses."""
-
-    name = "shm"
-
-    def __init__(self, group: _core.Group, size: int) -> None:
-        self.fault_type: type[Exception] = _core.Fault
-        self.group = group
-        self._size = size
-        self._kinds = _core.KINDS
-        self._reduce_ops = _core.REDUCE_OPS
-        self._dtypes: dict[torch.dtype | None, int] = {
-            getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
-        }
-        self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
-        #: Operations whose buffers the core may still touch, oldest first.
-        self._in_flight: deque[tuple[Ticket, object]] = deque()
-        # Bound once: these are on the path of every operation.
-        self.sequence = group.sequence
-        self.say = group.say
-        self.heard = group.heard
-        self.abort = group.abort
-        self.aborted = group.aborted
-
-    def run(self, operation: Operation) -> None:
-        self.group.run(*self._arguments(operation))
-
-    def all_reduce(self, tensor: Tensor, op: AnyReduceOp, timeout: float) -> None:
-        """``run`` of an in-place all_reduce, without an Operation."""
-        self.group.all_reduce(
-            tensor.data_ptr(),
-            tensor.nbytes,
-            self._dtypes[tensor.dtype],
-            self._reduce_ops[op_type(op)],
-            op_factor(op),
-            hash(tensor.shape) & _LABEL_BITS,
-            timeout,
-        )
-
-    def submit(self, operation: Operation) -> Ticket:
-        return self._keep(self.group.submit(*self._arguments(operation)), operation)
-
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket:
-        code = self._dtypes.get(tensor.dtype, self._bytes)
-        ticket = self.group.isend(dst, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
-        return self._keep(ticket, tensor)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket:
-        code = self._dtypes.get(tensor.dtype, self._bytes)
-        ticket = self.group.irecv(src, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
-        return self._keep(ticket, tensor)
-
-    def _keep(self, ticket: Ticket, buffers: object) -> Ticket:
-        """Hold what the core was given until it is done with it, whatever the user drops."""
-        while self._in_flight and self._in_flight[0][0].done():
-            self._in_flight.popleft()
-        if not ticket.done():
-            self._in_flight.append((ticket, buffers))
-        return ticket
-
-    def _arguments(self, operation: Operation) -> tuple[Any, ...]:
-        op = operation.reduce_op
-        return (
-            self._kinds[operation.kind],
-            self._dtypes.get(operation.dtype, self._bytes),
-            self._reduce_ops[op_type(op)],
-            operation.root,
-            op_factor(op),
-            self._spans(operation.inputs, operation.kind in MANY_INPUTS),
-            self._spans(operation.outputs, operation.kind in MANY_OUTPUTS),
-            hash(operation.shape) & _LABEL_BITS,
-            operation.timeout,
-        )
-
-    def _spans(self, parts: Parts, many: bool) -> list[tuple[int, int]]:
-        if not isinstance(parts, Tensor):
-            return [(part.data_ptr(), part.nbytes) for part in parts]
-        address, nbytes = parts.data_ptr(), parts.nbytes
-        if not many:
-            return [(address, nbytes)]
-        share = nbytes // self._size
-        return [(address + r * share, share) for r in range(self._size)]
-
-    def last_entered(self) -> list[str]:
-        return [
-            f"#{header[0]} {header[1]}" if header[0] else "nothing yet"
-            for header in self.group.headers()
-        ]
-
-    def close(self) -> None:
-        self.group.close()
-        self._in_flight.clear()
-
-    def statistics(self) -> dict[str, int]:
-        return self.group.statistics()
-
-
-class ShmGroup(NativeGroup):
-    """A native group with a shorter way for what is called most."""
-
-    engine: ShmEngine
-
-    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        tensor = tensors[0]
-        if (
-            opts is None
-            or opts.asyncOp
-            or opts.timeout is not None
-            or not (tensor.is_contiguous() and tensor.is_cpu)
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
-            return super().allreduce(tensors, opts)
-        op = opts.reduceOp
-        try:
-            self.engine.all_reduce(tensor, op, self.timeout)
-        except self.engine.fault_type as fault:
-            title = Operation("all_reduce", tensors, tensors, op).describe()
-            raise self._explain(fault.args, title, call_site()) from None
-        except BaseException as interruption:
-            self.abort(f"{type(interruption).__name__} in all_reduce")
-            raise
-        mark_written(tensors)
-        return CompletedWork(tensors)
-
-
-# -- making groups -----------------------------------------------------------------------
-
-
-def create_shm_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
+def create_shm_group(request: DistributedBackendOptions, options: Any) -> ShmGroup:
     """Make this rank's end of a group. Collective; blocks until all ranks joined.
 
     Raises:

@@ -1,0 +1,248 @@
+#include "direct.h"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace tilework {
+namespace {
+
+/// What users call an operation, and in which form they pass each side.
+struct Form {
+  const char* name;
+  Kind kind;
+  bool input_list, output_list;
+};
+constexpr Form kForms[] = {
+    {"all_reduce", Kind::kAllReduce, false, false},
+    {"broadcast", Kind::kBroadcast, false, false},
+    {"all_gather_into_tensor", Kind::kAllGather, false, false},
+    {"reduce_scatter_tensor", Kind::kReduceScatter, false, false},
+    {"all_to_all_single", Kind::kAllToAll, false, false},
+    {"barrier", Kind::kBarrier, false, false},
+    {"all_gather", Kind::kAllGather, false, true},
+    {"reduce_scatter", Kind::kReduceScatter, true, false},
+    {"all_to_all", Kind::kAllToAll, true, true},
+    {"reduce", Kind::kReduce, false, false},
+    {"gather", Kind::kGather, false, true},
+    {"scatter", Kind::kScatter, true, false},
+};
+constexpr size_t kFormCount = count_of(kForms);
+
+/// The objects by which Python names forms and reductions, found by identity.
+struct Names {
+  PyObject* forms[kFormCount];
+  PyObject* reductions[kReduceOps] = {};
+
+  Names() {
+    for (size_t i = 0; i < kFormCount; ++i) forms[i] = PyUnicode_InternFromString(kForms[i].name);
+  }
+};
+
+Names& names() {
+  static auto* all = new Names();
+  return *all;
+}
+
+bool find(PyObject* const* table, size_t count, PyObject* object, unsigned& index) {
+  for (index = 0; index < count; ++index)
+    if (table[index] == object) return true;
+  return false;
+}
+
+/// One side of an operation.
+class Side {
+ public:
+  /// False if the tensors cannot be used as they are, or are not what the operation takes.
+  bool read(nb::handle given, bool as_list, int expected, nb::handle rows) {
+    if (given.is_none()) return expected == 0;
+    if (as_list) return read_list(given, expected);
+    Seen seen;
+    if (expected == 0 || !see(given.ptr(), seen)) return false;
+    note(seen, 1);
+    if (expected > 1 || !rows.is_none()) return divide(seen, expected, rows);
+    one_ = seen.buffer;
+    return true;
+  }
+
+  /// Whether no two tensors share memory.
+  bool apart() const {
+    const auto after = [](const Buffer& a, const Buffer& b) { return a.data < b.data; };
+    const auto overlap = [](const Buffer& a, const Buffer& b) { return a.data + a.bytes > b.data; };
+    if (std::adjacent_find(many_.begin(), many_.end(), overlap) == many_.end()) return true;
+    std::vector<Buffer> sorted;
+    for (const Buffer& buffer : many_)
+      if (buffer.bytes > 0) sorted.push_back(buffer);
+    std::sort(sorted.begin(), sorted.end(), after);
+    return std::adjacent_find(sorted.begin(), sorted.end(), overlap) == sorted.end();
+  }
+
+  Buffers view() const {
+    if (count == 0) return {nullptr, 0};
+    return many_.empty() ? Buffers{&one_, 1} : Buffers{many_.data(), static_cast<int>(many_.size())};
+  }
+
+  DType dtype = DType::kBytes;
+  Shape shape;    // of the first tensor
+  int count = 0;  // of tensors
+
+ private:
+  void note(const Seen& seen, int tensors) {
+    dtype = seen.dtype;
+    shape = seen.shape;
+    count = tensors;
+  }
+
+  bool read_list(nb::handle given, int expected) {
+    if (!PyList_Check(given.ptr()) && !PyTuple_Check(given.ptr())) return false;
+    const Py_ssize_t tensors = PySequence_Fast_GET_SIZE(given.ptr());
+    if (tensors != expected || tensors == 0) return false;
+    PyObject** items = PySequence_Fast_ITEMS(given.ptr());
+    for (Py_ssize_t i = 0; i < tensors; ++i) {
+      Seen seen;
+      if (!see(items[i], seen) || (i > 0 && seen.dtype != dtype)) return false;
+      if (i == 0) note(seen, expected);
+      many_.push_back(seen.buffer);
+    }
+    return true;
+  }
+
+  /// A tensor that stands for a part for each rank.
+  bool divide(const Seen& seen, int parts, nb::handle rows) {
+    const auto [data, bytes] = seen.buffer;
+    if (!rows.is_none()) return divide_rows(seen, parts, rows);
+    if (bytes % (parts * kItemBytes[static_cast<size_t>(dtype)]) != 0) return false;
+    for (int i = 0; i < parts; ++i) many_.push_back({data + bytes / parts * i, bytes / parts});
+    return true;
+  }
+
+  bool divide_rows(const Seen& seen, int parts, nb::handle rows) {
+    if (!PyList_Check(rows.ptr()) || PyList_GET_SIZE(rows.ptr()) != parts || seen.shape.dims == 0)
+      return false;
+    const int64_t all = seen.shape.sizes[0];
+    int64_t done = 0;
+    for (int i = 0; i < parts; ++i) {
+      const int64_t mine = PyLong_AsLongLong(PyList_GET_ITEM(rows.ptr(), i));
+      if (mine < 0 || mine > all - done) {
+        PyErr_Clear();
+        return false;
+      }
+      const size_t row = all > 0 ? seen.buffer.bytes / static_cast<size_t>(all) : 0;
+      many_.push_back({seen.buffer.data + done * row, mine * row});
+      done += mine;
+    }
+    return done == all;
+  }
+
+  Buffer one_{};
+  std::vector<Buffer> many_;
+};
+
+uint64_t label_of(const Shape& shape) {
+  uint64_t label = kNoSizes;
+  for (int dim = 0; dim < shape.dims; ++dim) label = add_size(label, shape.sizes[dim]);
+  return label;
+}
+
+bool elementwise(Kind kind) {
+  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kBroadcast;
+}
+
+}  // namespace
+
+void learn_reductions(const nb::dict& known) {
+  for (auto [object, name] : known) {
+    const std::string text = nb::cast<std::string>(name);
+    for (size_t i = 0; i < kReduceOps; ++i)
+      if (text == kReduceOpNames[i]) names().reductions[i] = nb::borrow(object).release().ptr();
+  }
+}
+
+Direct::Direct(nb::object group, double timeout_, nb::object on_failure)
+    : timeout(timeout_),
+      owner_(std::move(group)),
+      group_(*nb::cast<PyGroup*>(owner_)),
+      on_failure_(std::move(on_failure)) {}
+
+/// Run act() and turn its failures into the program's.
+template <class Act>
+bool Direct::guarded(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
+                     int root, Act&& act) {
+  try {
+    act();
+    return true;
+  } catch (const Fault& fault) {
+    on_failure_(fault_args(fault), name, inputs, outputs, reduce_op, root);
+    throw;  // it should have raised
+  } catch (const Interrupted&) {
+    nb::python_error handlers;  // takes the pending exception
+    on_failure_(handlers.value(), name, inputs, outputs, reduce_op, root);
+    throw handlers;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
+                 int root, nb::handle in_rows, nb::handle out_rows) {
+  unsigned which, reduction = 0;
+  if (!find(names().forms, kFormCount, name.ptr(), which)) return false;
+  if (!reduce_op.is_none() && !find(names().reductions, kReduceOps, reduce_op.ptr(), reduction))
+    return false;
+  const Form& form = kForms[which];
+  Operation operation{};
+  operation.kind = form.kind;
+  operation.reduce_op = static_cast<ReduceOp>(reduction);
+  operation.root = root;
+  operation.factor = 1;
+  operation.label = kNoSizes;
+  const bool at_root = root == group_.core().rank();
+  const Arity expected = arity(operation.kind, at_root, group_.core().size());
+  Side in, out;
+  if (!in.read(inputs, form.input_list, expected.inputs, in_rows) ||
+      !out.read(outputs, form.output_list, expected.outputs, out_rows))
+    return false;
+  if ((in.count > 0 && out.count > 0 && in.dtype != out.dtype) || !out.apart()) return false;
+  operation.dtype = in.count > 0 ? in.dtype : out.dtype;
+  operation.inputs = in.view();
+  operation.outputs = out.view();
+  if (elementwise(operation.kind)) {
+    if (expected.inputs && expected.outputs && inputs.ptr() != outputs.ptr()) return false;
+    operation.label = label_of(in.count > 0 ? in.shape : out.shape);
+  }
+  Told told = tell(operation);
+  told.kind = form.name;
+  told.in = in.shape;
+  told.in_count = in.count;
+  told.out = out.shape;
+  told.out_count = out.count;
+  if (!guarded(name, inputs, outputs, reduce_op, root,
+               [&] { group_.run_noted(operation, timeout, told); }))
+    return false;
+  const bool only_read = operation.kind == Kind::kBroadcast && at_root;
+  if (expected.outputs > 0 && !only_read && !mark_written(outputs.ptr())) throw nb::python_error();
+  return true;
+}
+
+bool Direct::send(nb::handle tensor, int dst, int64_t tag) {
+  Seen seen;
+  if (!see(tensor.ptr(), seen)) return false;
+  return guarded(nb::str("send"), tensor, nb::none(), nb::int_(tag), dst, [&] {
+    group_.transfer(request_of(true, dst, seen.buffer, seen.dtype, tag, timeout));
+  });
+}
+
+int Direct::recv(nb::handle tensor, int src, int64_t tag) {
+  Seen seen;
+  if (!see(tensor.ptr(), seen)) return -2;
+  int source = -2;
+  const bool done = guarded(nb::str("recv"), nb::none(), tensor, nb::int_(tag), src, [&] {
+    source = group_.transfer(request_of(false, src, seen.buffer, seen.dtype, tag, timeout));
+  });
+  if (!done) return -2;
+  if (!mark_written(tensor.ptr())) throw nb::python_error();
+  return source;
+}
+
+}  // namespace tilework

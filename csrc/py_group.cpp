@@ -1,0 +1,251 @@
+#include "py_group.h"
+
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace tilework {
+namespace {
+
+template <class Enum>
+Enum checked(int value, size_t count, const char* what) {
+  if (value < 0 || static_cast<size_t>(value) >= count)
+    throw std::invalid_argument(std::string(what) + ": " + std::to_string(value) + " is unknown");
+  return static_cast<Enum>(value);
+}
+
+Buffer buffer_of(uint64_t address, int64_t bytes) {
+  if (bytes < 0) throw std::invalid_argument("negative size: " + std::to_string(bytes));
+  return {reinterpret_cast<char*>(address), static_cast<size_t>(bytes)};
+}
+
+std::vector<Buffer> buffers_of(const nb::sequence& pairs) {
+  std::vector<Buffer> buffers;
+  for (nb::handle pair : pairs) {
+    auto [address, bytes] = nb::cast<std::tuple<uint64_t, int64_t>>(pair);
+    buffers.push_back(buffer_of(address, bytes));
+  }
+  return buffers;
+}
+
+Buffers view(const std::vector<Buffer>& buffers) {
+  return {buffers.data(), static_cast<int>(buffers.size())};
+}
+
+Operation operation_of(int kind, int dtype, int reduce_op, int root, double factor,
+                       const nb::int_& label) {
+  Operation operation{};
+  operation.kind = checked<Kind>(kind, kKinds, "kind");
+  operation.dtype = checked<DType>(dtype, kDTypes, "dtype");
+  operation.reduce_op = checked<ReduceOp>(reduce_op, kReduceOps, "reduce_op");
+  operation.root = root;
+  operation.factor = factor;
+  operation.label = PyLong_AsUnsignedLongLongMask(label.ptr());  // any 64 bits, signed or not
+  return operation;
+}
+
+Shape shape_of(const nb::tuple& sizes) {
+  Shape shape;
+  for (nb::handle size : sizes)
+    if (shape.dims < kMaxDims) shape.sizes[shape.dims++] = nb::cast<int64_t>(size);
+  return shape;
+}
+
+Told told_of(const Operation& operation, const std::optional<Shapes>& shapes) {
+  Told told = tell(operation);
+  if (shapes) {
+    told.in = shape_of(std::get<0>(*shapes));
+    told.in_count = std::get<1>(*shapes);
+    told.out = shape_of(std::get<2>(*shapes));
+    told.out_count = std::get<3>(*shapes);
+  }
+  return told;
+}
+
+Told told_of(const Request& request) {
+  Told told{request.is_send ? "send" : "recv"};
+  told.dtype = dtype_name(static_cast<unsigned>(request.dtype));
+  told.peer = request.peer;
+  told.tag = request.tag;
+  Shape& shape = request.is_send ? told.in : told.out;
+  shape.dims = 1;
+  shape.sizes[0] = static_cast<int64_t>(request.buffer.bytes /
+                                        kItemBytes[static_cast<size_t>(request.dtype)]);
+  (request.is_send ? told.in_count : told.out_count) = 1;
+  return told;
+}
+
+}  // namespace
+
+RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_t tag,
+                      double timeout) {
+  auto request = std::make_shared<Request>();
+  request->is_send = is_send;
+  request->peer = peer;
+  request->buffer = buffer;
+  request->dtype = dtype;
+  request->tag = tag;
+  request->seconds = timeout;
+  request->deadline = deadline_after(timeout);
+  return request;
+}
+
+bool PyTicket::wait(double timeout) const {
+  nb::gil_scoped_release nogil;
+  if (!group->wait(*ticket, is_mail, timeout, signal_raised)) return false;
+  if (auto fault = ticket->fault()) throw *fault;
+  return true;
+}
+
+nb::object PyTicket::fault() const {
+  auto fault = ticket->fault();
+  return fault ? nb::object(fault_args(*fault)) : nb::none();
+}
+
+PyGroup::PyGroup(int fd, int rank, int size, const nb::bytes& nonce)
+    : group_(Group::make(fd, rank, size, std::string(nonce.c_str(), nonce.size()))) {
+  close_at_exit(group_);
+}
+
+PyGroup::~PyGroup() {
+  if (group_->foreign()) {
+    new std::shared_ptr<Group>(std::move(group_));
+    return;
+  }
+  nb::gil_scoped_release nogil;
+  group_->close();
+  group_.reset();
+}
+
+void PyGroup::run_noted(Operation& operation, double timeout, const Told& told) {
+  const uint64_t note = journal_.begin(told, group_->sequence() + 1);
+  try {
+    nb::gil_scoped_release nogil;
+    group_->run(operation, timeout, signal_raised);
+  } catch (...) {
+    journal_.end(note, false);
+    throw;
+  }
+  journal_.end(note, true);
+}
+
+void PyGroup::run(int kind, int dtype, int reduce_op, int root, double factor,
+                  const nb::sequence& inputs, const nb::sequence& outputs, const nb::int_& label,
+                  double timeout, const std::optional<Shapes>& shapes) {
+  Operation operation = operation_of(kind, dtype, reduce_op, root, factor, label);
+  const auto in = buffers_of(inputs), out = buffers_of(outputs);
+  operation.inputs = view(in);
+  operation.outputs = view(out);
+  run_noted(operation, timeout, told_of(operation, shapes));
+}
+
+PyTicket PyGroup::submit(int kind, int dtype, int reduce_op, int root, double factor,
+                         const nb::sequence& inputs, const nb::sequence& outputs,
+                         const nb::int_& label, double timeout,
+                         const std::optional<Shapes>& shapes) {
+  Operation operation = operation_of(kind, dtype, reduce_op, root, factor, label);
+  const auto in = buffers_of(inputs), out = buffers_of(outputs);
+  operation.inputs = view(in);
+  operation.outputs = view(out);
+  std::shared_ptr<Ticket> ticket;
+  {
+    nb::gil_scoped_release nogil;
+    ticket = group_->submit(operation, timeout);
+  }
+  journal_.hand_over(journal_.begin(told_of(operation, shapes), operation.sequence), ticket);
+  return {ticket, GroupRef(group_), false};
+}
+
+PyTicket PyGroup::isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
+                        double timeout) {
+  return post(request_of(true, dst, buffer_of(address, nbytes),
+                         checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
+}
+
+PyTicket PyGroup::irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
+                        double timeout) {
+  return post(request_of(false, src, buffer_of(address, nbytes),
+                         checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
+}
+
+PyTicket PyGroup::post(const RequestPtr& request) {
+  {
+    nb::gil_scoped_release nogil;
+    group_->post(request, false);
+  }
+  journal_.hand_over(journal_.begin(told_of(*request), 0), request->ticket);
+  return {request->ticket, GroupRef(group_), true};
+}
+
+int PyGroup::transfer(const RequestPtr& request) {
+  const uint64_t note = journal_.begin(told_of(*request), 0);
+  journal_.hand_over(note, request->ticket);
+  nb::gil_scoped_release nogil;
+  group_->post(request, true);
+  try {
+    group_->wait(*request->ticket, true, -1, signal_raised);
+  } catch (const Interrupted&) {
+    group_->cancel(request);  // the caller may free the buffer
+    throw;
+  }
+  if (auto fault = request->ticket->fault()) throw *fault;
+  return request->ticket->source();
+}
+
+nb::list PyGroup::headers() {
+  nb::list result;
+  for (const auto& [call, pid] : group_->calls()) {
+    const bool none = call.sequence == 0;
+    result.append(nb::make_tuple(call.sequence, none ? "" : kind_name(call.kind()),
+                                 none ? "" : dtype_name(call.dtype()),
+                                 none ? "" : reduce_op_name(call.reduce_op()), call.root(),
+                                 call.bytes, pid));
+  }
+  return result;
+}
+
+void PyGroup::say(const nb::str& text) {
+  Py_ssize_t length = 0;
+  const char* utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
+  if (utf8 == nullptr) throw nb::python_error();
+  while (length > static_cast<Py_ssize_t>(kMaxWords) ||
+         (length > 0 && (utf8[length] & 0xc0) == 0x80))
+    --length;  // never half a character
+  group_->say(std::string(utf8, static_cast<size_t>(length)));
+}
+
+nb::list PyGroup::heard(double timeout) {
+  std::vector<std::optional<std::string>> words;
+  {
+    nb::gil_scoped_release nogil;
+    words = group_->heard(timeout, signal_raised);
+  }
+  nb::list result;
+  for (const auto& text : words) result.append(text ? text_of(*text) : nb::none());
+  return result;
+}
+
+nb::object PyGroup::aborted() {
+  auto abort = group_->aborted();
+  if (!abort) return nb::none();
+  return nb::make_tuple(abort->rank, text_of(abort->kind), text_of(abort->text));
+}
+
+void PyGroup::close() {
+  if (group_->foreign()) return;
+  nb::gil_scoped_release nogil;
+  group_->close();
+}
+
+nb::dict PyGroup::statistics() {
+  const Statistics figures = group_->statistics();
+  nb::dict result;
+  result["operations"] = figures.operations;
+  result["bytes"] = figures.bytes;
+  result["sleeps"] = figures.sleeps;
+  result["segment_bytes"] = figures.segment_bytes;
+  return result;
+}
+
+}  // namespace tilework

@@ -1,0 +1,63 @@
+// A group and its tickets as Python sees them. The contract is src/tilework/_core.pyi.
+#pragma once
+
+#include "interpreter.h"
+#include "journal.h"
+
+namespace tilework {
+
+struct PyTicket {
+  std::shared_ptr<Ticket> ticket;
+  GroupRef group;
+  bool is_mail;
+
+  bool wait(double timeout) const;
+  nb::object fault() const;
+};
+
+/// The first shape of each side of a collective, and how many there are: for the journal.
+using Shapes = std::tuple<nb::tuple, int, nb::tuple, int>;
+
+class PyGroup {
+ public:
+  PyGroup(int fd, int rank, int size, const nb::bytes& nonce);
+  PyGroup(const PyGroup&) = delete;
+  PyGroup& operator=(const PyGroup&) = delete;
+  ~PyGroup();
+
+  void run(int kind, int dtype, int reduce_op, int root, double factor, const nb::sequence& inputs,
+           const nb::sequence& outputs, const nb::int_& label, double timeout,
+           const std::optional<Shapes>& shapes);
+  PyTicket submit(int kind, int dtype, int reduce_op, int root, double factor,
+                  const nb::sequence& inputs, const nb::sequence& outputs, const nb::int_& label,
+                  double timeout, const std::optional<Shapes>& shapes);
+  PyTicket isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
+  PyTicket irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
+
+  /// isend or irecv and wait, without waking a thread of the core; returns the source.
+  int transfer(const RequestPtr& request);
+  /// Run a collective that is ready, and note it.
+  void run_noted(Operation& operation, double timeout, const Told& told);
+
+  nb::list headers();
+  void say(const nb::str& text);
+  nb::list heard(double timeout);
+  void abort(const std::string& kind, const std::string& text) { group_->abort(kind, text); }
+  nb::object aborted();
+  void close();
+  nb::dict statistics();
+
+  Group& core() const { return *group_; }
+  nb::list records() const { return journal_.records(); }
+
+ private:
+  PyTicket post(const RequestPtr& request);
+
+  std::shared_ptr<Group> group_;
+  Journal journal_;
+};
+
+RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_t tag,
+                      double timeout);
+
+}  // namespace tilework

@@ -1,0 +1,105 @@
+#include "tensors.h"
+
+#include <nanobind/ndarray.h>
+
+namespace tilework {
+namespace {
+
+using nanobind::dlpack::dltensor;
+
+/// The table of DLPack 1.2 and later minor versions, as far as it is used here.
+struct ExchangeTable {
+  uint32_t major, minor;
+  void* previous;
+  void* allocate;
+  void* export_owned;
+  void* import_owned;
+  int (*borrow)(PyObject* tensor, dltensor* out);
+};
+constexpr uint32_t kMajor = 1;
+
+struct Torch {
+  PyObject *tensor_type, *parameter_type, *increment_version, *is_neg;
+  int (*borrow)(PyObject*, dltensor*) = nullptr;
+} torch;
+
+/// By DLPack's type code and the number of bits; kBytes where the contract has no such dtype.
+DType dtype_of(nanobind::dlpack::dtype type) {
+  if (type.lanes != 1) return DType::kBytes;
+  switch (type.code << 8 | type.bits) {
+    case 0x008: return DType::kInt8;
+    case 0x010: return DType::kInt16;
+    case 0x020: return DType::kInt32;
+    case 0x040: return DType::kInt64;
+    case 0x108: return DType::kUInt8;
+    case 0x110: return DType::kUInt16;
+    case 0x120: return DType::kUInt32;
+    case 0x140: return DType::kUInt64;
+    case 0x210: return DType::kFloat16;
+    case 0x220: return DType::kFloat32;
+    case 0x240: return DType::kFloat64;
+    case 0x410: return DType::kBFloat16;
+    case 0x608: return DType::kBool;
+    default: return DType::kBytes;
+  }
+}
+
+/// Fill in shape and size; false unless the elements lie in order without gaps.
+bool measure(const dltensor& tensor, Seen& seen) {
+  if (tensor.ndim > kMaxDims) return false;
+  seen.shape.dims = tensor.ndim;
+  int64_t items = 1;
+  bool dense = true;
+  for (int dim = tensor.ndim - 1; dim >= 0; --dim) {
+    const int64_t size = tensor.shape[dim];
+    seen.shape.sizes[dim] = size;
+    dense &= size == 1 || !tensor.strides || tensor.strides[dim] == items;
+    items *= size;
+  }
+  seen.buffer = {static_cast<char*>(tensor.data) + tensor.byte_offset,
+                 static_cast<size_t>(items) * kItemBytes[static_cast<size_t>(seen.dtype)]};
+  return dense || items == 0;
+}
+
+}  // namespace
+
+bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version) {
+  PyObject* capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+  void* pointer = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr;
+  Py_XDECREF(capsule);
+  PyErr_Clear();
+  auto* table = static_cast<const ExchangeTable*>(pointer);
+  if (!table || table->major != kMajor || !table->borrow) return false;
+  Py_INCREF(tensor_type);  // all of these live as long as the process
+  Py_INCREF(parameter_type);
+  Py_INCREF(increment_version);
+  torch = {tensor_type, parameter_type, increment_version, PyUnicode_InternFromString("is_neg"),
+           table->borrow};
+  return true;
+}
+
+bool see(PyObject* object, Seen& seen) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (!torch.borrow || (type != torch.tensor_type && type != torch.parameter_type)) return false;
+  dltensor tensor;
+  if (torch.borrow(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  seen.dtype = dtype_of(tensor.dtype);
+  if (tensor.device.device_type != nanobind::device::cpu::value || seen.dtype == DType::kBytes ||
+      !measure(tensor, seen))
+    return false;
+  PyObject* negative = PyObject_CallMethodNoArgs(object, torch.is_neg);
+  PyErr_Clear();
+  Py_XDECREF(negative);
+  return negative == Py_False;
+}
+
+bool mark_written(PyObject* tensors) {
+  PyObject* none = PyObject_CallOneArg(torch.increment_version, tensors);
+  Py_XDECREF(none);
+  return none != nullptr;
+}
+
+}  // namespace tilework

@@ -1,0 +1,49 @@
+// torch's tensors as the core sees them: through DLPack's C exchange table
+// (https://dmlc.github.io/dlpack/latest), which torch publishes on its Tensor type. Reading a
+// tensor takes tens of nanoseconds that way. Where there is no such table (older torch), and for
+// every tensor that needs preparation (strided, conjugated, on a device, a subclass), see() says
+// no, and the caller takes the long way through Python.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "operation.h"
+
+namespace tilework {
+
+constexpr int kMaxDims = 8;
+
+/// A shape by value, for labels and the journal.
+struct Shape {
+  int dims = 0;
+  int64_t sizes[kMaxDims] = {};
+};
+
+/// A label is 64 bits that tensors of another shape very likely do not have: start with kNoSizes,
+/// add one size after the other.
+constexpr uint64_t kNoSizes = 0xcbf29ce484222325;  // FNV-1a
+constexpr uint64_t add_size(uint64_t label, int64_t size) {
+  return (label ^ static_cast<uint64_t>(size)) * 0x100000001b3;
+}
+
+/// A tensor whose memory can be used as it is: dense, on the CPU, of a dtype of the contract.
+struct Seen {
+  Buffer buffer;
+  DType dtype;
+  Shape shape;
+};
+
+/// Learn torch's table and types; once per process. False where this torch has no table.
+bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
+
+/// Whether `object` is such a tensor. Never leaves an exception. Not for complex tensors, which
+/// count as pairs of reals in some operations.
+bool see(PyObject* object, Seen& seen);
+
+/// Tell autograd that a tensor, or each of a sequence of them, was written. False: exception set.
+bool mark_written(PyObject* tensors);
+
+}  // namespace tilework

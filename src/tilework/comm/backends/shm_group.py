@@ -1,0 +1,185 @@
+"""The shm backend's engine and group: tensors handed to the core (csrc/)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backends.engine import (
+    MANY_INPUTS,
+    MANY_OUTPUTS,
+    Operation,
+    Parts,
+    Ticket,
+    op_factor,
+    op_type,
+)
+from tilework.comm.backends.native import NativeGroup, told
+from tilework.comm.callsite import call_site, in_library
+from tilework.comm.reduce_op import RedOpType
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core: make_backend says so when asked for a group
+    _core = None  # type: ignore[assignment]
+
+
+class ShmEngine:
+    """One rank's end of the core's group, fed with tensors instead of addresses."""
+
+    name = "shm"
+
+    def __init__(self, group: _core.Group, size: int) -> None:
+        self.fault_type: type[Exception] = _core.Fault
+        self.group = group
+        self._size = size
+        self._kinds = _core.KINDS
+        self._reduce_ops = _core.REDUCE_OPS
+        self._dtypes: dict[torch.dtype | None, int] = {
+            getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
+        }
+        self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
+        #: Operations whose buffers the core may still touch, oldest first.
+        self._in_flight: deque[tuple[Ticket, object]] = deque()
+        # Bound once: these are on the path of every operation.
+        self.sequence = group.sequence
+        self.say = group.say
+        self.heard = group.heard
+        self.abort = group.abort
+        self.aborted = group.aborted
+
+    def run(self, operation: Operation) -> None:
+        self.group.run(*self._arguments(operation))
+
+    def submit(self, operation: Operation) -> Ticket:
+        return self._keep(self.group.submit(*self._arguments(operation)), operation)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket:
+        code = self._dtypes.get(tensor.dtype, self._bytes)
+        ticket = self.group.isend(dst, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
+        return self._keep(ticket, tensor)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket:
+        code = self._dtypes.get(tensor.dtype, self._bytes)
+        ticket = self.group.irecv(src, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
+        return self._keep(ticket, tensor)
+
+    def _keep(self, ticket: Ticket, buffers: object) -> Ticket:
+        """Hold what the core was given until it is done with it, whatever the user drops."""
+        while self._in_flight and self._in_flight[0][0].done():
+            self._in_flight.popleft()
+        if not ticket.done():
+            self._in_flight.append((ticket, buffers))
+        return ticket
+
+    def _arguments(self, operation: Operation) -> tuple[Any, ...]:
+        op = operation.reduce_op
+        return (
+            self._kinds[operation.kind],
+            self._dtypes.get(operation.dtype, self._bytes),
+            self._reduce_ops[op_type(op)],
+            operation.root,
+            op_factor(op),
+            self._spans(operation.inputs, operation.kind in MANY_INPUTS),
+            self._spans(operation.outputs, operation.kind in MANY_OUTPUTS),
+            _core.shape_label(operation.shape),
+            operation.timeout,
+            (*_first(operation.inputs), *_first(operation.outputs)),
+        )
+
+    def _spans(self, parts: Parts, many: bool) -> list[tuple[int, int]]:
+        if not isinstance(parts, Tensor):
+            return [(part.data_ptr(), part.nbytes) for part in parts]
+        address, nbytes = parts.data_ptr(), parts.nbytes
+        if not many:
+            return [(address, nbytes)]
+        share = nbytes // self._size
+        return [(address + r * share, share) for r in range(self._size)]
+
+    def last_entered(self) -> list[str]:
+        return [
+            f"#{header[0]} {header[1]}" if header[0] else "nothing yet"
+            for header in self.group.headers()
+        ]
+
+    def close(self) -> None:
+        self.group.close()
+        self._in_flight.clear()
+
+    def statistics(self) -> dict[str, int]:
+        return self.group.statistics()
+
+
+def _first(parts: Parts) -> tuple[torch.Size, int]:
+    """The first tensor's shape, and the number of tensors."""
+    if isinstance(parts, Tensor):
+        return parts.shape, 1
+    return (parts[0].shape, len(parts)) if parts else (torch.Size(), 0)
+
+
+class ShmGroup(NativeGroup):
+    """A native group with the core's short way for blocking operations."""
+
+    engine: ShmEngine
+
+    def __init__(self, engine: ShmEngine, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(engine, rank, size, timeout)
+        this = weakref.ref(self)  # the core's object must not keep the group alive
+
+        def fail(*args: Any) -> None:
+            group = this()
+            if group is not None:
+                group._direct_failed(*args)
+
+        if _sees_tensors:
+            self.direct = _core.Direct(engine.group, self.timeout, fail)  # type: ignore[assignment]
+
+    def _direct_failed(
+        self, why: Any, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
+    ) -> None:
+        """Raise what a failure of the short way means to the program."""
+        title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
+        if isinstance(why, BaseException):
+            # This rank leaves in the middle: the others cannot finish.
+            self.abort(f"{type(why).__name__} in {title}")
+            return
+        raise self._explain(why, title, call_site()) from None
+
+
+def _title(
+    name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int, ranks: tuple[int, ...]
+) -> str:
+    """The operation as the program knows it."""
+    if name == "send":
+        return f"send {told(inputs)} to rank {ranks[root]} tag {reduce_op}"
+    if name == "recv":
+        whom = "any rank" if root < 0 else f"rank {ranks[root]}"
+        return f"recv {told(outputs)} from {whom} tag {reduce_op}"
+    kind = _KIND_OF.get(name, name)
+    operation = Operation(kind, _sides(inputs), _sides(outputs), reduce_op, root, title=name)
+    return operation.describe()
+
+
+_KIND_OF: dict[str, Any] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def _sides(parts: Any) -> Parts:
+    return () if parts is None else parts
+
+
+_sees_tensors = _core is not None and _core.learn_torch(
+    Tensor,
+    torch.nn.Parameter,
+    torch.autograd.graph.increment_version,
+    {member: member.value for member in RedOpType},
+    in_library,
+)
