@@ -40,16 +40,15 @@ void bind_group(nb::module_& m) {
   nb::class_<PyGroup>(m, "Group")
       .def(nb::init<int, int, int, const nb::bytes&>(), "fd"_a, "rank"_a, "size"_a, "nonce"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "reduce_op"_a, "root"_a, "factor"_a,
-           "inputs"_a, "outputs"_a, "label"_a, "timeout"_a, "shapes"_a = nb::none())
+           "inputs"_a, "outputs"_a, "label"_a, "timeout"_a)
       .def("submit", &PyGroup::submit, "kind"_a, "dtype"_a, "reduce_op"_a, "root"_a, "factor"_a,
-           "inputs"_a, "outputs"_a, "label"_a, "timeout"_a, "shapes"_a = nb::none())
+           "inputs"_a, "outputs"_a, "label"_a, "timeout"_a)
       .def("isend", &PyGroup::isend, "dst"_a, "address"_a, "nbytes"_a, "dtype"_a, "tag"_a,
            "timeout"_a)
       .def("irecv", &PyGroup::irecv, "src"_a, "address"_a, "nbytes"_a, "dtype"_a, "tag"_a,
            "timeout"_a)
       .def("headers", &PyGroup::headers)
       .def("sequence", [](const PyGroup& self) { return self.core().sequence(); })
-      .def("records", &PyGroup::records)
       .def("say", &PyGroup::say, "text"_a)
       .def("heard", &PyGroup::heard, "timeout"_a)
       .def("abort", &PyGroup::abort, "kind"_a, "text"_a)
@@ -60,13 +59,31 @@ void bind_group(nb::module_& m) {
 
 void bind_direct(nb::module_& m) {
   nb::class_<Direct>(m, "Direct")
-      .def(nb::init<nb::object, double, nb::object>(), "group"_a, "timeout"_a, "on_failure"_a)
+      .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "journal"_a,
+           "timeout"_a, "on_failure"_a)
       .def("__call__", &Direct::run, "operation"_a, "inputs"_a.none(), "outputs"_a.none(),
            "reduce_op"_a.none() = nb::none(), "root"_a = 0, "in_rows"_a.none() = nb::none(),
            "out_rows"_a.none() = nb::none())
       .def("send", &Direct::send, "tensor"_a, "dst"_a, "tag"_a)
       .def("recv", &Direct::recv, "tensor"_a, "src"_a, "tag"_a)
       .def_rw("timeout", &Direct::timeout);
+}
+
+void bind_journal(nb::module_& m) {
+  nb::class_<Journal>(m, "Journal")
+      .def(nb::init<size_t>(), "capacity"_a)
+      .def("begin",
+           [](Journal& self, nb::object what, nb::object peer, nb::object tag, nb::handle) {
+             return self.begin(std::move(what), std::move(peer), std::move(tag));
+           },
+           "what"_a, "peer"_a.none() = nb::none(), "tag"_a = 0, "depth"_a = 1)
+      .def("end",
+           [](Journal& self, uint64_t slot, nb::object failure) {
+             self.end(slot, std::move(failure));
+           },
+           "slot"_a, "failure"_a = "")
+      .def("follow", &Journal::follow, "slot"_a, "pending"_a)
+      .def("records", &Journal::records);
 }
 
 void bind_ticket(nb::module_& m) {
@@ -124,6 +141,7 @@ NB_MODULE(_core, m) {
         "in_library"_a);
   bind_ticket(m);
   bind_group(m);
+  bind_journal(m);
   bind_direct(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));
 }

@@ -12,21 +12,21 @@ namespace {
 struct Form {
   const char* name;
   Kind kind;
-  bool input_list, output_list;
+  bool input_list = false, output_list = false, rooted = false;
 };
 constexpr Form kForms[] = {
-    {"all_reduce", Kind::kAllReduce, false, false},
-    {"broadcast", Kind::kBroadcast, false, false},
-    {"all_gather_into_tensor", Kind::kAllGather, false, false},
-    {"reduce_scatter_tensor", Kind::kReduceScatter, false, false},
-    {"all_to_all_single", Kind::kAllToAll, false, false},
-    {"barrier", Kind::kBarrier, false, false},
+    {"all_reduce", Kind::kAllReduce},
+    {"broadcast", Kind::kBroadcast, false, false, true},
+    {"all_gather_into_tensor", Kind::kAllGather},
+    {"reduce_scatter_tensor", Kind::kReduceScatter},
+    {"all_to_all_single", Kind::kAllToAll},
+    {"barrier", Kind::kBarrier},
     {"all_gather", Kind::kAllGather, false, true},
-    {"reduce_scatter", Kind::kReduceScatter, true, false},
+    {"reduce_scatter", Kind::kReduceScatter, true},
     {"all_to_all", Kind::kAllToAll, true, true},
-    {"reduce", Kind::kReduce, false, false},
-    {"gather", Kind::kGather, false, true},
-    {"scatter", Kind::kScatter, true, false},
+    {"reduce", Kind::kReduce, false, false, true},
+    {"gather", Kind::kGather, false, true, true},
+    {"scatter", Kind::kScatter, true, false, true},
 };
 constexpr size_t kFormCount = count_of(kForms);
 
@@ -159,29 +159,31 @@ void learn_reductions(const nb::dict& known) {
   }
 }
 
-Direct::Direct(nb::object group, double timeout_, nb::object on_failure)
+Direct::Direct(nb::object group, nb::object journal, double timeout_, nb::object on_failure)
     : timeout(timeout_),
-      owner_(std::move(group)),
-      group_(*nb::cast<PyGroup*>(owner_)),
+      group_owner_(std::move(group)),
+      journal_owner_(std::move(journal)),
+      group_(*nb::cast<PyGroup*>(group_owner_)),
+      journal_(*nb::cast<Journal*>(journal_owner_)),
       on_failure_(std::move(on_failure)) {}
 
 /// Run act() and turn its failures into the program's.
 template <class Act>
-bool Direct::guarded(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
-                     int root, Act&& act) {
+bool Direct::guarded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
+                     nb::handle reduce_op, int root, Act&& act) {
   try {
+    nb::gil_scoped_release nogil;
     act();
-    return true;
   } catch (const Fault& fault) {
-    on_failure_(fault_args(fault), name, inputs, outputs, reduce_op, root);
+    on_failure_(fault_args(fault), slot, name, inputs, outputs, reduce_op, root);
     throw;  // it should have raised
   } catch (const Interrupted&) {
     nb::python_error handlers;  // takes the pending exception
-    on_failure_(handlers.value(), name, inputs, outputs, reduce_op, root);
+    on_failure_(handlers.value(), slot, name, inputs, outputs, reduce_op, root);
     throw handlers;
-  } catch (const std::invalid_argument&) {
-    return false;
   }
+  journal_.end(slot);
+  return true;
 }
 
 bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
@@ -211,37 +213,43 @@ bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::han
     if (expected.inputs && expected.outputs && inputs.ptr() != outputs.ptr()) return false;
     operation.label = label_of(in.count > 0 ? in.shape : out.shape);
   }
-  Told told = tell(operation);
-  told.kind = form.name;
-  told.in = in.shape;
-  told.in_count = in.count;
-  told.out = out.shape;
-  told.out_count = out.count;
-  if (!guarded(name, inputs, outputs, reduce_op, root,
-               [&] { group_.run_noted(operation, timeout, told); }))
+  try {
+    prepare(operation, group_.core().rank(), group_.core().size());
+  } catch (const std::invalid_argument&) {
     return false;
+  }
+  const bool rooted = form.rooted;
+  const Told told{form.name, operation.dtype, operation.reduce_op, rooted ? root : -1,
+                  in.count,  out.count,       in.shape,            out.shape};
+  guarded(journal_.begin(told), name, inputs, outputs, reduce_op, root,
+          [&] { group_.core().run(operation, timeout, signal_raised); });
   const bool only_read = operation.kind == Kind::kBroadcast && at_root;
   if (expected.outputs > 0 && !only_read && !mark_written(outputs.ptr())) throw nb::python_error();
   return true;
 }
 
-bool Direct::send(nb::handle tensor, int dst, int64_t tag) {
+int Direct::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
   Seen seen;
-  if (!see(tensor.ptr(), seen)) return false;
-  return guarded(nb::str("send"), tensor, nb::none(), nb::int_(tag), dst, [&] {
-    group_.transfer(request_of(true, dst, seen.buffer, seen.dtype, tag, timeout));
-  });
+  const int lowest = is_send ? 0 : kAnyRank;
+  if (peer < lowest || peer >= group_.core().size() || !see(tensor.ptr(), seen)) return -2;
+  const RequestPtr request = request_of(is_send, peer, seen.buffer, seen.dtype, tag, timeout);
+  const char* name = is_send ? "send" : "recv";
+  Told told{name, seen.dtype};
+  (is_send ? told.in_count : told.out_count) = 1;
+  (is_send ? told.in : told.out) = seen.shape;
+  int source = -1;
+  guarded(journal_.begin(told, peer, tag), nb::str(name), tensor, tensor, nb::int_(tag), peer,
+          [&] { source = group_.transfer(request); });
+  return source;
+}
+
+bool Direct::send(nb::handle tensor, int dst, int64_t tag) {
+  return transfer(true, tensor, dst, tag) != -2;
 }
 
 int Direct::recv(nb::handle tensor, int src, int64_t tag) {
-  Seen seen;
-  if (!see(tensor.ptr(), seen)) return -2;
-  int source = -2;
-  const bool done = guarded(nb::str("recv"), nb::none(), tensor, nb::int_(tag), src, [&] {
-    source = group_.transfer(request_of(false, src, seen.buffer, seen.dtype, tag, timeout));
-  });
-  if (!done) return -2;
-  if (!mark_written(tensor.ptr())) throw nb::python_error();
+  const int source = transfer(false, tensor, src, tag);
+  if (source != -2 && !mark_written(tensor.ptr())) throw nb::python_error();
   return source;
 }
 

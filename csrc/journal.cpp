@@ -1,5 +1,7 @@
 #include "journal.h"
 
+#include "platform.h"
+
 #include <unordered_map>
 
 namespace nb = nanobind;
@@ -43,8 +45,8 @@ int line_at(PyCodeObject* code, int position) {
 #endif
 }
 
-/// The innermost frame of the program's own; a new reference to its code, or null.
-PyCodeObject* caller(int& position) {
+/// The innermost frame of the program's own: its code, or null.
+nb::object caller(int& position) {
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   while (frame) {
@@ -52,20 +54,35 @@ PyCodeObject* caller(int& position) {
     if (!of_library(code)) {
       position = position_in(frame);
       Py_DECREF(frame);
-      return code;
+      return nb::steal(reinterpret_cast<PyObject*>(code));
     }
     Py_DECREF(code);
     PyFrameObject* outer = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = outer;
   }
-  return nullptr;
+  return nb::object();
 }
 
-nb::object sizes_of(const Shape& shape) {
-  nb::list sizes;
+nb::object or_none(const nb::object& object) { return object.is_valid() ? object : nb::none(); }
+
+nb::tuple sizes_of(const Shape& shape, int count) {
+  nb::list sizes, shapes;
   for (int dim = 0; dim < shape.dims; ++dim) sizes.append(shape.sizes[dim]);
-  return nb::tuple(sizes);
+  for (int i = 0; i < count; ++i) shapes.append(nb::tuple(sizes));
+  return nb::tuple(shapes);
+}
+
+/// (name, dtype, shapes of the inputs, of the outputs, reduction, root), as the ring's What.
+nb::object what_of(const Told& told) {
+  nb::object reduce_op = nb::none(), root = nb::none(), dtype = nb::none();
+  if (told.in_count + told.out_count > 0)
+    dtype = nb::str(dtype_name(static_cast<unsigned>(told.dtype)));
+  if (told.reduce_op != ReduceOp::kNone)
+    reduce_op = nb::str(reduce_op_name(static_cast<unsigned>(told.reduce_op)));
+  if (told.root >= 0) root = nb::int_(told.root);
+  return nb::make_tuple(told.name, dtype, sizes_of(told.in, told.in_count),
+                        sizes_of(told.out, told.out_count), reduce_op, root);
 }
 
 }  // namespace
@@ -75,69 +92,89 @@ void learn_libraries(PyObject* mapping) {
   in_library = mapping;
 }
 
-Told tell(const Operation& operation) {
-  Told told{kind_name(static_cast<unsigned>(operation.kind))};
-  if (operation.kind == Kind::kBarrier) return told;
-  told.dtype = dtype_name(static_cast<unsigned>(operation.dtype));
-  if (reduces(operation.kind))
-    told.reduce_op = reduce_op_name(static_cast<unsigned>(operation.reduce_op));
-  const bool rooted = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce ||
-                      operation.kind == Kind::kGather || operation.kind == Kind::kScatter;
-  if (rooted) told.peer = operation.root;
-  return told;
-}
-
-Journal::~Journal() {
-  for (Entry& entry : entries_) Py_XDECREF(entry.code);
-}
-
-uint64_t Journal::begin(const Told& told, uint64_t sequence) {
-  Entry& entry = entries_[next_ % kEntries];
-  PyCodeObject* before = entry.code;
-  entry.told = told;
-  entry.sequence = sequence;
-  entry.entered = wall_clock_ns();
+Journal::Entry& Journal::add() {
+  Entry& entry = entries_[next_ % entries_.size()];
+  if (next_ >= entries_.size() && entry.ended == 0) {
+    if (late_.size() == entries_.size()) late_.pop_front();
+    late_.push_back(std::move(entry));
+  }
+  entry.slot = next_++;
   entry.ended = 0;
-  entry.failed = false;
-  entry.ticket.reset();
+  entry.entered = wall_clock_ns();
+  if (entry.what.is_valid()) entry.what = entry.peer = entry.tag = nb::object();
+  if (entry.failure.is_valid()) entry.failure = nb::object();
+  if (entry.pending.is_valid()) entry.pending = nb::object();
   entry.code = caller(entry.position);
-  Py_XDECREF(before);
-  return next_++;
+  return entry;
 }
 
-void Journal::end(uint64_t index, bool well) {
-  if (next_ - index > kEntries) return;  // overwritten by operations of other threads
-  Entry& entry = entries_[index % kEntries];
-  entry.ended = wall_clock_ns();
-  entry.failed = !well;
+Journal::Entry* Journal::find(uint64_t slot) {
+  Entry& entry = entries_[slot % entries_.size()];
+  if (entry.slot == slot) return &entry;
+  for (Entry& late : late_)
+    if (late.slot == slot) return &late;
+  return nullptr;  // pushed out twice
 }
 
-void Journal::hand_over(uint64_t index, std::shared_ptr<Ticket> ticket) {
-  if (next_ - index <= kEntries) entries_[index % kEntries].ticket = std::move(ticket);
+uint64_t Journal::begin(const Told& told) {
+  Entry& entry = add();
+  entry.number = ++collectives_;
+  entry.told = told;
+  return entry.slot;
+}
+
+uint64_t Journal::begin(const Told& told, int peer, int64_t tag) {
+  Entry& entry = add();
+  entry.number = 0;
+  entry.what = what_of(told);
+  entry.peer = nb::int_(peer);
+  entry.tag = nb::int_(tag);
+  return entry.slot;
+}
+
+uint64_t Journal::begin(nb::object what, nb::object peer, nb::object tag) {
+  Entry& entry = add();
+  entry.number = peer.is_none() ? ++collectives_ : 0;
+  entry.what = std::move(what);
+  entry.peer = std::move(peer);
+  entry.tag = std::move(tag);
+  return entry.slot;
+}
+
+void Journal::end(uint64_t slot, nb::object failure) {
+  Entry* entry = find(slot);
+  if (!entry) return;
+  entry->failure = std::move(failure);
+  entry->ended = wall_clock_ns();
+}
+
+void Journal::end(uint64_t slot) {
+  Entry* entry = find(slot);
+  if (entry) entry->ended = wall_clock_ns();
+}
+
+void Journal::follow(uint64_t slot, nb::object pending) {
+  Entry* entry = find(slot);
+  if (entry) entry->pending = std::move(pending);
 }
 
 nb::tuple Journal::record(const Entry& entry) const {
-  int64_t ended = entry.ended;
-  bool failed = entry.failed;
-  if (ended == 0 && entry.ticket && entry.ticket->done()) {
-    ended = entry.ticket->ended();
-    failed = entry.ticket->fault().has_value();
-  }
-  const char* outcome = ended == 0 ? "running" : failed ? "failed" : "done";
-  const Told& told = entry.told;
-  nb::object code = nb::none();
-  if (entry.code) code = nb::borrow(reinterpret_cast<PyObject*>(entry.code));
-  const int line = entry.code ? line_at(entry.code, entry.position) : 0;
-  return nb::make_tuple(entry.sequence, told.kind, told.dtype, told.reduce_op, told.peer, told.tag,
-                        sizes_of(told.in), told.in_count, sizes_of(told.out), told.out_count, code,
-                        line, entry.entered, ended, outcome);
+  nb::object site = nb::none();
+  if (entry.code.is_valid())
+    site = nb::make_tuple(entry.code,
+                          line_at(reinterpret_cast<PyCodeObject*>(entry.code.ptr()), entry.position));
+  const bool told = !entry.what.is_valid();
+  return nb::make_tuple(entry.number, told ? what_of(entry.told) : entry.what, site, entry.entered,
+                        entry.ended, or_none(entry.failure), or_none(entry.pending),
+                        or_none(entry.peer), told ? nb::int_(0) : or_none(entry.tag));
 }
 
 nb::list Journal::records() const {
   nb::list result;
-  const uint64_t first = next_ > kEntries ? next_ - kEntries : 0;
-  for (uint64_t index = first; index < next_; ++index)
-    result.append(record(entries_[index % kEntries]));
+  for (const Entry& entry : late_)
+    if (entry.ended == 0) result.append(record(entry));
+  const uint64_t size = entries_.size(), first = next_ > size ? next_ - size : 0;
+  for (uint64_t slot = first; slot < next_; ++slot) result.append(record(entries_[slot % size]));
   return result;
 }
 

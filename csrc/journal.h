@@ -1,68 +1,67 @@
-// The last operations of one rank's end of a group, for flight records: what ran, from where in
-// the program, when, and how it ended. Cheap enough to be always on: an entry is a few dozen
-// bytes written in place, and nothing is formatted until somebody asks.
+// The last operations of one rank in one group: what ran, called from where, when, and how it
+// ended. The shm backend's flight record (src/tilework/comm/flight/ring.py tells what it is for).
+// An entry is written in place and nothing is formatted before somebody asks.
 //
 // Only touched with the GIL held.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include <array>
-#include <memory>
+#include <deque>
+#include <vector>
 
 #include "tensors.h"
-#include "ticket.h"
 
 namespace tilework {
 
-/// What an entry tells of an operation's tensors.
+/// What an entry tells of an operation of the short way.
 struct Told {
-  const char* kind;
-  const char* dtype = "";
-  const char* reduce_op = "";
-  int peer = -1;    // the root, the other side of a message
-  int64_t tag = -1;  // of a message
+  const char* name;
+  DType dtype = DType::kBytes;
+  ReduceOp reduce_op = ReduceOp::kNone;
+  int root = -1;  // -1: it has none
   int in_count = 0, out_count = 0;
-  Shape in = {}, out = {};
+  Shape in = {}, out = {};  // of the first tensor
 };
-
-/// What is known of a collective without its tensors.
-Told tell(const Operation& operation);
 
 class Journal {
  public:
-  static constexpr size_t kEntries = 256;
+  explicit Journal(size_t capacity) : entries_(capacity) {}
 
-  Journal() = default;
-  Journal(const Journal&) = delete;
-  Journal& operator=(const Journal&) = delete;
-  ~Journal();
-
-  /// Note that the calling thread enters an operation; returns its number in the journal.
-  uint64_t begin(const Told& told, uint64_t sequence);
-  /// It ended here, well or not.
-  void end(uint64_t index, bool well);
-  /// It goes on without the caller, until the ticket is done.
-  void hand_over(uint64_t index, std::shared_ptr<Ticket> ticket);
+  /// Note that a collective is entered; returns its slot.
+  uint64_t begin(const Told& told);
+  /// The same of a message; `peer` is a group rank, or -1 for any.
+  uint64_t begin(const Told& told, int peer, int64_t tag);
+  /// The same in Python's words: `what` holds no tensor, `peer` is None for a collective.
+  uint64_t begin(nanobind::object what, nanobind::object peer, nanobind::object tag);
+  /// It is over; a failure is not empty.
+  void end(uint64_t slot, nanobind::object failure);
+  void end(uint64_t slot);
+  /// While nobody has said that it is over, `pending` knows.
+  void follow(uint64_t slot, nanobind::object pending);
 
   /// Tuples, oldest first; see _core.pyi.
   nanobind::list records() const;
 
  private:
   struct Entry {
-    Told told;
-    uint64_t sequence = 0;
-    int64_t entered = 0, ended = 0;  // nanoseconds of the wall clock; 0: not yet
-    bool failed = false;
-    PyCodeObject* code = nullptr;  // where the program called from; owned
-    int position = 0;              // in the code: an instruction's offset, or for 3.10 a line
-    std::shared_ptr<Ticket> ticket;
+    uint64_t slot = 0;
+    uint64_t number = 0;  // of a collective, from 1
+    Told told{};
+    nanobind::object what, peer, tag;  // in Python's words; null where `told` tells
+    nanobind::object code;             // where the program called from; null if unknown
+    int position = 0;                  // in the code: an instruction's offset, in 3.10 a line
+    int64_t entered = 0, ended = 0;    // nanoseconds since 1970; 0: not yet
+    nanobind::object failure, pending;
   };
 
+  Entry& add();
+  Entry* find(uint64_t slot);
   nanobind::tuple record(const Entry& entry) const;
 
-  std::array<Entry, kEntries> entries_;
-  uint64_t next_ = 0;
+  std::vector<Entry> entries_;
+  std::deque<Entry> late_;  // pushed out while they still ran
+  uint64_t next_ = 0, collectives_ = 0;
 };
 
 /// Learn whose frames are not the program's: a mapping of file names to bools.

@@ -45,37 +45,6 @@ Operation operation_of(int kind, int dtype, int reduce_op, int root, double fact
   return operation;
 }
 
-Shape shape_of(const nb::tuple& sizes) {
-  Shape shape;
-  for (nb::handle size : sizes)
-    if (shape.dims < kMaxDims) shape.sizes[shape.dims++] = nb::cast<int64_t>(size);
-  return shape;
-}
-
-Told told_of(const Operation& operation, const std::optional<Shapes>& shapes) {
-  Told told = tell(operation);
-  if (shapes) {
-    told.in = shape_of(std::get<0>(*shapes));
-    told.in_count = std::get<1>(*shapes);
-    told.out = shape_of(std::get<2>(*shapes));
-    told.out_count = std::get<3>(*shapes);
-  }
-  return told;
-}
-
-Told told_of(const Request& request) {
-  Told told{request.is_send ? "send" : "recv"};
-  told.dtype = dtype_name(static_cast<unsigned>(request.dtype));
-  told.peer = request.peer;
-  told.tag = request.tag;
-  Shape& shape = request.is_send ? told.in : told.out;
-  shape.dims = 1;
-  shape.sizes[0] = static_cast<int64_t>(request.buffer.bytes /
-                                        kItemBytes[static_cast<size_t>(request.dtype)]);
-  (request.is_send ? told.in_count : told.out_count) = 1;
-  return told;
-}
-
 }  // namespace
 
 RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_t tag,
@@ -118,43 +87,26 @@ PyGroup::~PyGroup() {
   group_.reset();
 }
 
-void PyGroup::run_noted(Operation& operation, double timeout, const Told& told) {
-  const uint64_t note = journal_.begin(told, group_->sequence() + 1);
-  try {
-    nb::gil_scoped_release nogil;
-    group_->run(operation, timeout, signal_raised);
-  } catch (...) {
-    journal_.end(note, false);
-    throw;
-  }
-  journal_.end(note, true);
-}
-
 void PyGroup::run(int kind, int dtype, int reduce_op, int root, double factor,
                   const nb::sequence& inputs, const nb::sequence& outputs, const nb::int_& label,
-                  double timeout, const std::optional<Shapes>& shapes) {
+                  double timeout) {
   Operation operation = operation_of(kind, dtype, reduce_op, root, factor, label);
   const auto in = buffers_of(inputs), out = buffers_of(outputs);
   operation.inputs = view(in);
   operation.outputs = view(out);
-  run_noted(operation, timeout, told_of(operation, shapes));
+  nb::gil_scoped_release nogil;
+  group_->run(operation, timeout, signal_raised);
 }
 
 PyTicket PyGroup::submit(int kind, int dtype, int reduce_op, int root, double factor,
                          const nb::sequence& inputs, const nb::sequence& outputs,
-                         const nb::int_& label, double timeout,
-                         const std::optional<Shapes>& shapes) {
+                         const nb::int_& label, double timeout) {
   Operation operation = operation_of(kind, dtype, reduce_op, root, factor, label);
   const auto in = buffers_of(inputs), out = buffers_of(outputs);
   operation.inputs = view(in);
   operation.outputs = view(out);
-  std::shared_ptr<Ticket> ticket;
-  {
-    nb::gil_scoped_release nogil;
-    ticket = group_->submit(operation, timeout);
-  }
-  journal_.hand_over(journal_.begin(told_of(operation, shapes), operation.sequence), ticket);
-  return {ticket, GroupRef(group_), false};
+  nb::gil_scoped_release nogil;
+  return {group_->submit(operation, timeout), GroupRef(group_), false};
 }
 
 PyTicket PyGroup::isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
@@ -170,18 +122,12 @@ PyTicket PyGroup::irecv(int src, uint64_t address, int64_t nbytes, int dtype, in
 }
 
 PyTicket PyGroup::post(const RequestPtr& request) {
-  {
-    nb::gil_scoped_release nogil;
-    group_->post(request, false);
-  }
-  journal_.hand_over(journal_.begin(told_of(*request), 0), request->ticket);
+  nb::gil_scoped_release nogil;
+  group_->post(request, false);
   return {request->ticket, GroupRef(group_), true};
 }
 
 int PyGroup::transfer(const RequestPtr& request) {
-  const uint64_t note = journal_.begin(told_of(*request), 0);
-  journal_.hand_over(note, request->ticket);
-  nb::gil_scoped_release nogil;
   group_->post(request, true);
   try {
     group_->wait(*request->ticket, true, -1, signal_raised);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "interpreter.h"
-#include "journal.h"
 
 namespace tilework {
 
@@ -15,9 +14,6 @@ struct PyTicket {
   nb::object fault() const;
 };
 
-/// The first shape of each side of a collective, and how many there are: for the journal.
-using Shapes = std::tuple<nb::tuple, int, nb::tuple, int>;
-
 class PyGroup {
  public:
   PyGroup(int fd, int rank, int size, const nb::bytes& nonce);
@@ -26,18 +22,16 @@ class PyGroup {
   ~PyGroup();
 
   void run(int kind, int dtype, int reduce_op, int root, double factor, const nb::sequence& inputs,
-           const nb::sequence& outputs, const nb::int_& label, double timeout,
-           const std::optional<Shapes>& shapes);
+           const nb::sequence& outputs, const nb::int_& label, double timeout);
   PyTicket submit(int kind, int dtype, int reduce_op, int root, double factor,
                   const nb::sequence& inputs, const nb::sequence& outputs, const nb::int_& label,
-                  double timeout, const std::optional<Shapes>& shapes);
+                  double timeout);
   PyTicket isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
   PyTicket irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
 
-  /// isend or irecv and wait, without waking a thread of the core; returns the source.
+  /// isend or irecv and wait, without waking a thread of the core; returns the source. Not
+  /// with the GIL.
   int transfer(const RequestPtr& request);
-  /// Run a collective that is ready, and note it.
-  void run_noted(Operation& operation, double timeout, const Told& told);
 
   nb::list headers();
   void say(const nb::str& text);
@@ -48,13 +42,11 @@ class PyGroup {
   nb::dict statistics();
 
   Group& core() const { return *group_; }
-  nb::list records() const { return journal_.records(); }
 
  private:
   PyTicket post(const RequestPtr& request);
 
   std::shared_ptr<Group> group_;
-  Journal journal_;
 };
 
 RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_t tag,

@@ -39,7 +39,6 @@ void Ticket::complete(std::optional<Fault> fault, int source) {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_ = std::move(fault);
     source_ = source;
-    ended_ = wall_clock_ns();
     callbacks.swap(callbacks_);
     awaited = state_.exchange(kDone) == kAwaited;
   }

@@ -23,8 +23,6 @@ class Ticket {
   std::optional<Fault> fault() const;
   /// Group rank a receive was served by, -1 before.
   int source() const { return done() ? source_ : -1; }
-  /// When a done operation ended, on the wall clock.
-  int64_t ended() const { return done() ? ended_ : 0; }
 
   /// Run `callback` once done: by the thread that completes, or at once by this one.
   void when_done(std::function<void()> callback);
@@ -40,7 +38,6 @@ class Ticket {
   std::vector<std::function<void()>> callbacks_;
   std::optional<Fault> fault_;
   int source_ = -1;
-  int64_t ended_ = 0;
 };
 
 }  // namespace tilework

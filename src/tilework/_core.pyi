@@ -47,16 +47,11 @@ class Ticket:
     def source(self) -> int:
         """For a receive: the group rank it came from (-1 before done)."""
 
-#: The first shape of the inputs and how many there are, the same of the outputs.
-Shapes = tuple[tuple[int, ...], int, tuple[int, ...], int]
-
-#: (sequence number or 0 for a message, kind, dtype, reduce_op, root or peer or -1, tag or -1,
-#: shape of the first input, number of inputs, shape of the first output, number of outputs,
-#: code object of the program that called or None, line, entered, ended or 0, outcome). Times in
-#: nanoseconds since 1970; the outcome is "running", "done" or "failed".
+#: (number of the collective or 0 for a message, what it is (flight.ring.What), (code object, line)
+#: of the program that called or None, entered, ended or 0, failure or None, pending or None, peer
+#: or None, tag). Times in nanoseconds since 1970.
 Record = tuple[
-    int, str, str, str, int, int, tuple[int, ...], int, tuple[int, ...], int,
-    CodeType | None, int, int, int, str,
+    int, Any, tuple[CodeType, int] | None, int, int, str | None, Any, int | None, int
 ]  # fmt: skip
 
 def shape_label(shape: tuple[int, ...]) -> int:
@@ -72,15 +67,27 @@ def learn_torch(
     """Tell the core what Direct works with; False if this torch does not let it see tensors.
     `in_library`: whether a file's frames are not the program's own."""
 
+class Journal:
+    """A ring of the last operations; comm.flight.ring.Ring in the core, which Direct writes too."""
+    def __init__(self, capacity: int) -> None: ...
+    def begin(self, what: Any, peer: int | None = None, tag: int = 0, depth: int = 1) -> int: ...
+    def end(self, slot: int, failure: str = "") -> None: ...
+    def follow(self, slot: int, pending: Any) -> None: ...
+    def records(self) -> list[Record]:
+        """What is remembered, oldest first."""
+
 class Direct:
     """A group's blocking operations on torch's tensors, by the shortest path. An operation that
     needs any preparation is refused (False, or -2), with nothing done.
 
-    `on_failure(why, operation, inputs, outputs, reduce_op, root)`: why is a Fault's args, and it
-    raises what that is for the program; or the exception of a signal handler, on its way."""
+    `on_failure(why, slot, operation, inputs, outputs, reduce_op, root)`: why is a Fault's args, and it
+    raises what that is for the program; or the exception of a signal handler, on its way.
+    Either way it ends the slot in the journal."""
 
     timeout: float
-    def __init__(self, group: Group, timeout: float, on_failure: Callable[..., None]) -> None: ...
+    def __init__(
+        self, group: Group, journal: Journal, timeout: float, on_failure: Callable[..., None]
+    ) -> None: ...
     def __call__(
         self,
         operation: str,
@@ -122,7 +129,6 @@ class Group:
         outputs: Sequence[tuple[int, int]],
         label: int,
         timeout: float,
-        shapes: Shapes | None = None,
     ) -> None:
         """Run a collective, in order after those submitted; block until this rank is done.
         `label` is any 64-bit value that must be equal on all ranks (a hash of the shape)."""
@@ -138,7 +144,6 @@ class Group:
         outputs: Sequence[tuple[int, int]],
         label: int,
         timeout: float,
-        shapes: Shapes | None = None,
     ) -> Ticket:
         """As run, but on the group's progress thread (started on first use). The caller keeps
         the buffers alive until the ticket is done."""
@@ -155,8 +160,6 @@ class Group:
         bytes, pid). Sequence number 0: none yet."""
     def sequence(self) -> int:
         """How many collectives this rank has entered or submitted."""
-    def records(self) -> list[Record]:
-        """The last operations of this rank, oldest first."""
     def say(self, text: str) -> None:
         """Leave last words (at most 2000 bytes, truncated) for peers to read; for errors only."""
     def heard(self, timeout: float) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""The command line: ``tilework run``, ``tilework doctor``; room for more."""
+"""The command line: ``tilework run``, ``tilework doctor``, ``tilework explain``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tilework import __version__
 from tilework.launch.cores import usable_cores
+from tilework.launch.explain import explain
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
     _add_doctor(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -226,6 +228,29 @@ def _doctor() -> int:
     # By name, since it imports torch: seconds that wrong use and help should not cost.
     status: int = importlib.import_module("tilework.launch.doctor").doctor()
     return status
+
+
+# tilework explain
+
+_EXPLAIN_NOTES = """\
+DIR holds what ranks write on a fault or on SIGUSR1: TILEWORK_FLIGHT_DIR, or the
+folder that tilework run names when a job has failed.
+
+The exit status is 0 if no rank waits for another and nothing failed, 1 if something
+is explained, 2 if there is no record that can be read.
+"""
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say from flight records who waited for whom, and why",
+        epilog=_EXPLAIN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where the records are")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    parser.set_defaults(command=lambda options: explain(options.folder, options.json))
 
 
 if __name__ == "__main__":

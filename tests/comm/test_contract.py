@@ -8,8 +8,12 @@ from typing import TypeVar
 
 import torch
 
+from tilework.comm.backends.engines import GlooGroup
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
+from tilework.testing.groups.agreement import TimeoutSuite
+from tilework.testing.groups.reductions import AllReduceSuite
+from tilework.testing.groups.works import WorkSuite
 
 T = TypeVar("T")
 
@@ -50,3 +54,22 @@ class TestThreads(ProcessGroupContract):
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
         return run_ranks(n, fn, kind="threads", backend="threads", timeout=LIMIT)
+
+
+class TestGlooBetweenThreads(ProcessGroupContract):
+    group_type = GlooGroup
+    world_sizes = (1, 3)
+    large = 50_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, kind="threads", backend="gloo", timeout=LIMIT)
+
+
+# The same code; what differs is how connections end.
+class TestGlooBetweenProcesses(AllReduceSuite, TimeoutSuite, WorkSuite):
+    group_type = GlooGroup
+    world_sizes = (3,)
+    large = 50_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, kind="processes", backend="gloo", timeout=LIMIT)

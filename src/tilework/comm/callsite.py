@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
-from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final
 
-_PACKAGE = str(Path(__file__).parent.parent)
+#: A place in a program: what was running, and the offset of the instruction. Costs nothing to
+#: keep and holds no variables; :func:`format_site` makes text of it.
+Site = tuple[CodeType, int]
+
+
+def _folders() -> tuple[str, ...]:
+    """Code that is never the user's own: this package, and torch's."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch = importlib.util.find_spec("torch")
+    found = torch.submodule_search_locations if torch is not None else None
+    return tuple(os.path.join(folder, "") for folder in (own, *(found or ())))
+
+
+_LIBRARIES = _folders()
+_TESTING = os.path.join(_LIBRARIES[0], "testing", "")
+
+
+class _Inside(dict[str, bool]):
+    """Whether a file is a library's, by its name; asked once for each."""
+
+    def __missing__(self, name: str) -> bool:
+        inside = name.startswith(_LIBRARIES) and not name.startswith(_TESTING)
+        self[name] = inside
+        return inside
+
+
+#: By the name of a file; there are few, so it stays small.
+in_library: Final = _Inside()
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame from ``frame`` outwards that is the user's; None if there is none."""
+    while frame is not None and in_library[frame.f_code.co_filename]:
+        frame = frame.f_back
+    return frame
+
+
+def format_site(site: Site | None) -> str:
+    """``file:line in function``; "" for None."""
+    if site is None:
+        return ""
+    code, offset = site
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
+    return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno} in {code.co_name}"
 
 
 def call_site() -> str:
-    """``file:line`` of the innermost frame outside this package; "" if there is none.
-
-    Only called on the way to an error: walking frames is too slow for the way to success.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) or "/testing/" in name[len(_PACKAGE) :]:
-            return f"{name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""
+    """``file:line in function`` of the innermost frame of the user's; "" if there is none."""
+    frame = user_frame(sys._getframe(1))
+    return "" if frame is None else format_site((frame.f_code, frame.f_lasti))

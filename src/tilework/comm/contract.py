@@ -11,11 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
+from tilework.comm.flight.ring import Entry
+from tilework.comm.lacks import Lack
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
 
@@ -163,6 +165,8 @@ class ProcessGroup:
     uneven_sizes: bool = True
     #: The short way to run blocking operations, tried before the methods below.
     direct: Direct = _LONG_WAY_ONLY
+    #: Which promises of the contract the backend does not keep.
+    lacks: ClassVar[frozenset[Lack]] = frozenset()
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -195,6 +199,11 @@ class ProcessGroup:
     def __repr__(self) -> str:
         ranks = list(self.global_ranks)
         return f"<{self.name()} group {self.group_name!r} rank {self._rank} of ranks {ranks}>"
+
+    @classmethod
+    def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
+        """Whether the backend has the reduction ``op``, defined for ``dtype``, natively."""
+        return True
 
     # -- what a group is for: a backend overrides what it can do --------------------------
 
@@ -325,6 +334,13 @@ class ProcessGroup:
     def statistics(self) -> dict[str, Any]:
         """Counters of this rank's end of the group, by name."""
         return {}
+
+    def flight_entries(self) -> list[Entry]:
+        """This rank's last operations in the group, oldest first; empty where none are kept.
+
+        Takes no lock and never blocks: any thread may ask, whatever the others wait for.
+        """
+        return []
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Make every present and future operation raise on every rank, as if this one died.

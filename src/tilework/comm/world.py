@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import ClassVar
+from weakref import WeakSet
 
 from tilework.comm.backend import Backend, BackendConfig
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.flight import watch
+from tilework.comm.flight.notes import Notes
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 
@@ -76,7 +80,7 @@ class GroupRecord:
     timeout: timedelta
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """One rank's groups."""
 
@@ -91,14 +95,20 @@ class World:
     owned_store: Store | None = None
     #: Overrides LOCAL_RANK where ranks share one environment.
     local_rank: int | None = None
+    #: For the flight record.
+    notes: Notes = field(default_factory=Notes)
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
         """Name a group and remember it."""
+        if not self.records:
+            self.notes = Notes(threading.current_thread())
         group = record.group
         group.group_name, group.group_desc = name, desc
         group.global_ranks = tuple(ranks)
         group.group_ranks = {rank: number for number, rank in enumerate(ranks)}
         self.records[group] = record
+        _live.add(self)
+        watch.arm()
 
     def default(self) -> ProcessGroup:
         """The default group.
@@ -154,6 +164,15 @@ _process_world = World()
 _world: ContextVar[World] = ContextVar("tilework_world", default=_process_world)
 
 
+# Those that ever had a group: who is asked for the flight records of a process.
+_live: WeakSet[World] = WeakSet()
+
+
+def live_worlds() -> list[World]:
+    """The Worlds of all ranks that live in this process, in no order."""
+    return list(_live)
+
+
 def current_world() -> World:
     """The World of the rank that calls."""
     return _world.get()
@@ -171,6 +190,7 @@ def own_world(world: World) -> Iterator[World]:
 
 def _forget_in_child() -> None:
     """A forked child is another rank, or none: the parent's groups are not its own."""
+    _live.clear()
     world = current_world()
     world.__init__()  # type: ignore[misc]  # in place: it is the ContextVar's default
 

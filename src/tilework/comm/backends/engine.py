@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from tilework.comm.flight.ring import What, describe
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 
 Kind = Literal[
@@ -30,6 +31,8 @@ Kind = Literal[
 #: Kinds with an input, or an output, for each rank (on the root, where there is one).
 MANY_INPUTS: frozenset[Kind] = frozenset({"scatter", "reduce_scatter", "all_to_all"})
 MANY_OUTPUTS: frozenset[Kind] = frozenset({"all_gather", "gather", "all_to_all"})
+#: Kinds with a rank that is different from the others.
+ROOTED: frozenset[Kind] = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 FaultKind = Literal["mismatch", "peer_lost", "timeout", "aborted", "closed"]
 
@@ -92,31 +95,26 @@ class Operation:
             return parts.shape if isinstance(parts, Tensor) else parts[0].shape
         return torch.Size()
 
+    def told(self) -> What:
+        """For the flight record: name, dtype, shapes and arguments, without the tensors."""
+        in_place = self.kind in ("all_reduce", "broadcast")
+        return (
+            self.title or self.kind,
+            self.dtype,
+            () if in_place else shapes_of(self.inputs),
+            shapes_of(self.outputs),
+            self.reduce_op,
+            self.root if self.kind in ROOTED else None,
+        )
+
     def describe(self) -> str:
         """For a person: the name, dtype, shapes and arguments."""
-        words = [self.title or self.kind]
-        if self.dtype is not None:
-            name = str(self.dtype).removeprefix("torch.")
-            shapes = {"in": shapes_of(self.inputs), "out": shapes_of(self.outputs)}
-            if self.kind in ("all_reduce", "broadcast"):
-                shapes = {"": shapes["out"]}
-            told = ", ".join(f"{side} {text}".strip() for side, text in shapes.items() if text)
-            words.append(f"{name} {told}")
-        if self.reduce_op is not None:
-            words.append(str(self.reduce_op))
-        if self.kind in ("broadcast", "reduce", "gather", "scatter"):
-            words.append(f"root {self.root}")
-        return " ".join(words)
+        return describe(self.told())
 
 
-def shapes_of(parts: Parts) -> str:
-    """The shapes of the parts, for a person."""
-    if isinstance(parts, Tensor):
-        return str(list(parts.shape))
-    shapes = [str(list(part.shape)) for part in parts]
-    if len(shapes) > 1 and len(set(shapes)) == 1:
-        return f"{len(shapes)} x {shapes[0]}"
-    return ", ".join(shapes)
+def shapes_of(parts: Parts) -> Sequence[Sequence[int]]:
+    """The shape of each tensor."""
+    return (parts.shape,) if isinstance(parts, Tensor) else [part.shape for part in parts]
 
 
 def op_type(op: AnyReduceOp | None) -> str:

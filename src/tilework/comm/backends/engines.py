@@ -1,313 +1,402 @@
 """torch's own engines (gloo, nccl, ucc, mpi) behind tilework's contract.
 
-The engine is torch's backend object for one group, meeting through tilework's store. Options
-and reductions are translated on the way in, failures on the way out. What an engine does not
-have natively raises; nothing is emulated.
+An engine is torch's backend object for one group, meeting through tilework's store. It is fed
+with what the native backends' engines are fed with: contiguous tensors, one operation at a time.
+Data that is only moved goes as bytes, so every dtype can. What an engine does not have natively
+is listed on its group's class and raises; nothing is emulated. What gloo has, and why the code
+around it is as it is, stands in docs/how-to/many-hosts.md.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions, is_backend_available
-from tilework.comm.callsite import call_site
+from tilework.comm.backends.engine import Fault, Kind, Operation, Parts
+from tilework.comm.backends.interfaces import address_towards
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.ordered import OrderedEngine
+from tilework.comm.backends.story import Story
+from tilework.comm.backends.torch_ticket import TorchTicket
 from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.lacks import Lack
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
-from tilework.errors import CollectiveTimeoutError, DistBackendError, PeerLostError
+from tilework.errors import DistBackendError
 from tilework.store.torch_bridge import as_torch_store
 
-_Result = TypeVar("_Result")
 #: torch's engines and their options; absent from builds of torch without them.
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-_DEFAULTS = Options()
-#: Fragments of the engines' messages that tell why they failed.
-_TIMED_OUT = ("timed out", "timeout")
-_PEER_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe")
+#: What the messages of failures say if a rank came late, or if connections ended.
+_LATE = ("timed out",)
+_LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
+#: A tag of which no message is ever sent.
+_NEVER_SENT = 0x7FFF_FFFE
+
+# -- what is called for each kind of operation ----------------------------------------------
 
 
-class EngineGroup(ProcessGroup):
-    """One of torch's backends as a process group."""
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
 
-    uneven_sizes = False
+
+def _all_bytes(parts: Parts) -> list[Tensor]:
+    return [_bytes(part) for part in parts]
+
+
+def _barrier(backend: Any, operation: Operation, rank: int) -> Any:
+    return backend.barrier(_options(_c10d.BarrierOptions(), operation))
+
+
+def _broadcast(backend: Any, operation: Operation, rank: int) -> Any:
+    return backend.broadcast(
+        _all_bytes(operation.outputs), _options(_c10d.BroadcastOptions(), operation)
+    )
+
+
+def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
+    source, target = operation.inputs[0], operation.outputs[0]
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
+    return backend.allreduce([_number(target)], _options(_c10d.AllreduceOptions(), operation))
+
+
+def _reduce(backend: Any, operation: Operation, rank: int) -> Any:
+    # torch's leaves partial sums in the tensors of ranks that are not the root.
+    at_root = rank == operation.root
+    tensor = operation.outputs[0] if at_root else operation.inputs[0].clone()
+    if at_root and tensor.data_ptr() != operation.inputs[0].data_ptr():
+        tensor.copy_(operation.inputs[0])
+    return backend.reduce([_number(tensor)], _options(_c10d.ReduceOptions(), operation))
+
+
+def _all_gather(backend: Any, operation: Operation, rank: int) -> Any:
+    source, outputs = _bytes(operation.inputs[0]), operation.outputs
+    options = _options(_c10d.AllgatherOptions(), operation)
+    if isinstance(outputs, Tensor):
+        return backend._allgather_base(_bytes(outputs), source, options)
+    return backend.allgather([_all_bytes(outputs)], [source], options)
+
+
+def _gather(backend: Any, operation: Operation, rank: int) -> Any:
+    lists = [_all_bytes(operation.outputs)] if rank == operation.root else []
+    options = _options(_c10d.GatherOptions(), operation)
+    return backend.gather(lists, [_bytes(operation.inputs[0])], options)
+
+
+def _scatter(backend: Any, operation: Operation, rank: int) -> Any:
+    lists = [_all_bytes(operation.inputs)] if rank == operation.root else []
+    options = _options(_c10d.ScatterOptions(), operation)
+    return backend.scatter([_bytes(operation.outputs[0])], lists, options)
+
+
+def _reduce_scatter(backend: Any, operation: Operation, rank: int) -> Any:
+    target, inputs = _number(operation.outputs[0]), operation.inputs
+    options = _options(_c10d.ReduceScatterOptions(), operation)
+    if isinstance(inputs, Tensor):
+        return backend._reduce_scatter_base(target, _number(inputs), options)
+    return backend.reduce_scatter([target], [[_number(part) for part in inputs]], options)
+
+
+def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
+    options = _options(_c10d.AllToAllOptions(), operation)
+    inputs, outputs = operation.inputs, operation.outputs
+    if isinstance(inputs, Tensor) and isinstance(outputs, Tensor):
+        source, target = _bytes(inputs), _bytes(outputs)
+        source = source.clone() if source.data_ptr() == target.data_ptr() else source
+        return backend.alltoall_base(target, source, [], [], options)
+    # torch's form for lists wants equal sizes, the one for a tensor with split sizes does not.
+    sources, targets = _split(inputs, backend.size()), _split(outputs, backend.size())
+    target = torch.empty(sum(part.numel() for part in targets), dtype=torch.uint8)
+    splits = [[part.numel() for part in parts] for parts in (targets, sources)]
+    work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
+    work.wait()
+    for part, came in zip(targets, target.split(splits[0]), strict=True):
+        part.copy_(came)
+    return work
+
+
+def _split(parts: Parts, size: int) -> list[Tensor]:
+    if isinstance(parts, Tensor):
+        return list(_bytes(parts).split(max(parts.nbytes // size, 1)))
+    return _all_bytes(parts)
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as gloo adds it up rightly: truth values are bytes."""
+    return _bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
+
+
+_CALLS: dict[Kind, Callable[[Any, Operation, int], Any]] = {
+    "barrier": _barrier,
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _options(torch_options: Any, operation: Operation) -> Any:
+    if hasattr(torch_options, "reduceOp"):
+        torch_options.reduceOp = _torch_reduce_op(operation.reduce_op, operation.dtype)
+    if hasattr(torch_options, "rootRank"):
+        torch_options.rootRank = operation.root
+    torch_options.timeout = timedelta(seconds=operation.timeout)
+    return torch_options
+
+
+def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
+    kind = _kind_of(op)
+    if dtype is torch.bool:  # gloo's sum of bytes counts them
+        kind = _OF_TRUTH.get(kind, kind)
+    if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
+        return _c10d._make_nccl_premul_sum(op.factor)
+    return getattr(_c10d.ReduceOp, kind.name)
+
+
+_OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
+
+
+def _kind_of(op: AnyReduceOp | None) -> RedOpType:
+    return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type
+
+
+# -- the engine -----------------------------------------------------------------------------
+
+
+class TorchEngine(OrderedEngine):
+    """One rank's end of one of torch's backends."""
 
     def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
         super().__init__(request.group_rank, request.group_size)
+        self.name = name
         self._backend = backend
-        self._backend_name = name
-        self._timeout = request.timeout
-        self._store_authenticated = request.store.authenticated
-        self._entered = 0
+        self._story = Story(request.store, self.rank, self.size)
 
-    def getBackendName(self) -> str:
-        return self._backend_name
+    def perform(self, operation: Operation) -> None:
+        self.blocking(lambda: _CALLS[operation.kind](self._backend, operation, self.rank).wait())
+
+    def blocking(self, act: Callable[[], object]) -> None:
+        """Call into torch's backend, with its failures as faults."""
+        try:
+            act()
+        except RuntimeError as error:
+            raise self._fault(error) from error
+
+    def _fault(self, error: RuntimeError) -> Exception:
+        """What a failure of the engine means. Asks the other ranks, so it takes a moment."""
+        if self.closed:
+            return Fault("closed", (self.rank,), "")
+        detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
+        text = str(error).lower()
+        if not any(words in text for words in (*_LATE, *_LOST)):
+            return DistBackendError(f"{self.name}: {detail}")
+        kind, silent = self._story.ask(late=any(words in text for words in _LATE))
+        if kind == "aborted":
+            self.abortion = self.abortion or self._story.abortion()
+        if self.abortion is not None:
+            return Fault("aborted", (self.abortion[0],), self.abortion[2])
+        return Fault(kind, silent, f"{self.name}: {detail}")
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> TorchTicket:
+        self.check_open()
+        source = _bytes(tensor)
+        return self._message(lambda: self._backend.send([source], dst, tag), source, timeout)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> TorchTicket:
+        self.check_open()
+        target = _bytes(tensor)
+        if src < 0:
+            return self._message(
+                lambda: self._backend.recv_anysource([target], tag), target, timeout
+            )
+        return self._message(lambda: self._backend.recv([target], src, tag), target, timeout)
+
+    def _message(self, start: Callable[[], Any], memory: Tensor, timeout: float) -> TorchTicket:
+        try:
+            return TorchTicket(self, start(), memory, timeout)
+        except RuntimeError as error:
+            raise self._fault(error) from error
+
+    def last_entered(self) -> list[str]:
+        return ["an operation of which it said nothing"] * self.size
+
+    def say(self, text: str) -> None:
+        self._story.say(text)
+
+    def heard(self, timeout: float) -> list[str | None]:
+        return self._story.heard(timeout)
+
+    def tell(self, kind: str, text: str) -> None:
+        self._story.tell_abort(kind, text)
+
+    def interrupt(self) -> None:
+        """A wait that times out closes all connections of the group: the one way to end others."""
+        if self.size == 1 or self._backend is None:
+            return
+        peer = (self.rank + 1) % self.size
+        try:
+            self._backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(
+                timedelta(milliseconds=1)
+            )
+        except RuntimeError:
+            return
+
+    def release(self) -> None:
+        self._backend = None
+
+
+class StreamEngine(TorchEngine):
+    """An engine whose operations run on a device's streams: none waits on a thread."""
+
+    def submit(self, operation: Operation) -> TorchTicket:  # type: ignore[override]
+        self.check_open()
+        self._entered += 1
+        work = _CALLS[operation.kind](self._backend, operation, self.rank)
+        return TorchTicket(self, work, operation, operation.timeout)
+
+    def interrupt(self) -> None:
+        if self._backend is not None:
+            self._backend.abort()
+
+
+# -- the groups -----------------------------------------------------------------------------
+
+
+class EngineGroup(NativeGroup):
+    """A process group on one of torch's backends."""
+
+    uneven_sizes = False
+    lacks: ClassVar[frozenset[Lack]] = frozenset(Lack)
+
+    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
+        super().__init__(engine, request.group_rank, request.group_size, request.timeout)
+        self._authenticated = request.store.authenticated
 
     @property
     def authenticated(self) -> bool:
-        return self._store_authenticated
+        return self._authenticated
 
-    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(_c10d.AllreduceOptions(), opts)
-        return self._collective("all_reduce", self._backend.allreduce, tensors, torch_opts)
+    def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
+        op, dtype = operation.reduce_op, operation.dtype
+        if op is not None and dtype is not None and not self.reduces(op, dtype):
+            raise NotImplementedError(
+                f"backend {self.name()!r} has no ReduceOp.{_kind_of(op)} of {dtype}; convert the "
+                f"tensor, or use a backend that has it (hybrid, shm and threads do)"
+            )
+        if operation.kind != "all_to_all" and not (
+            _even(operation.inputs) and _even(operation.outputs)
+        ):
+            raise NotImplementedError(
+                f"backend {self.name()!r} has no {operation.title or operation.kind} of tensors "
+                f"of different sizes; pad them, or use a backend that has it (hybrid, shm and "
+                f"threads do)"
+            )
+        return super()._start(operation, opts, outputs)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(_c10d.AllreduceCoalescedOptions(), opts)
-        return self._collective(
-            "all_reduce_coalesced", self._backend.allreduce_coalesced, tensors, torch_opts
-        )
 
-    def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(_c10d.ReduceOptions(), opts)
-        return self._collective("reduce", self._backend.reduce, tensors, torch_opts)
+def _even(parts: Parts) -> bool:
+    return isinstance(parts, Tensor) or len({part.numel() for part in parts}) < 2
 
-    def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        torch_opts = self._options(_c10d.BroadcastOptions(), opts)
-        return self._collective("broadcast", self._backend.broadcast, tensors, torch_opts)
 
-    def allgather(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.AllgatherOptions(), opts)
-        return self._collective(
-            "all_gather",
-            self._backend.allgather,
-            output_tensor_lists,
-            input_tensor_list,
-            torch_opts,
-        )
+class GlooGroup(EngineGroup):
+    """torch's Gloo."""
 
-    def allgather_into_tensor(
-        self, output: Tensor, input: Tensor, opts: Options | None = None
-    ) -> Work:
-        torch_opts = self._options(_c10d.AllgatherOptions(), opts)
-        return self._collective(
-            "all_gather_into_tensor", self._backend._allgather_base, output, input, torch_opts
-        )
+    _DTYPES = frozenset(
+        getattr(torch, name)
+        for name in [
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "int64",
+            "int32",
+            "int8",
+            "uint8",
+            "bool",
+        ]
+    )
 
-    def allgather_coalesced(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.AllgatherOptions(), opts)
-        return self._collective(
-            "all_gather_coalesced",
-            self._backend.allgather_coalesced,
-            output_tensor_lists,
-            input_tensor_list,
-            torch_opts,
-        )
+    @classmethod
+    def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
+        kind = _kind_of(op)
+        if dtype.is_complex:
+            return kind in (RedOpType.SUM, RedOpType.AVG)
+        return dtype in cls._DTYPES and kind is not RedOpType.PREMUL_SUM
 
-    def gather(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.GatherOptions(), opts)
-        return self._collective(
-            "gather", self._backend.gather, output_tensor_lists, input_tensor_list, torch_opts
-        )
 
-    def scatter(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_lists: list[list[Tensor]],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.ScatterOptions(), opts)
-        return self._collective(
-            "scatter", self._backend.scatter, output_tensor_list, input_tensor_lists, torch_opts
-        )
+# -- making them ----------------------------------------------------------------------------
 
-    def reduce_scatter(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_lists: list[list[Tensor]],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.ReduceScatterOptions(), opts)
-        return self._collective(
-            "reduce_scatter",
-            self._backend.reduce_scatter,
-            output_tensor_list,
-            input_tensor_lists,
-            torch_opts,
-        )
 
-    def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, opts: Options | None = None
-    ) -> Work:
-        torch_opts = self._options(_c10d.ReduceScatterOptions(), opts)
-        return self._collective(
-            "reduce_scatter_tensor", self._backend._reduce_scatter_base, output, input, torch_opts
-        )
+def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -> Any:
+    """Torch's Gloo object for a group. Collective over its ranks; blocks until all came.
 
-    def alltoall(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.AllToAllOptions(), opts)
-        return self._collective(
-            "all_to_all", self._backend.alltoall, output_tensor_list, input_tensor_list, torch_opts
-        )
+    Args:
+        request: The group.
+        address: This host's address to listen at; None for what Gloo finds by itself.
+    """
+    store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
+    if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _c10d.ProcessGroupGloo(store, rank, size, request.timeout)
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = request.timeout
+    return _c10d.ProcessGroupGloo(store, rank, size, options)
 
-    def alltoall_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Options | None = None,
-    ) -> Work:
-        torch_opts = self._options(_c10d.AllToAllOptions(), opts)
-        return self._collective(
-            "all_to_all_single",
-            self._backend.alltoall_base,
-            output,
-            input,
-            output_split_sizes,
-            input_split_sizes,
-            torch_opts,
-        )
 
-    def barrier(self, opts: Options | None = None) -> Work:
-        return self._collective(
-            "barrier", self._backend.barrier, self._options(_c10d.BarrierOptions(), opts)
-        )
+def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:
+    return make_gloo_backend(request, address_towards(request.store))
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        return self._start(
-            f"send to rank {self.global_ranks[dst]}", self._backend.send, tensors, dst, tag
-        )
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        title = f"recv from rank {self.global_ranks[src]}"
-        return self._start(title, self._backend.recv, tensors, src, tag)
+def _make_nccl(request: DistributedBackendOptions, options: Any) -> Any:
+    options = options or _c10d.ProcessGroupNCCL.Options()
+    options._timeout = request.timeout
+    store = as_torch_store(request.store)
+    return _c10d.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        return self._start("recv from any rank", self._backend.recv_anysource, tensors, tag)
 
-    def get_sequence_number_for_group(self) -> int:
-        return self._entered
+def _make_ucc(request: DistributedBackendOptions, options: Any) -> Any:
+    store = as_torch_store(request.store)
+    return _c10d.ProcessGroupUCC(store, request.group_rank, request.group_size, request.timeout)
 
-    def abort(self, reason: str = "abort() was called") -> None:
-        self._backend.abort()
 
-    def close(self) -> None:
-        backend, self._backend = self._backend, _Closed(self)
-        if not isinstance(backend, _Closed) and hasattr(backend, "shutdown"):
-            backend.shutdown()
+def _make_mpi(request: DistributedBackendOptions, options: Any) -> Any:
+    return _c10d.ProcessGroupMPI.create(list(request.global_ranks_in_group))
 
-    def _options(self, torch_opts: Any, opts: Options | None) -> Any:
-        opts = opts or _DEFAULTS
-        if hasattr(torch_opts, "reduceOp"):
-            torch_opts.reduceOp = _torch_reduce_op(opts.reduceOp)
-        if hasattr(torch_opts, "rootRank"):
-            torch_opts.rootRank = opts.rootRank
-        torch_opts.timeout = self._timeout if opts.timeout is None else opts.timeout
-        if hasattr(torch_opts, "asyncOp"):
-            torch_opts.asyncOp = opts.asyncOp
-        return torch_opts
 
-    def _collective(self, title: str, run: Callable[..., Any], *args: Any) -> Work:
-        self._entered += 1
-        return self._start(title, run, *args)
+_Make = Callable[[DistributedBackendOptions, Any], Any]
 
-    def _start(self, title: str, run: Callable[..., Any], *args: Any) -> Work:
-        title = f"{title} #{self._entered}"
-        return EngineWork(self, title, self.guard(title, run, *args))
 
-    def guard(self, title: str, run: Callable[..., _Result], *args: Any) -> _Result:
-        """Call into the engine, with its failures as tilework's errors."""
+def _engine(
+    name: str, make: _Make, engine: type[TorchEngine], group: type[EngineGroup]
+) -> Callable[[DistributedBackendOptions, Any], ProcessGroup]:
+    def create(request: DistributedBackendOptions, options: Any) -> EngineGroup:
+        check_available(name)
         try:
-            return run(*args)
-        except ValueError:
-            raise
+            backend = make(request, options)
         except RuntimeError as error:
-            raise self._translated(title, error) from error
+            raise DistBackendError(
+                f"{name} could not make group {request.group_id!r}: {error}"
+            ) from error
+        return group(engine(backend, request, name), request)
 
-    def _translated(self, title: str, error: RuntimeError) -> Exception:
-        first_line = str(error).strip().partition("\n")[0]
-        text = (
-            f"rank {self.global_ranks[self._rank]}, group {self.group_name!r}: {title} at "
-            f"{call_site()}: {self._backend_name}: {first_line}"
-        )
-        lower = first_line.lower()
-        if any(words in lower for words in _TIMED_OUT):
-            return CollectiveTimeoutError(text)
-        if any(words in lower for words in _PEER_LOST):
-            return PeerLostError(text)
-        if "not implemented" in lower or "does not support" in lower or "unsupported" in lower:
-            return NotImplementedError(f"{text} (the engine lacks it; shm and threads have it)")
-        return DistBackendError(text)
+    create.__doc__ = f"Make a group on torch's {name}. Collective over its ranks."
+    return create
 
 
-class _Closed:
-    """Stands for the backend of a closed group."""
-
-    def __init__(self, group: EngineGroup) -> None:
-        self._text = f"{group!r} was closed"
-
-    def __getattr__(self, name: str) -> Any:
-        raise DistBackendError(self._text)
-
-
-class EngineWork(Work):
-    """torch's Work as ours."""
-
-    def __init__(self, group: EngineGroup, title: str, work: Any) -> None:
-        self._group = group
-        self._title = title
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        args = () if timeout is None else (timeout,)
-        self._group.guard(self._title, self._work.wait, *args)
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def exception(self) -> BaseException | None:
-        if not self.is_completed() or self._work.is_success():
-            return None
-        try:
-            self.wait()
-        except DistBackendError as error:
-            return error
-        return None
-
-    def result(self) -> list[Tensor]:
-        return list(self._work.result())
-
-    def source_rank(self) -> int:
-        self.wait()
-        return self._group.global_ranks[int(self._work._source_rank())]
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = self._work.get_future()
-        return future
-
-
-def _torch_reduce_op(op: AnyReduceOp) -> Any:
-    if not isinstance(op, RedOpType) and op.type is RedOpType.PREMUL_SUM:
-        return _c10d._make_nccl_premul_sum(op.factor)
-    return getattr(_c10d.ReduceOp, op.name if isinstance(op, RedOpType) else op.type.name)
-
-
-def _check_available(name: str) -> None:
+def check_available(name: str) -> None:
+    """Raise DistBackendError unless this torch has the engine ``name``."""
     if not is_backend_available(name):
         raise DistBackendError(
             f"backend {name!r} is not part of this torch ({torch.__version__}); install a torch "
@@ -315,43 +404,9 @@ def _check_available(name: str) -> None:
         )
 
 
-def _engine(name: str, make: Callable[[Any, DistributedBackendOptions, Any], Any]) -> Any:
-    def create(request: DistributedBackendOptions, options: Any) -> EngineGroup:
-        _check_available(name)
-        store = as_torch_store(request.store)
-        try:
-            backend = make(store, request, options)
-        except RuntimeError as error:
-            raise DistBackendError(
-                f"{name} could not make group {request.group_id!r}: {error}"
-            ) from error
-        return EngineGroup(backend, request, name)
-
-    create.__doc__ = f"Make a group on torch's {name}. Collective over its ranks."
-    return create
-
-
-def _make_gloo(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    return _c10d.ProcessGroupGloo(store, request.group_rank, request.group_size, request.timeout)
-
-
-def _make_nccl(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    options = options or _c10d.ProcessGroupNCCL.Options()
-    options._timeout = request.timeout
-    return _c10d.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
-
-
-def _make_ucc(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    return _c10d.ProcessGroupUCC(store, request.group_rank, request.group_size, request.timeout)
-
-
-def _make_mpi(store: Any, request: DistributedBackendOptions, options: Any) -> Any:
-    return _c10d.ProcessGroupMPI.create(list(request.global_ranks_in_group))
-
-
 ENGINES: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
-    "gloo": _engine("gloo", _make_gloo),
-    "nccl": _engine("nccl", _make_nccl),
-    "ucc": _engine("ucc", _make_ucc),
-    "mpi": _engine("mpi", _make_mpi),
+    "gloo": _engine("gloo", _make_gloo, TorchEngine, GlooGroup),
+    "nccl": _engine("nccl", _make_nccl, StreamEngine, EngineGroup),
+    "ucc": _engine("ucc", _make_ucc, StreamEngine, EngineGroup),
+    "mpi": _engine("mpi", _make_mpi, TorchEngine, EngineGroup),
 }

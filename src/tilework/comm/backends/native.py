@@ -21,6 +21,8 @@ from tilework.comm.backends.engine import Engine, Operation, Ticket
 from tilework.comm.backends.memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
+from tilework.comm.flight.dump import note_fault
+from tilework.comm.flight.ring import ANY_PEER, Entry, Ring, Slot
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -47,6 +49,7 @@ class NativeGroup(ProcessGroup):
         super().__init__(rank, size)
         self.engine = engine
         self.timeout = timeout.total_seconds()
+        self.flight = Ring()
 
     def getBackendName(self) -> str:
         return self.engine.name
@@ -201,7 +204,8 @@ class NativeGroup(ProcessGroup):
         (tensor,) = tensors
         source = plain(tensor)
         title = f"send {told(source)} to rank {self.global_ranks[dst]} tag {tag}"
-        call = Call(self, title, Effects([], [], []), source)
+        slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
+        call = Call(self, title, Effects([], [], []), source, slot)
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -211,7 +215,9 @@ class NativeGroup(ProcessGroup):
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
         title = f"recv {told(target)} from {whom} tag {tag}"
         effects = Effects([tensor], [tensor], operation.copy_back)
-        call = Call(self, title, effects, target)
+        peer = ANY_PEER if src < 0 else self.global_ranks[src]
+        slot = self.flight.begin(title, peer, tag, 2)
+        call = Call(self, title, effects, target, slot)
         return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
@@ -226,23 +232,29 @@ class NativeGroup(ProcessGroup):
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
         only_read = operation.kind == "broadcast" and operation.root == self._rank
         effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
+        slot = self.flight.begin(operation.told(), None, 0, 3)
         if opts.asyncOp:
-            call = Call(self, operation.describe(), effects, operation)
+            call = Call(self, operation.describe(), effects, operation, slot)
             return call.start(lambda: self.engine.submit(operation))
         try:
             self.engine.run(operation)
         except self.engine.fault_type as fault:
-            raise self._explain(fault.args, operation.describe(), call_site()) from None
+            error = self._explain(fault.args, operation.describe(), call_site())
+            self._note_failure(slot, error)
+            raise error from None
         except BaseException as interruption:
-            # This rank leaves in the middle: the others cannot finish.
-            self.abort(f"{type(interruption).__name__} in {operation.describe()}")
+            self._note_interruption(slot, interruption, operation.describe())
             raise
+        self.flight.end(slot)
         effects.settle()
         return CompletedWork(outputs)
 
     def _all(self, works: Sequence[Work]) -> Work:
         """One Work for several, which complete in order."""
         return works[-1] if len(works) == 1 else _Several(works) if works else _DONE
+
+    def flight_entries(self) -> list[Entry]:
+        return self.flight.entries()
 
     # -- failing -------------------------------------------------------------------------
 
@@ -268,6 +280,16 @@ class NativeGroup(ProcessGroup):
             # Closed here meanwhile: there is nobody left to ask or tell.
             text = f"{place}: {here}: {detail}"
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
+
+    def _note_failure(self, slot: Slot, error: DistBackendError) -> None:
+        """Keep in the flight record how an operation failed, and have that written."""
+        self.flight.end(slot, f"{type(error).__name__}: {error}")
+        note_fault(error)
+
+    def _note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
+        """This rank leaves in the middle of an operation: the others cannot finish."""
+        self.flight.end(slot, f"{type(error).__name__}: the caller was interrupted")
+        self.abort(f"{type(error).__name__} in {title}")
 
     def _story(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
         whom = ", ".join(map(str, ranks))
@@ -318,6 +340,7 @@ class NativeGroup(ProcessGroup):
         # To the others this rank is as good as gone.
         me = self.global_ranks[self._rank]
         self.engine.abort("peer_lost", _with_ranks([me], reason))
+        note_fault(f"aborted group {self.group_name!r}: {reason}")
 
     def close(self) -> None:
         self.engine.close()
@@ -350,8 +373,11 @@ def mark_written(tensors: Sequence[Tensor]) -> None:
 class Call(Work):
     """An operation handed to an engine, with what must live and happen until it ends."""
 
-    def __init__(self, group: NativeGroup, title: str, effects: Effects, kept: object) -> None:
+    def __init__(
+        self, group: NativeGroup, title: str, effects: Effects, kept: object, slot: Slot
+    ) -> None:
         self._group = group
+        self._slot = slot
         self._title = title
         self._site = call_site()
         self._effects = effects
@@ -368,7 +394,10 @@ class Call(Work):
         try:
             self._ticket = submit()
         except self._group.engine.fault_type as fault:
-            raise self._group._explain(fault.args, self._title, self._site) from None
+            error = self._group._explain(fault.args, self._title, self._site)
+            self._group._note_failure(self._slot, error)
+            raise error from None
+        self._group.flight.follow(self._slot, self._ticket)
         return self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -429,9 +458,11 @@ class Call(Work):
                 return
             fault = self._ticket.fault()
             if fault is None:
+                self._group.flight.end(self._slot)
                 self._effects.settle()
             else:
                 self._error = self._group._explain(fault, self._title, self._site)
+                self._group._note_failure(self._slot, self._error)
             self._finished = True
             self._kept = None
 

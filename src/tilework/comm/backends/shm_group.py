@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,14 @@ from tilework.comm.backends.engine import (
 )
 from tilework.comm.backends.native import NativeGroup, told
 from tilework.comm.callsite import call_site, in_library
+from tilework.comm.flight.ring import (
+    ANY_PEER,
+    Entry,
+    Ring,
+    capacity_setting,
+    describe,
+    outcome,
+)
 from tilework.comm.reduce_op import RedOpType
 
 try:
@@ -89,7 +98,6 @@ class ShmEngine:
             self._spans(operation.outputs, operation.kind in MANY_OUTPUTS),
             _core.shape_label(operation.shape),
             operation.timeout,
-            (*_first(operation.inputs), *_first(operation.outputs)),
         )
 
     def _spans(self, parts: Parts, many: bool) -> list[tuple[int, int]]:
@@ -115,11 +123,38 @@ class ShmEngine:
         return self.group.statistics()
 
 
-def _first(parts: Parts) -> tuple[torch.Size, int]:
-    """The first tensor's shape, and the number of tensors."""
-    if isinstance(parts, Tensor):
-        return parts.shape, 1
-    return (parts[0].shape, len(parts)) if parts else (torch.Size(), 0)
+class CoreRing(Ring):
+    """The flight record of a shm group: the core's ring, which the short way writes, too.
+
+    Args:
+        ranks: Tells the global rank of each group rank.
+    """
+
+    __slots__ = ("_ranks", "begin", "end", "follow", "journal")
+
+    def __init__(self, ranks: Callable[[], Sequence[int]]) -> None:
+        self.journal = _core.Journal(capacity_setting())
+        self._ranks = ranks
+        # The core's own methods: these are on the path of every operation.
+        self.begin = self.journal.begin  # type: ignore[method-assign]
+        self.end = self.journal.end  # type: ignore[method-assign]
+        self.follow = self.journal.follow  # type: ignore[method-assign]
+
+    def entries(self) -> list[Entry]:
+        return [self._entry(record) for record in self.journal.records()]
+
+    def _entry(self, record: _core.Record) -> Entry:
+        number, what, site, entered, ended, failure, pending, peer, tag = record
+        place = f"{site[0].co_filename}:{site[1]} in {site[0].co_name}" if site else ""
+        if peer is not None and not isinstance(what, str):  # the core knows group ranks only
+            peer = ANY_PEER if peer < 0 else self._ranks()[peer]
+            whom = "any rank" if peer == ANY_PEER else f"rank {peer}"
+            direction = "to" if what[0] == "send" else "from"
+            what = f"{describe(what)} {direction} {whom} tag {tag}"
+        told = outcome(ended / 1e9 if ended else None, failure if ended else pending)
+        return Entry(
+            number, describe(what), place, entered / 1e9, ended / 1e9 or None, told, peer, tag
+        )
 
 
 class ShmGroup(NativeGroup):
@@ -129,26 +164,33 @@ class ShmGroup(NativeGroup):
 
     def __init__(self, engine: ShmEngine, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(engine, rank, size, timeout)
-        this = weakref.ref(self)  # the core's object must not keep the group alive
+        this = weakref.ref(self)  # the core's objects must not keep the group alive
 
         def fail(*args: Any) -> None:
             group = this()
             if group is not None:
                 group._direct_failed(*args)
 
+        def ranks() -> Sequence[int]:
+            group = this()
+            return () if group is None else group.global_ranks
+
+        self.flight = ring = CoreRing(ranks)
         if _sees_tensors:
-            self.direct = _core.Direct(engine.group, self.timeout, fail)  # type: ignore[assignment]
+            direct = _core.Direct(engine.group, ring.journal, self.timeout, fail)
+            self.direct = direct  # type: ignore[assignment]  # the same methods
 
     def _direct_failed(
-        self, why: Any, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
+        self, why: Any, slot: int, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
     ) -> None:
         """Raise what a failure of the short way means to the program."""
         title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
         if isinstance(why, BaseException):
-            # This rank leaves in the middle: the others cannot finish.
-            self.abort(f"{type(why).__name__} in {title}")
+            self._note_interruption(slot, why, title)
             return
-        raise self._explain(why, title, call_site()) from None
+        error = self._explain(why, title, call_site())
+        self._note_failure(slot, error)
+        raise error from None
 
 
 def _title(

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.lacks import Lack
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tilework.testing.groups.base import (
     SHORT,
@@ -17,6 +18,7 @@ from tilework.testing.groups.base import (
     GroupSuite,
     failure_of,
     inside,
+    needs,
     refused,
     still_works,
 )
@@ -24,6 +26,7 @@ from tilework.testing.groups.base import (
 _Call = Callable[[], object]
 
 
+@needs(Lack.COMPARISON)
 class MismatchSuite(GroupSuite):
     """Ranks that call different things all raise CollectiveMismatchError, naming both."""
 

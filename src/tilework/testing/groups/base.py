@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
+import pytest
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.lacks import Lack
 from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
-from tilework.testing.groups.values import DTYPES, Case, cases
+from tilework.testing.groups.values import DTYPES, Case, cases, defined, reduce_op
 
 T = TypeVar("T")
+#: A test function, or a class of them.
+Tests = TypeVar("Tests", bound=Callable[..., Any])
 
 #: Short enough for a test, long enough for a busy machine to get ranks as far as they should.
 SHORT = timedelta(milliseconds=250)
@@ -25,9 +30,27 @@ SHORT = timedelta(milliseconds=250)
 LONG = timedelta(seconds=20)
 
 
+def needs(*promises: Lack) -> Callable[[Tests], Tests]:
+    """Mark a test, or all of a class, that a backend without one of ``promises`` cannot pass."""
+
+    def mark(tests: Tests) -> Tests:
+        if isinstance(tests, type):
+            for name, test in vars(tests).items():
+                if name.startswith("test_"):
+                    mark(test)
+        else:
+            already: tuple[Lack, ...] = getattr(tests, "needs", ())
+            tests.needs = (*already, *promises)  # type: ignore[attr-defined]
+        return tests
+
+    return mark
+
+
 class GroupSuite(ABC):
     """Tests of one topic. A subclass says how ranks are run; see ProcessGroupContract."""
 
+    #: The backend's class, which says what it lacks: those tests are skipped, by name.
+    group_type: ClassVar[type[ProcessGroup]] = ProcessGroup
     #: World sizes of the tests that take ``n``.
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5)
     #: What the backend moves and reduces.
@@ -43,6 +66,12 @@ class GroupSuite(ABC):
         take longer than about twenty seconds, however wrong the backend is.
         """
 
+    @pytest.fixture(autouse=True)
+    def _skip_what_is_lacking(self, request: pytest.FixtureRequest) -> None:
+        for lack in getattr(request.function, "needs", ()):
+            if lack in self.group_type.lacks:
+                pytest.skip(f"{self.group_type.__name__} lacks {lack.value}")
+
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Pytest's hook: ``n`` runs over the world sizes, ``async_op`` over both forms."""
         if "n" in metafunc.fixturenames:
@@ -53,6 +82,14 @@ class GroupSuite(ABC):
     def cases(self) -> Iterator[Case]:
         """Shapes, dtypes and layouts to try every operation with."""
         return cases(self.dtypes)
+
+    def sums(self) -> Iterator[Case]:
+        """Those that the backend can sum."""
+        return (case for case in self.cases() if self.reduces("SUM", case.dtype))
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """Whether the contract defines the reduction for the dtype, and the backend has it."""
+        return defined(op, dtype) and self.group_type.reduces(reduce_op(op), dtype)
 
 
 def finish(work: dist.Work | None, async_op: bool) -> None:

@@ -8,8 +8,16 @@ import time
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.lacks import Lack
 from tilework.errors import CollectiveMismatchError
-from tilework.testing.groups.base import GroupSuite, failure_of, refused, started, still_works
+from tilework.testing.groups.base import (
+    GroupSuite,
+    failure_of,
+    needs,
+    refused,
+    started,
+    still_works,
+)
 from tilework.testing.groups.values import Case, assert_same, pattern
 
 _F32 = torch.float32
@@ -161,6 +169,7 @@ class MessageSuite(GroupSuite):
 
         assert self.run(2, body)[1] > 0.08
 
+    @needs(Lack.COMPARISON)
     def test_a_message_that_does_not_fit_raises_at_the_receiver(self) -> None:
         outboxes = [Case((2,), _F32), Case((3,), torch.int32)]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.testing.groups.base import GroupSuite, finish
+from tilework.comm.lacks import Lack
+from tilework.testing.groups.base import GroupSuite, finish, needs, still_works
 from tilework.testing.groups.values import Case, assert_same, pattern
 
 _F32 = torch.float32
@@ -106,6 +108,7 @@ class GatherSuite(GroupSuite):
 
         self.run(n, body)
 
+    @needs(Lack.UNEVEN_SIZES)
     def test_all_gather_of_uneven_tensors(self, n: int, async_op: bool) -> None:
         shapes = [(source, 2) for source in range(n)]
 
@@ -118,6 +121,17 @@ class GatherSuite(GroupSuite):
                     assert_same(output, pattern(source, shapes[source], dtype))
 
         self.run(n, body)
+
+    def test_uneven_tensors_are_refused_where_they_are_lacking(self) -> None:
+        if Lack.UNEVEN_SIZES not in self.group_type.lacks:
+            pytest.skip("this backend has them")
+
+        def body(rank: int) -> None:
+            with pytest.raises(NotImplementedError, match="different sizes"):
+                dist.all_gather([torch.zeros(r + 1) for r in range(2)], torch.zeros(rank + 1))
+            still_works(2)
+
+        self.run(2, body)
 
     def test_all_gather_of_many_chunks(self) -> None:
         def body(rank: int) -> None:
@@ -173,6 +187,7 @@ class GatherSuite(GroupSuite):
 
         self.run(n, body)
 
+    @needs(Lack.UNEVEN_SIZES)
     def test_gather_of_uneven_tensors(self, n: int) -> None:
         def body(rank: int) -> None:
             outputs = [torch.zeros(source, 3) for source in range(n)] if rank == n - 1 else None
@@ -205,6 +220,7 @@ class ScatterSuite(GroupSuite):
 
         self.run(n, body)
 
+    @needs(Lack.UNEVEN_SIZES)
     def test_scatter_of_uneven_tensors(self, n: int) -> None:
         def body(rank: int) -> None:
             parts = [pattern(dst, (dst, 2), _F32) for dst in range(n)] if rank == 0 else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 import tilework.distributed as dist
-from tilework.testing.groups.base import GroupSuite, finish, refused, still_works
+from tilework.comm.lacks import Lack
+from tilework.testing.groups.base import GroupSuite, finish, needs, refused, still_works
 from tilework.testing.groups.values import (
     FLOATS,
     REDUCE_OPS,
@@ -35,7 +37,7 @@ class AllReduceSuite(GroupSuite):
 
     def test_all_reduce(self, n: int, async_op: bool) -> None:
         def body(rank: int) -> None:
-            for case in map(Case.writable, self.cases()):
+            for case in map(Case.writable, self.sums()):
                 tensor = case.make(rank)
                 finish(dist.all_reduce(tensor, async_op=async_op), async_op)
                 assert_same(tensor, folded("SUM", [case.value(r) for r in range(n)]), case)
@@ -45,7 +47,7 @@ class AllReduceSuite(GroupSuite):
     def test_every_reduction_of_every_dtype(self, n: int) -> None:
         def body(rank: int) -> None:
             for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if defined(op, dtype)):
+                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
                     tensor = pattern(rank, (9,), dtype)
                     dist.all_reduce(tensor, op=reduce_op(op))
                     expected = folded(op, [pattern(r, (9,), dtype) for r in range(n)])
@@ -68,6 +70,8 @@ class AllReduceSuite(GroupSuite):
     def test_each_rank_has_its_own_premultiplier(self) -> None:
         def body(rank: int) -> None:
             for dtype in (dtype for dtype in FLOATS if dtype in self.dtypes):
+                if not self.reduces("PREMUL_SUM", dtype):
+                    continue
                 for factor in (0.5 + rank, torch.tensor(0.5 + rank)):
                     tensor = torch.full((5,), 2.0, dtype=dtype)
                     dist.all_reduce(tensor, op=dist.make_premul_sum(factor))
@@ -131,13 +135,24 @@ class AllReduceSuite(GroupSuite):
 
         self.run(2, body)
 
+    def test_reductions_that_the_backend_lacks_are_refused(self) -> None:
+        def body(rank: int) -> None:
+            for op in REDUCE_OPS:
+                for dtype in (dtype for dtype in self.dtypes if defined(op, dtype)):
+                    if not self.reduces(op, dtype):
+                        with pytest.raises(NotImplementedError, match=op):
+                            dist.all_reduce(pattern(rank, (4,), dtype), op=reduce_op(op))
+            still_works(2)
+
+        self.run(2, body)
+
 
 class ReduceSuite(GroupSuite):
     """reduce, reduce_scatter and reduce_scatter_tensor."""
 
     def test_reduce_to_every_root(self, n: int, async_op: bool) -> None:
         def body(rank: int) -> None:
-            for turn, case in enumerate(map(Case.writable, self.cases())):
+            for turn, case in enumerate(map(Case.writable, self.sums())):
                 root = turn % n
                 tensor = case.make(rank)
                 finish(dist.reduce(tensor, dst=root, async_op=async_op), async_op)
@@ -150,7 +165,7 @@ class ReduceSuite(GroupSuite):
     def test_reduce_by_every_reduction(self) -> None:
         def body(rank: int) -> None:
             for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if defined(op, dtype)):
+                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
                     tensor = pattern(rank, (5,), dtype)
                     dist.reduce(tensor, dst=1, op=reduce_op(op))
                     if rank == 1:
@@ -170,7 +185,7 @@ class ReduceSuite(GroupSuite):
 
     def test_reduce_scatter(self, n: int, async_op: bool) -> None:
         def body(rank: int) -> None:
-            for case in self.cases():
+            for case in self.sums():
                 inputs = [case.make(rank + part) for part in range(n)]
                 output = case.blank()
                 finish(dist.reduce_scatter(output, inputs, async_op=async_op), async_op)
@@ -178,6 +193,7 @@ class ReduceSuite(GroupSuite):
 
         self.run(n, body)
 
+    @needs(Lack.UNEVEN_SIZES)
     def test_reduce_scatter_of_uneven_tensors(self, n: int) -> None:
         def body(rank: int) -> None:
             inputs = [pattern(rank + part, (part, 2), _F32) for part in range(n)]
@@ -191,7 +207,7 @@ class ReduceSuite(GroupSuite):
     def test_reduce_scatter_by_every_reduction(self) -> None:
         def body(rank: int) -> None:
             for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if defined(op, dtype)):
+                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
                     output = pattern(9, (5,), dtype)
                     inputs = [pattern(rank + part, (5,), dtype) for part in range(2)]
                     dist.reduce_scatter(output, inputs, op=reduce_op(op))
@@ -202,7 +218,7 @@ class ReduceSuite(GroupSuite):
 
     def test_reduce_scatter_tensor(self, n: int, async_op: bool) -> None:
         def body(rank: int) -> None:
-            for case in (case for case in self.cases() if case.shape):
+            for case in (case for case in self.sums() if case.shape):
                 rows, *rest = case.shape
                 whole = Case((n * rows, *rest), case.dtype, case.layout)
                 output = case.blank()
@@ -248,6 +264,7 @@ class PrecisionSuite(GroupSuite):
         first, *others = self.run(4, body) + self.run(4, body)
         assert all(other == first for other in others)
 
+    @needs(Lack.RANK_ORDER)
     def test_sums_are_taken_in_rank_order(self) -> None:
         def body(rank: int) -> None:
             for dtype in (torch.float32, torch.float64, torch.complex64):
@@ -258,6 +275,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(4, body)
 
+    @needs(Lack.WIDE_SUMS)
     def test_short_floats_accumulate_in_float32(self) -> None:
         def body(rank: int) -> None:
             for dtype in (torch.float16, torch.bfloat16):
@@ -268,6 +286,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(5, body)
 
+    @needs(Lack.WIDE_SUMS)
     def test_short_float_sums_do_not_overflow_on_the_way(self) -> None:
         def body(rank: int) -> None:
             tensor = torch.tensor([60000.0 if rank < 2 else -60000.0], dtype=torch.float16)
@@ -276,6 +295,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
+    @needs(Lack.WIDE_SUMS)
     def test_mean_of_short_floats_is_rounded_once(self) -> None:
         def body(rank: int) -> None:
             tensor = noise(rank, (1000,), torch.bfloat16)
@@ -285,6 +305,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
+    @needs(Lack.SAME_BITS)
     def test_every_reducing_operation_gives_the_same_bits(self) -> None:
         def body(rank: int) -> None:
             for dtype in (torch.float32, torch.bfloat16):
@@ -299,6 +320,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
+    @needs(Lack.SAME_BITS)
     def test_bits_do_not_depend_on_what_else_is_in_the_tensor(self) -> None:
         def body(rank: int) -> None:
             whole = noise(rank, (300_003,), _F32)
@@ -310,6 +332,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
+    @needs(Lack.NAN)
     def test_minimum_and_maximum_hand_on_nan(self) -> None:
         def body(rank: int) -> None:
             for dtype in FLOATS:
@@ -347,7 +370,8 @@ class PrecisionSuite(GroupSuite):
 
     def test_unsigned_integers_have_no_sign(self) -> None:
         def body(rank: int) -> None:
-            for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+            unsigned = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+            for dtype in (dtype for dtype in unsigned if self.reduces("MIN", dtype)):
                 top = torch.iinfo(dtype).max
                 for op, expected in ((dist.ReduceOp.MIN, 1), (dist.ReduceOp.MAX, top)):
                     tensor = torch.tensor([top if rank else 1] * 37, dtype=dtype)
@@ -358,7 +382,8 @@ class PrecisionSuite(GroupSuite):
 
     def test_signed_integers_order_by_sign(self) -> None:
         def body(rank: int) -> None:
-            for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            signed = (torch.int8, torch.int16, torch.int32, torch.int64)
+            for dtype in (dtype for dtype in signed if self.reduces("MIN", dtype)):
                 tensor = torch.tensor([-5 if rank else 5] * 37, dtype=dtype)
                 dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
                 assert tensor.tolist() == [-5] * 37

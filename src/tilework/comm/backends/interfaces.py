@@ -1,0 +1,36 @@
+"""Which of this host's addresses the other hosts can reach."""
+
+from __future__ import annotations
+
+import socket
+
+from tilework.store import PrefixStore, Store
+
+
+def address_towards(store: Store) -> str | None:
+    """This host's address on the network that leads to the store's host; None if unknown.
+
+    Known where the store is served over TCP: by the route to its host. Nothing is sent.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    store = getattr(store, "torch_store", store)
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if not isinstance(host, str) or not isinstance(port, int):
+        return None
+    for family, kind, protocol, _, where in _resolved(host, port):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(where)  # a datagram socket: this only chooses the route
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _resolved(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str | int, ...]]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    return [(int(f), int(k), p, name, where) for f, k, p, name, where in found]

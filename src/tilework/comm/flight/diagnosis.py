@@ -1,0 +1,256 @@
+"""From all ranks' records to words: who waits for whom, and why. Pure; reads no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tilework.comm.flight.document import Record
+from tilework.comm.flight.history import Group, History, failed, named, stuck
+from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
+from tilework.comm.flight.waits import Wait, blocking, circles, is_send, waits
+
+#: In the order of telling.
+Kind = Literal["deadlock", "mismatch", "failed", "waiting", "message", "busy", "unheard", "fine"]
+_MAX_DETAILS: Final = 64
+#: More ranks than this are not told one by one.
+_MAX_TOLD: Final = 16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is worth knowing."""
+
+    kind: Kind
+    text: str
+    """One sentence."""
+    details: tuple[str, ...] = ()
+    """One line each."""
+    group: str = ""
+    number: int = 0
+    """Of the operation; 0 for messages, and where it is about none."""
+    ranks: tuple[int, ...] = ()
+    """Whom it is about: those that wait or failed."""
+    awaited: tuple[int, ...] = ()
+    """Those that they wait for."""
+
+
+def diagnose(records: Mapping[int, Record]) -> list[Finding]:
+    """What the records of a job tell; at least one finding.
+
+    Args:
+        records: By rank; some may be missing.
+    """
+    return list(_Telling(History(records)).findings())
+
+
+class _Telling:
+    """Words for one history."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._waits = waits(history)
+        self._held_up = blocking(history, self._waits)
+
+    def findings(self) -> Iterator[Finding]:
+        """Causes before what may follow from them."""
+        rings = circles(self._held_up)
+        told = [self._deadlock(ring) for ring in rings]
+        in_rings = {(wait.group.name, wait.entry.number) for ring in rings for wait in ring}
+        for group in self._history.groups:
+            operation = self._operation(group)
+            if operation is not None and (group.name, operation.number) not in in_rings:
+                told.append(operation)
+        in_ring = {id(wait) for ring in rings for wait in ring}
+        told += [
+            self._message(wait)
+            for wait in self._waits
+            if wait.entry.peer is not None and id(wait) not in in_ring
+        ]
+        order: tuple[Kind, ...] = ("deadlock", "mismatch", "failed", "waiting", "message", "busy")
+        yield from sorted(told, key=lambda finding: order.index(finding.kind))
+        yield from self._unheard(told)
+        if not told:
+            yield self._fine()
+
+    # -- kinds of findings ---------------------------------------------------------------
+
+    def _deadlock(self, ring: Sequence[Wait]) -> Finding:
+        ranks = [wait.rank for wait in ring]
+        details = [
+            f"rank {wait.rank} waits in {wait.place}, {_call(wait.entry)}, for rank {after}"
+            for wait, after in zip(ring, [*ranks[1:], ranks[0]], strict=True)
+        ]
+        text = f"deadlock: {named(ranks)} wait for each other in a circle"
+        first = ring[0]
+        number = first.entry.number
+        return Finding("deadlock", text, tuple(details), first.group.name, number, tuple(ranks))
+
+    def _operation(self, group: Group) -> Finding | None:
+        """The first operation of a group that did not go well."""
+        diverged, stopped = group.first_divergence(), group.first_stuck()
+        if diverged is not None and (stopped is None or diverged <= stopped):
+            return self._mismatch(group, diverged)
+        return None if stopped is None else self._stopped(group, stopped)
+
+    def _mismatch(self, group: Group, number: int) -> Finding:
+        entries = group.at(number)
+        text = f"group {group.name!r}, operation #{number}: ranks called different things"
+        details = [*_by_call(entries), *self._whereabouts(group, number)]
+        before = next(iter(group.at(number - 1).values()), None)
+        if before is not None:
+            details.append(f"before that they agreed on #{number - 1}, {_call(before)}")
+        return Finding("mismatch", text, tuple(details), group.name, number, tuple(entries))
+
+    def _stopped(self, group: Group, number: int) -> Finding:
+        entries = {rank: entry for rank, entry in group.at(number).items() if stuck(entry)}
+        absent = group.absent(number)
+        anyone_failed = any(map(failed, entries.values()))
+        verb = _verb(entries, "failed in" if anyone_failed else "wait in")
+        calls = _by_call(entries)
+        one_call = len(calls) == 1
+        whom = calls[0].replace(": ", f" {verb} ", 1) if one_call else f"{named(entries)} {verb} it"
+        missing = f"; {named(absent)} {_verb_of(absent, 'has', 'have')} not come" if absent else ""
+        text = f"group {group.name!r}, operation #{number}: {whom}{missing}"
+        details = [] if one_call else calls
+        details += _failures(entries)
+        details += self._whereabouts(group, number)
+        if not absent and not anyone_failed:
+            left = sorted(set(group.at(number)) - set(entries))
+            words = f"; {named(left)} {_verb_of(left, 'is', 'are')} done with it" if left else ""
+            details.append(f"all ranks have come, so data is moving, or a rank stopped{words}")
+        kind: Kind = "failed" if anyone_failed else "waiting" if absent else "busy"
+        waiting = tuple(entries)
+        return Finding(kind, text, tuple(details), group.name, number, waiting, tuple(absent))
+
+    def _message(self, wait: Wait) -> Finding:
+        entry, rank = wait.entry, wait.rank
+        state = "failed" if failed(entry) else "waits"
+        text = f"group {wait.group.name!r}: rank {rank} {state} in {_call(entry)}"
+        details = _failures({rank: entry})
+        if not wait.awaited:
+            return Finding(
+                "busy", f"{text}; the other end is there", (), wait.group.name, 0, (rank,)
+            )
+        if entry.peer != ANY_PEER:
+            done = "received" if is_send(entry) else "sent"
+            text += f"; rank {entry.peer} has not {done} it"
+            details += self._other_tags(wait)
+        details += [self._where(peer, wait.group) for peer in wait.awaited[:_MAX_TOLD]]
+        kind: Kind = "failed" if failed(entry) else "message"
+        return Finding(kind, text, tuple(details), wait.group.name, 0, (rank,), wait.awaited)
+
+    def _unheard(self, told: Sequence[Finding]) -> Iterator[Finding]:
+        mentioned = {rank for finding in told for rank in finding.awaited}
+        silent = [rank for rank in self._history.unheard if rank not in mentioned]
+        if silent:
+            text = (
+                f"{named(silent)} left no record: {_verb_of(silent, 'it is', 'they are')} {_GONE}"
+            )
+            yield Finding("unheard", text, (), ranks=tuple(silent))
+
+    def _fine(self) -> Finding:
+        heard = tuple(self._history.records)
+        who = f"{named(heard)} are" if self._history.unheard else "every rank is"
+        text = f"{who} outside of operations: nobody waits for another"
+        details = [self._where(rank, None) for rank in heard[:_MAX_DETAILS]]
+        return Finding("fine", text, tuple(details), ranks=heard)
+
+    # -- where ranks are -----------------------------------------------------------------
+
+    def _whereabouts(self, group: Group, number: int) -> list[str]:
+        absent = group.absent(number)
+        lines = [self._where(rank, group) for rank in absent[:_MAX_TOLD]]
+        if len(absent) > _MAX_TOLD:
+            lines.append(f"and {len(absent) - _MAX_TOLD} more")
+        return lines
+
+    def _where(self, rank: int, group: Group | None) -> str:
+        """Where a rank is that others wait for."""
+        record = self._history.records.get(rank)
+        if record is None:
+            if rank in self._history.lost:
+                return f"rank {rank} left no record; the others saw it die or leave"
+            return f"rank {rank} left no record: it is {_GONE}"
+        parts = [self._last_call(record, group)]
+        parts += [
+            f"it waits in {wait.place}, {_call(wait.entry)}"
+            for wait in self._held_up.get(rank, [])
+            if wait.entry.outcome == RUNNING
+        ]
+        if len(parts) == 1 and record.stacks:
+            stack = record.stacks[0]
+            parts.append(f"its Python stack is at {stack.site or ''.join(stack.frames[:1])}")
+        parts += [f'it said "{_first_line(fault.text)}"' for fault in record.faults[:1]]
+        return f"rank {rank} {'; '.join(parts)}"
+
+    def _last_call(self, record: Record, group: Group | None) -> str:
+        if group is None:
+            ends = [g for g in self._history.groups if record.rank in g.calls]
+            lasts = [last for g in ends if (last := g.last(record.rank))]
+            last = max(lasts, key=lambda entry: entry.entered, default=None)
+        else:
+            last = group.last(record.rank)
+        if last is None:
+            known = group is None or record.rank in group.calls
+            return "has called no operation yet" if known else "is not in the group, or has left it"
+        return f"was last in #{last.number} {_call(last)}, {_ending(last, record)}"
+
+    def _other_tags(self, wait: Wait) -> list[str]:
+        """Messages between the two whose tag is another."""
+        entry = wait.entry
+        wanted = "recv" if is_send(entry) else "send"
+        others = [
+            other
+            for other in wait.group.messages.get(entry.peer or 0, ())
+            if other.what.startswith(wanted) and other.peer == wait.rank and other.tag != entry.tag
+        ]
+        last = others[-1:]
+        return [f"rank {entry.peer} called {_call(o)}: the tags must be equal" for o in last]
+
+
+_GONE: Final = "dead, stopped, or was not asked"
+
+
+def _call(entry: Entry) -> str:
+    return f"{entry.what} at {entry.site}" if entry.site else entry.what
+
+
+def _by_call(entries: Mapping[int, Entry]) -> list[str]:
+    """One line for each different call, with the ranks that made it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, entry in sorted(entries.items()):
+        ranks.setdefault(_call(entry), []).append(rank)
+    return [f"{named(who)}: {call}" for call, who in ranks.items()][:_MAX_DETAILS]
+
+
+def _failures(entries: Mapping[int, Entry]) -> list[str]:
+    """How the first of those that failed did; the others repeat it."""
+    lines = [
+        f'rank {rank} said "{_first_line(entry.outcome.removeprefix(FAILED))}"'
+        for rank, entry in sorted(entries.items(), key=lambda item: item[1].ended or 0.0)
+        if failed(entry)
+    ]
+    return lines[:1]
+
+
+def _ending(entry: Entry, record: Record) -> str:
+    if entry.outcome == RUNNING:
+        return "which still runs"
+    how = "which failed" if failed(entry) else "done"
+    if entry.ended is None:
+        return how
+    return f"{how} {max(0.0, record.written - entry.ended):.1f} s before"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _verb(entries: Mapping[int, Entry], verb: str) -> str:
+    return verb.replace("wait ", "waits ") if len(entries) == 1 else verb
+
+
+def _verb_of(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several

@@ -1,0 +1,276 @@
+"""A rank's flight record as a file: what is in it, and how it is written and read.
+
+One JSON document per rank. A reader trusts nothing in it: sizes, depths, types and numbers are
+checked, and characters that a terminal would obey are replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeVar
+
+from tilework.comm.flight.ring import Entry
+
+#: Raised whenever a reader of before would misunderstand.
+VERSION: Final = 1
+MAX_FILE_BYTES: Final = 16 << 20
+#: Of all groups together; the latest of each are kept.
+MAX_ENTRIES: Final = 4096
+MAX_GROUPS: Final = 256
+MAX_RANKS: Final = 1 << 16
+MAX_STACKS: Final = 64
+MAX_FRAMES: Final = 40
+MAX_FAULTS: Final = 8
+MAX_TEXT_CHARS: Final = 2000
+
+_MARK: Final = "tilework_flight"
+_Item = TypeVar("_Item")
+
+
+class FlightRecordError(ValueError):
+    """A file is no flight record, or none that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that went wrong on this rank, or why it was asked for its record."""
+
+    #: Unix seconds.
+    time: float
+    text: str
+    #: Global ranks at fault, as far as this rank knew.
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a thread was doing."""
+
+    thread: str
+    #: ``file:line in function``, innermost first.
+    frames: tuple[str, ...]
+    #: The innermost of them that is the user's; "" if there is none.
+    site: str
+    #: Whether it was inside tilework.
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLog:
+    """One group as one of its ranks sees it."""
+
+    name: str
+    backend: str
+    description: str
+    #: Global ranks, in the order of group ranks.
+    ranks: tuple[int, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank has written."""
+
+    rank: int
+    #: 0 if it has no default group yet, or no more.
+    world_size: int
+    host: str
+    pid: int
+    #: Equal for ranks that were started together, as far as that can be told; else "".
+    job: str
+    #: When, in Unix seconds.
+    written: float
+    faults: tuple[Fault, ...]
+    #: The rank's own thread first.
+    stacks: tuple[Stack, ...]
+    groups: tuple[GroupLog, ...]
+
+
+def file_name(rank: int) -> str:
+    """Where a rank's record is, within the folder of all."""
+    return f"rank-{rank}.json"
+
+
+def encode(record: Record) -> bytes:
+    """The file's contents."""
+    document = {_MARK: VERSION, **asdict(record)}
+    return json.dumps(_shortened(document), ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def decode(data: bytes) -> Record:
+    """The record in a file.
+
+    Raises:
+        FlightRecordError: It is not one, is cut off, or of another version.
+    """
+    if len(data) > MAX_FILE_BYTES:
+        raise FlightRecordError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FlightRecordError(f"it is no JSON, or is cut off: {error}") from None
+    if not isinstance(document, dict) or _MARK not in document:
+        raise FlightRecordError("it is no flight record of tilework")
+    if document[_MARK] != VERSION:
+        raise FlightRecordError(
+            f"it is of version {_shown(document[_MARK])}, this tilework reads {VERSION}: explain "
+            f"it with the tilework that wrote it"
+        )
+    return _record(_Fields(document, "the record"))
+
+
+def _shortened(value: Any) -> Any:
+    """With every text cut to what a reader takes."""
+    if isinstance(value, str):
+        return value if len(value) <= MAX_TEXT_CHARS else f"{value[: MAX_TEXT_CHARS - 1]}…"
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shortened(item) for item in value]
+    return value
+
+
+# -- reading ---------------------------------------------------------------------------------
+
+
+class _Fields:
+    """A JSON object whose fields are taken out by type."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise FlightRecordError(f"{where} must be an object, got {_shown(value)}")
+        self._value = value
+        self._where = where
+
+    def text(self, name: str) -> str:
+        return _text(self._take(name), f"{name!r} of {self._where}")
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        return _integer(self._take(name), low, high, f"{name!r} of {self._where}")
+
+    def seconds(self, name: str) -> float:
+        value = self._take(name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) < 1e12:  # NaN is not, either
+            self._refuse(name, "a time in seconds", value)
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._take(name)
+        if not isinstance(value, bool):
+            self._refuse(name, "true or false", value)
+        return bool(value)
+
+    def items(self, name: str, limit: int, read: Callable[[object], _Item]) -> tuple[_Item, ...]:
+        value = self._take(name)
+        if not isinstance(value, list) or len(value) > limit:
+            self._refuse(name, f"a list of at most {limit}", value)
+        return tuple(read(item) for item in value)
+
+    def is_null(self, name: str) -> bool:
+        return self._take(name) is None
+
+    def _take(self, name: str) -> Any:
+        try:
+            return self._value[name]
+        except KeyError:
+            raise FlightRecordError(f"{self._where} lacks {name!r}") from None
+
+    def _refuse(self, name: str, wanted: str, value: object) -> None:
+        raise FlightRecordError(f"{name!r} of {self._where} must be {wanted}, got {_shown(value)}")
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
+        raise FlightRecordError(
+            f"{where} must be a text of at most {MAX_TEXT_CHARS} characters, got {_shown(value)}"
+        )
+    return printable(value)
+
+
+def _integer(value: object, low: int, high: int, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise FlightRecordError(
+            f"{where} must be a whole number from {low} to {high}, got {_shown(value)}"
+        )
+    return value
+
+
+def printable(text: str) -> str:
+    """With what a terminal would obey, or cannot show, replaced.
+
+    Example:
+        >>> printable(chr(27) + "[31mred")
+        '?[31mred'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def _shown(value: object) -> str:
+    """A value from a stranger, for a message."""
+    text = printable(f"{value!r}" if not isinstance(value, list | dict) else type(value).__name__)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _rank(value: object) -> int:
+    return _integer(value, 0, MAX_RANKS, "a rank")
+
+
+def _record(fields: _Fields) -> Record:
+    return Record(
+        rank=fields.integer("rank", 0, MAX_RANKS),
+        world_size=fields.integer("world_size", 0, MAX_RANKS),
+        host=fields.text("host"),
+        pid=fields.integer("pid", 0, 1 << 32),
+        job=fields.text("job"),
+        written=fields.seconds("written"),
+        faults=fields.items("faults", MAX_FAULTS, _fault),
+        stacks=fields.items("stacks", MAX_STACKS, _stack),
+        groups=fields.items("groups", MAX_GROUPS, _group),
+    )
+
+
+def _fault(value: object) -> Fault:
+    fields = _Fields(value, "a fault")
+    ranks = fields.items("ranks", MAX_RANKS, _rank)
+    return Fault(fields.seconds("time"), fields.text("text"), ranks)
+
+
+def _stack(value: object) -> Stack:
+    fields = _Fields(value, "a stack")
+    frames = fields.items("frames", MAX_FRAMES, lambda frame: _text(frame, "a frame"))
+    return Stack(fields.text("thread"), frames, fields.text("site"), fields.flag("inside"))
+
+
+def _group(value: object) -> GroupLog:
+    fields = _Fields(value, "a group")
+    return GroupLog(
+        name=fields.text("name"),
+        backend=fields.text("backend"),
+        description=fields.text("description"),
+        ranks=fields.items("ranks", MAX_RANKS, _rank),
+        entries=fields.items("entries", MAX_ENTRIES, _entry),
+    )
+
+
+def _entry(value: object) -> Entry:
+    fields = _Fields(value, "an entry")
+    return Entry(
+        number=fields.integer("number", 0, 1 << 62),
+        what=fields.text("what"),
+        site=fields.text("site"),
+        entered=fields.seconds("entered"),
+        ended=None if fields.is_null("ended") else fields.seconds("ended"),
+        outcome=fields.text("outcome"),
+        peer=None if fields.is_null("peer") else fields.integer("peer", -1, MAX_RANKS),
+        tag=fields.integer("tag", -(1 << 62), 1 << 62),
+    )
+
+
+def latest(entries: Sequence[Entry], limit: int) -> tuple[Entry, ...]:
+    """The last ``limit`` entries, and those before them that still run."""
+    cut = max(0, len(entries) - limit)
+    running = [entry for entry in entries[:cut] if entry.outcome == "running"]
+    return (*running[-limit:], *entries[cut:])

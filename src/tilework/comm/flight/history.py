@@ -1,0 +1,147 @@
+"""The records of all ranks side by side: groups, their operations by number, who is where."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tilework.comm.flight.document import GroupLog, Record
+from tilework.comm.flight.ring import FAILED, RUNNING, Entry
+
+#: Names under which ranks may call one and the same operation.
+_ALIASES = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "monitored_barrier": "barrier",
+}
+#: All their arguments must be equal on all ranks.
+_ELEMENTWISE = ("all_reduce", "broadcast")
+
+
+@dataclass
+class Group:
+    """One group, as its ranks tell of it."""
+
+    name: str
+    backend: str
+    ranks: tuple[int, ...]
+    #: Each rank's collectives, by number.
+    calls: dict[int, dict[int, Entry]] = field(default_factory=dict)
+    #: Each rank's messages, oldest first.
+    messages: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def add(self, rank: int, log: GroupLog) -> None:
+        """Add what one rank tells."""
+        self.calls[rank] = {entry.number: entry for entry in log.entries if entry.number}
+        self.messages[rank] = [entry for entry in log.entries if not entry.number]
+
+    def last(self, rank: int) -> Entry | None:
+        """The collective that a rank entered last; None if that is not known, or none."""
+        calls = self.calls.get(rank)
+        return calls[max(calls)] if calls else None
+
+    def at(self, number: int) -> dict[int, Entry]:
+        """What the ranks called as their operation of that number."""
+        return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
+
+    def absent(self, number: int) -> list[int]:
+        """The ranks that have not come so far, and those that do not tell."""
+        lasts = {rank: self.last(rank) for rank in self.ranks}
+        return [rank for rank, last in lasts.items() if last is None or last.number < number]
+
+    def first_stuck(self) -> int | None:
+        """The first operation that some rank has entered and not left well."""
+        numbers = (e.number for calls in self.calls.values() for e in calls.values() if stuck(e))
+        return min(numbers, default=None)
+
+    def first_divergence(self) -> int | None:
+        """The first operation that ranks name differently."""
+        for number in sorted({n for calls in self.calls.values() for n in calls}):
+            entries = self.at(number).values()
+            differ = len({family(entry) for entry in entries}) > 1
+            # Backends that compare arguments say so; in those that do not, ranks wait for ever.
+            if differ or (any(map(stuck, entries)) and len(set(map(_compared, entries))) > 1):
+                return number
+            if any("CollectiveMismatchError" in e.outcome for e in entries if failed(e)):
+                return number
+        return None
+
+
+def stuck(entry: Entry) -> bool:
+    """Whether it runs, or has failed."""
+    return entry.outcome == RUNNING or failed(entry)
+
+
+def failed(entry: Entry) -> bool:
+    """Whether it has failed."""
+    return entry.outcome.startswith(FAILED)
+
+
+def family(entry: Entry) -> str:
+    """The operation's name, whichever form of it was called."""
+    name = entry.what.partition(" ")[0]
+    return _ALIASES.get(name, name)
+
+
+def _compared(entry: Entry) -> str:
+    return entry.what.partition(" ")[2] if family(entry) in _ELEMENTWISE else ""
+
+
+class History:
+    """All ranks' records.
+
+    Args:
+        records: By rank.
+    """
+
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        self.records = dict(sorted(records.items()))
+        self.groups: list[Group] = _groups(self.records)
+        size = max((record.world_size for record in records.values()), default=0)
+        #: Ranks that should have left a record and did not.
+        self.unheard = [rank for rank in range(size) if rank not in records]
+        #: Ranks that others saw die or leave.
+        self.lost = {
+            rank
+            for record in records.values()
+            for fault in record.faults
+            if fault.text.startswith("PeerLostError")
+            for rank in fault.ranks
+        }
+
+
+def _groups(records: Mapping[int, Record]) -> list[Group]:
+    groups: dict[tuple[str, str, tuple[int, ...]], Group] = {}
+    for rank, record in records.items():
+        for log in record.groups:
+            key = (log.name, log.backend, log.ranks)
+            groups.setdefault(key, Group(*key)).add(rank, log)
+    return list(groups.values())
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks, for a person.
+
+    Example:
+        >>> named([3]), named([0, 2]), named([0, 1, 2, 3, 7])
+        ('rank 3', 'ranks 0 and 2', 'ranks 0 to 3 and 7')
+    """
+    runs = [_run_of([rank for _, rank in run]) for _, run in _runs(sorted(set(ranks)))]
+    parts = [part for run in runs for part in run]
+    words = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+    one = len(parts) == 1 and parts[0].isdecimal()
+    return f"{'rank' if one else 'ranks'} {words}"
+
+
+def _runs(ranks: Sequence[int]) -> Iterable[tuple[int, Iterable[tuple[int, int]]]]:
+    return itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+
+
+def _run_of(ranks: Sequence[int]) -> list[str]:
+    if len(ranks) < 3:
+        return [str(rank) for rank in ranks]
+    return [f"{ranks[0]} to {ranks[-1]}"]

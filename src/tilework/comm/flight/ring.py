@@ -1,0 +1,218 @@
+"""The last operations of one rank in one group, kept in bounded memory at next to no cost.
+
+While the program runs only references are stored: a code object and an offset for the place of
+the call, shapes and dtypes for the tensors. No tensor is kept alive, and nothing is made into
+text before somebody asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from tilework.comm.callsite import Site, format_site, in_library
+
+#: How many operations a group remembers on each rank, unless the variable says otherwise.
+DEFAULT_CAPACITY: Final = 256
+CAPACITY_VARIABLE: Final = "TILEWORK_FLIGHT_ENTRIES"
+_MAX_CAPACITY: Final = 65536
+
+RUNNING: Final = "running"
+DONE: Final = "done"
+FAILED: Final = "failed: "
+#: As the peer of a receive: whichever rank sends first.
+ANY_PEER: Final = -1
+
+_getframe, _now = sys._getframe, time.time
+
+Shapes = Sequence[Sequence[int]]
+
+
+#: What an operation is, as cheap to make as can be: its title, the dtype of its tensors (None
+#: without any), the shapes of its inputs and of its outputs (either may be left out where they are
+#: the same), its reduction or None, and its root or None. :func:`describe` makes text of it.
+What = tuple[str, object, Shapes, Shapes, object, "int | None"]
+
+
+def describe(what: What | str) -> str:
+    """For a person: the title, dtype, shapes and arguments.
+
+    Example:
+        >>> describe(("reduce", "torch.float32", [(2, 3)], [], "sum", 0))
+        'reduce float32 [2, 3] sum root 0'
+    """
+    if isinstance(what, str):
+        return what
+    title, dtype, inputs, outputs, reduction, root = what
+    words = [title]
+    if dtype is not None:
+        words.append(str(dtype).removeprefix("torch."))
+    sides = {"in": _told(inputs), "out": _told(outputs)}
+    given = {side: text for side, text in sides.items() if text}
+    words.append(", ".join(f"{s} {t}" if len(given) > 1 else t for s, t in given.items()))
+    if reduction is not None:
+        words.append(str(reduction))
+    if root is not None:
+        words.append(f"root {root}")
+    return " ".join(word for word in words if word)
+
+
+def _told(shapes: Shapes) -> str:
+    texts = [str(list(shape)) for shape in shapes]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"{len(texts)} x {texts[0]}"
+    return ", ".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation of one rank, for a person or for :mod:`.diagnosis`."""
+
+    #: Counts the group's collectives from 1, in the order of calls; 0 for a message.
+    number: int
+    #: Its name, dtype, shapes and arguments; the name comes first.
+    what: str
+    #: ``file:line in function`` of the caller.
+    site: str
+    #: When it was called, in Unix seconds.
+    entered: float
+    #: When it ended; None while it runs, and where nobody waited to see the end.
+    ended: float | None
+    #: "running", "done", or "failed: " and why.
+    outcome: str
+    #: Of a message: the global rank at its other end (ANY_PEER: whichever sends first).
+    peer: int | None = None
+    #: Of a message.
+    tag: int = 0
+
+
+class Pending(Protocol):
+    """Something that can tell whether an operation is over."""
+
+    def done(self) -> bool:
+        """Whether it is. Never blocks."""
+        ...
+
+    def fault(self) -> tuple[str, tuple[int, ...], str] | None:
+        """What it failed with, once done."""
+        ...
+
+
+#: What stands for an operation between ``begin`` and ``end``; only its ring knows what it is.
+Slot = Any
+#: Here it is the entry to be: a list, because that is the cheapest to make.
+_Slot = list[Any]
+_NUMBER, _WHAT, _CODE, _OFFSET, _ENTERED, _ENDED, _OUTCOME, _PEER, _TAG = range(9)
+_EMPTY: Final[_Slot] = [-1, "", None, None, 0.0, 0.0, "", None, 0]
+
+
+def capacity_setting() -> int:
+    """What TILEWORK_FLIGHT_ENTRIES says, within bounds; the default where it says nothing.
+
+    A diagnostic must not stop a program, so nonsense counts as nothing.
+    """
+    text = os.environ.get(CAPACITY_VARIABLE, "")
+    return min(int(text), _MAX_CAPACITY) if text.isdecimal() else DEFAULT_CAPACITY
+
+
+class Ring:
+    """The last operations of one rank in one group. May be used from any thread.
+
+    Args:
+        capacity: How many it remembers, at least 1; those that still run may be as many again.
+            None: as the environment says (TILEWORK_FLIGHT_ENTRIES), else 256.
+
+    Example:
+        >>> ring = Ring(2)
+        >>> slot = ring.begin(("all_reduce", "torch.float32", (), [(2, 3)], None, None))
+        >>> [entry.outcome for entry in ring.entries()]
+        ['running']
+        >>> ring.end(slot)
+        >>> [(entry.number, entry.what, entry.outcome) for entry in ring.entries()]
+        [(1, 'all_reduce float32 [2, 3]', 'done')]
+    """
+
+    __slots__ = ("_late", "_numbers", "_slots")
+
+    def __init__(self, capacity: int | None = None) -> None:
+        size = max(1, capacity_setting() if capacity is None else capacity)
+        # Full from the start, so that nobody need ask whether it is.
+        self._slots: deque[_Slot] = deque([_EMPTY] * size, maxlen=size)
+        #: Pushed out while they still ran, such as a receive that nothing has been sent to.
+        self._late: deque[_Slot] = deque(maxlen=size)
+        self._numbers = itertools.count(1)
+
+    def begin(
+        self, what: What | str, peer: int | None = None, tag: int = 0, depth: int = 1
+    ) -> Slot:
+        """Note that an operation was called; hand the result to :meth:`end`.
+
+        Args:
+            what: What it is; must hold no tensor.
+            peer: For a message, the global rank at its other end, or ANY_PEER. None: a
+                collective, which is given the next number.
+            tag: Of a message.
+            depth: How many frames up to begin looking for the user's.
+        """
+        try:
+            frame = _getframe(depth)
+            while in_library[frame.f_code.co_filename]:
+                frame = frame.f_back  # type: ignore[assignment]
+            code, offset = frame.f_code, frame.f_lasti
+        except (ValueError, AttributeError):  # called by no code of the user's
+            code = offset = None  # type: ignore[assignment]
+        number = 0 if peer is not None else next(self._numbers)
+        slot = [number, what, code, offset, _now(), None, None, peer, tag]
+        slots = self._slots
+        if slots[0][_ENDED] is None:
+            self._late.append(slots[0])
+        slots.append(slot)
+        return slot
+
+    def end(self, slot: Slot, failure: str = "") -> None:
+        """Note that the operation is over, and why if it failed. Once for each."""
+        slot[_OUTCOME] = failure
+        slot[_ENDED] = _now()
+
+    def follow(self, slot: Slot, pending: Pending) -> None:
+        """Ask ``pending`` for the outcome for as long as nobody has called :meth:`end`.
+
+        ``pending`` is kept alive, so it must not hold tensors.
+        """
+        slot[_OUTCOME] = pending
+
+    def entries(self) -> list[Entry]:
+        """What is remembered, oldest first. Takes no lock, so any thread may ask at any time."""
+        late = [slot for slot in _copied(self._late) if slot[_ENDED] is None]
+        return [_entry(slot) for slot in (*late, *_copied(self._slots)) if slot is not _EMPTY]
+
+
+def _copied(slots: deque[_Slot]) -> list[_Slot]:
+    while True:
+        try:
+            return list(slots)
+        except RuntimeError:  # another thread added to it meanwhile
+            continue
+
+
+def _entry(slot: _Slot) -> Entry:
+    number, what, code, offset, entered, ended, result, peer, tag = slot
+    site: Site | None = None if code is None else (code, offset)
+    told = outcome(ended, result)
+    return Entry(number, describe(what), format_site(site), entered, ended, told, peer, tag)
+
+
+def outcome(ended: float | None, result: str | Pending | None) -> str:
+    """An entry's outcome, from why it failed (if it ended) or from what knows."""
+    if isinstance(result, str) or ended is not None:
+        return f"{FAILED}{result}" if result else DONE
+    if result is None or not result.done():
+        return RUNNING
+    fault = result.fault()
+    return DONE if fault is None else f"{FAILED}{fault[0]} {fault[2]}".rstrip()

@@ -1,0 +1,102 @@
+"""SIGUSR1: have every rank of this process write its flight record, and go on.
+
+A thread writes it, woken through a pipe by Python's own signal handler in C. So it works
+whatever the main thread is doing, also within native code that knows nothing of signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final
+
+#: Names the folder that records go to; without it none are written.
+DIRECTORY_VARIABLE: Final = "TILEWORK_FLIGHT_DIR"
+WATCHER_NAME: Final = "tilework-flight"
+
+#: By what the launcher asks: not SIGUSR1, which a program may have put to a use of its own.
+LAUNCHER_SIGNAL: Final[int | None] = (
+    int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else None
+)
+_USER_SIGNAL: Final[int | None] = getattr(signal, "SIGUSR1", None)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What this process holds to be woken. Signals are the process's, not a rank's."""
+
+    reader: int = -1
+    writer: int = -1
+
+
+_watch = _Watch()
+
+
+def arm() -> None:
+    """Begin to listen for the signals, if a folder is set and nobody else handles them.
+
+    Idempotent. Only the main thread can do it; elsewhere this does nothing.
+    """
+    if _watch.reader >= 0 or not os.environ.get(DIRECTORY_VARIABLE):
+        return
+    if _USER_SIGNAL is None or threading.current_thread() is not threading.main_thread():
+        return
+    free = [n for n in (_USER_SIGNAL, LAUNCHER_SIGNAL) if n and _is_free(n)]
+    if not free:
+        return
+    _watch.reader, _watch.writer = os.pipe()
+    os.set_blocking(_watch.writer, False)
+    for number in free:
+        signal.signal(number, _on_signal)
+        signal.siginterrupt(number, False)  # what the program is doing goes on
+    before = signal.set_wakeup_fd(_watch.writer, warn_on_full_buffer=False)
+    if before != -1:  # somebody else's: the handler in Python must do
+        signal.set_wakeup_fd(before)
+    threading.Thread(target=_serve, args=(_watch.reader,), name=WATCHER_NAME, daemon=True).start()
+
+
+def _is_free(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_DFL
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """In case the wake-up descriptor is not ours: asyncio, for one, puts in its own."""
+    with contextlib.suppress(OSError):
+        os.write(_watch.writer, bytes([number]))
+
+
+def _serve(reader: int) -> None:
+    """Write records for as long as the process lives."""
+    while True:
+        try:
+            numbers = os.read(reader, 4096)
+        except OSError:
+            return
+        # A handler of the user's also wakes the pipe.
+        if any(signal.getsignal(number) is _on_signal for number in set(numbers)):
+            dump = sys.modules.get("tilework.comm.flight.dump")
+            if dump is not None:
+                dump.write_all()
+
+
+def _forget_in_child() -> None:
+    """A forked child has no such thread, and the pipe is its parent's."""
+    if _watch.reader < 0:
+        return
+    writer = _watch.writer
+    _watch.reader = _watch.writer = -1
+    before = signal.set_wakeup_fd(-1)
+    if before not in (-1, writer):
+        signal.set_wakeup_fd(before)
+    for number in (_USER_SIGNAL, LAUNCHER_SIGNAL):
+        if number is not None and signal.getsignal(number) is _on_signal:
+            signal.signal(number, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,28 @@
+"""What a backend may lack of the contract, said on its class instead of emulated."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Lack(enum.Enum):
+    """One promise of the contract that a backend does not keep.
+
+    A process group lists its own in ``lacks``; the shipped suite reads them there, skips the
+    tests of that promise and names it.
+    """
+
+    #: What needs it raises NotImplementedError.
+    UNEVEN_SIZES = "tensors of different sizes in all_gather, gather, scatter and reduce_scatter"
+    #: Ranks that call different things get wrong data, hang or die.
+    COMPARISON = "comparing what ranks are about to do"
+    #: All ranks get the same bits nevertheless.
+    RANK_ORDER = "combining the ranks in ascending order"
+    #: A sum's bits depend on the operation, the place in the tensor and its size.
+    SAME_BITS = "the same bits for the same elements, whatever the operation"
+    #: Which of the two a comparison with NaN gives depends on the order.
+    NAN = "handing on NaN in MIN and MAX"
+    #: Sums of 16-bit floats are rounded more than once.
+    WIDE_SUMS = "adding 16-bit floats in float32 and rounding once"
+    #: An error's ``ranks`` may be empty, and a rank in another operation counts as missing.
+    LIVENESS = "noticing a dead rank that is not waited for directly"

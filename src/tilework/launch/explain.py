@@ -1,0 +1,149 @@
+"""``tilework explain``: read the flight records in a folder, and say what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from tilework.comm.flight.diagnosis import Finding, diagnose
+from tilework.comm.flight.document import (
+    MAX_FILE_BYTES,
+    FlightRecordError,
+    Record,
+    decode,
+    printable,
+)
+
+#: Ranks of a job are hardly more; what is beyond is not read.
+MAX_FILES: Final = 4096
+_NAME: Final = re.compile(r"rank-(\d{1,6})\.json")
+
+_NOTHING_WRONG, _EXPLAINED, _UNREADABLE = 0, 1, 2
+_COLOURS: Final = {
+    "deadlock": "bold red",
+    "mismatch": "bold red",
+    "failed": "bold red",
+    "waiting": "bold yellow",
+    "message": "bold yellow",
+    "busy": "bold cyan",
+    "unheard": "bold magenta",
+    "fine": "bold green",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a folder holds."""
+
+    records: dict[int, Record]
+    problems: list[str]
+    """Files that could not be used, and why; one line each."""
+
+
+def explain(folder: Path, as_json: bool = False) -> int:
+    """Print what the records in ``folder`` tell.
+
+    Returns:
+        0: no rank waits for another, and nothing failed; 1: something is explained; 2: there is
+        no folder, or no record in it that can be read.
+    """
+    try:
+        reading = read(folder)
+    except OSError as error:
+        print(f"tilework explain: cannot read {str(folder)!r}: {error.strerror}", file=sys.stderr)
+        return _UNREADABLE
+    findings = diagnose(reading.records) if reading.records else []
+    if as_json:
+        print(json.dumps(_as_json(reading, findings), indent=2))
+    else:
+        _show(folder, reading, findings)
+    if not reading.records:
+        return _UNREADABLE
+    return int(any(finding.kind != "fine" for finding in findings))
+
+
+def read(folder: Path) -> Reading:
+    """The records in ``folder``, of the latest run that left any there.
+
+    Raises:
+        OSError: There is no such folder, or it may not be read.
+    """
+    names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+    records, problems = [], []
+    for name in names[:MAX_FILES]:
+        try:
+            records.append(_read_one(folder / name))
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+        except FlightRecordError as error:
+            problems.append(f"{name} is left out: {error}")
+    if len(names) > MAX_FILES:
+        problems.append(f"of {len(names)} files only the first {MAX_FILES} are read")
+    latest = max(records, key=lambda record: record.written, default=None)
+    of_others = [record.rank for record in records if latest and record.job != latest.job]
+    if of_others:
+        problems.append(f"left out, as they are of another run: {_files(of_others)}")
+    kept = {r.rank: r for r in records if latest and r.job == latest.job}
+    return Reading(kept, problems)
+
+
+def _read_one(path: Path) -> Record:
+    # Not blocking, should it be a pipe.
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FlightRecordError("it is no regular file")
+        record = decode(file.read(MAX_FILE_BYTES + 1))
+    if path.name != f"rank-{record.rank}.json":
+        raise FlightRecordError(f"it says that it is of rank {record.rank}")
+    return record
+
+
+def _files(ranks: Sequence[int]) -> str:
+    names = [f"rank-{rank}.json" for rank in ranks[:8]]
+    return ", ".join(names) + (", …" if len(ranks) > 8 else "")
+
+
+# -- showing -----------------------------------------------------------------------------
+
+
+def _as_json(reading: Reading, findings: Sequence[Finding]) -> dict[str, object]:
+    ranks = [
+        {"rank": r.rank, "host": r.host, "pid": r.pid, "written": r.written}
+        for r in reading.records.values()
+    ]
+    told = [asdict(finding) for finding in findings]
+    return {"version": 1, "findings": told, "ranks": ranks, "problems": reading.problems}
+
+
+def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    # Lines end where the sentence does: what is piped on is not broken at some width.
+    console = Console(soft_wrap=True, highlight=False)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(_near(printable(text)), style=style))
+
+    for problem in reading.problems:
+        say(problem, "magenta")
+    if not reading.records:
+        say(f"there is no flight record in {str(folder)!r}: ranks write theirs on a fault or on")
+        say("SIGUSR1, if they were started by tilework run or with TILEWORK_FLIGHT_DIR set")
+    for finding in findings:
+        say(finding.text, _COLOURS[finding.kind])
+        for line in finding.details:
+            say(f"  {line}")
+
+
+def _near(text: str) -> str:
+    """With files below the current folder told from there."""
+    return text.replace(os.path.join(os.getcwd(), ""), "")

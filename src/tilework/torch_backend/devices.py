@@ -1,0 +1,97 @@
+"""The devices of a group that tilework does not serve: torch's own engines do, as ever.
+
+In "cpu:tilework,cuda:nccl" torch makes the group by tilework alone, because a group written in
+Python stands for all of its devices. So the engines of the others are made here, when they are
+first asked for: only then does torch tell what the group's configuration is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
+    return _c10d.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
+    options = options or _c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return _c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+_ENGINES: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+class OtherDevices:
+    """torch's engines for the devices of one group that are not the CPU.
+
+    Args:
+        group: The group that tilework serves.
+        store: Seen by the group's ranks only.
+        options: What the user gave for the engine, or None.
+    """
+
+    def __init__(self, group: Any, store: Any, timeout: timedelta, options: Any) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._options = options
+        self._rank, self._size = group.rank(), group.size()
+        #: A plain group of torch's that knows these devices.
+        self._plain: Any = _c10d.ProcessGroup(store, self._rank, self._size)
+        self._made: set[str] = set()
+
+    def names(self, group: Any) -> dict[str, str]:
+        """Which engine serves which device; empty until torch has registered the group."""
+        try:
+            text = torch_dist.get_backend_config(group)
+        except ValueError:
+            return {}
+        pairs = (pair.split(":") for pair in text.split(",") if ":" in pair)
+        return {device: name for device, name in pairs if device != "cpu"}
+
+    def group_for(self, group: Any, device: torch.device) -> Any:
+        """The plain group for tensors on ``device``.
+
+        Raises:
+            ValueError: The group has no engine for it, or one that tilework cannot be beside.
+        """
+        kind = device.type
+        name = self.names(group).get(kind)
+        if name is None or name not in _ENGINES:
+            beside = f", and cannot be beside {name!r}" if name else ""
+            raise ValueError(
+                f"backend 'tilework' moves cpu tensors, got one on {device}{beside}; for both, "
+                f"use init_process_group('cpu:tilework,{kind}:nccl') or '…:gloo'"
+            )
+        if kind not in self._made:
+            self._make(group, kind, name)
+        return self._plain
+
+    def _make(self, group: Any, kind: str, name: str) -> None:
+        store = _c10d.PrefixStore(f"{kind}/", self._store)
+        engine = _ENGINES[name](store, self._rank, self._size, self._timeout, self._options)
+        backend_type = getattr(_c10d.ProcessGroup.BackendType, name.upper())
+        self._plain._register_backend(torch.device(kind), backend_type, engine)
+        self._plain._set_default_backend(backend_type)
+        # On the group itself as well: for what torch's C++ code asks of it directly.
+        group._register_backend(torch.device(kind), backend_type, engine)
+        self._plain._set_group_name(group.group_name)
+        self._made.add(kind)
+
+    def shutdown(self) -> None:
+        """End the engines that were made."""
+        if self._made:
+            self._plain.shutdown()
+
+    def abort(self) -> None:
+        """Abort the engines that were made."""
+        if self._made:
+            self._plain.abort()

@@ -1,0 +1,366 @@
+"""tilework's process group in the shape that torch.distributed asks of one.
+
+torch calls these methods from Python (``torch.distributed.all_reduce``) and from C++ (DDP's
+reducer, the functional collectives). Both arrive at the same methods here, which hand the tensors
+to :mod:`tilework.comm.collectives`: there they are checked, and moved as any other call would be.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilework.comm import collectives, p2p
+from tilework.comm.backend import BackendConfig
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.groups import _Plan
+from tilework.comm.world import World, own_world
+from tilework.store import PrefixStore
+from tilework.store.torch_bridge import TorchStoreAdapter
+from tilework.torch_backend.devices import OtherDevices
+from tilework.torch_backend.options import is_async, reduction, root, time_limit
+from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork, SeveralWorks
+
+BACKEND_NAME = "tilework"
+
+_c10d: Any = torch._C._distributed_c10d
+_CPU = torch.device("cpu")
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
+
+
+def _on_cpu(operation: _Operation) -> _Operation:
+    """Leave calls with tensors of other devices to torch's own engines."""
+    name = operation.__name__
+
+    def run(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor(args)
+        if tensor is None or tensor.is_cpu:
+            return operation(self, *args, **kwargs)
+        elsewhere = self._devices.group_for(self, tensor.device)
+        return getattr(elsewhere, name)(*args, **kwargs)
+
+    run.__name__, run.__doc__ = name, operation.__doc__
+    return run  # type: ignore[return-value]
+
+
+def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            found = _first_tensor(value)
+            if found is not None:
+                return found
+    return None
+
+
+class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
+    """One rank's end of a group: made by torch.distributed, run by tilework.
+
+    Ranks are group ranks, as in torch's own process groups. Operations return a torch ``Work``;
+    one that is not asynchronous is done when it is returned. What tilework raises
+    (:mod:`tilework.errors`) arrives as it is where Python called, and as a RuntimeError with the
+    error's name and text where torch's C++ code waited for a future, as DDP's reducer does.
+
+    Args:
+        request: torch's description of the group.
+        options: What was given as ``pg_options``: for the backend below (tilework's, or the
+            engine of other devices).
+    """
+
+    # Asked of a backend by torch; this group is its own backend.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, request: Any, options: Any = None) -> None:
+        super().__init__(request.group_rank, request.group_size)
+        self._name, self._desc = str(request.group_id), ""
+        self._torch_store = request.store
+        # A World of its own: the groups of torch.distributed are not those of tilework's.
+        self._world = World()
+        # Leaves the group when nobody holds this object any more, at the latest when Python ends.
+        self._leave = weakref.finalize(self, self._world.close)
+        self._group = _make_group(self._world, request, options)
+        self._devices = OtherDevices(self, request.store, request.timeout, options)
+        self._block: list[AnyWork] | None = None
+
+    def _run(
+        self, outputs: Sequence[Tensor], call: Callable[..., Work | None], *args: Any, **kwargs: Any
+    ) -> AnyWork:
+        """Run ``call`` on tilework's group; ``outputs`` are what it fills."""
+        work = call(*args, group=self._group, **kwargs)
+        ours = DoneWork(outputs) if work is None else RunningWork(work, self._group)
+        if self._block is not None:
+            self._block.append(ours)
+        return ours
+
+    def _run_rooted(self, *args: Any, **kwargs: Any) -> AnyWork:
+        """:meth:`_run` for calls that look a rank up in the World of the group."""
+        with own_world(self._world):
+            return self._run(*args, **kwargs)
+
+    # -- operations ----------------------------------------------------------------------
+
+    @_on_cpu
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
+        (tensor,) = tensors
+        op, later = reduction(opts), is_async(opts)
+        return self._run(tensors, collectives.all_reduce, tensor, op, async_op=later)
+
+    @_on_cpu
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
+        op, later = reduction(opts), is_async(opts)
+        return self._run(tensors, collectives.all_reduce_coalesced, tensors, op, async_op=later)
+
+    @_on_cpu
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
+        (tensor,) = tensors
+        return self._run_rooted(
+            tensors,
+            collectives.reduce,
+            tensor,
+            op=reduction(opts),
+            group_dst=root(opts),
+            async_op=is_async(opts),
+        )
+
+    @_on_cpu
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
+        (tensor,) = tensors
+        later = is_async(opts)
+        return self._run_rooted(
+            tensors, collectives.broadcast, tensor, group_src=root(opts), async_op=later
+        )
+
+    @_on_cpu
+    def allgather(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> AnyWork:
+        (outputs,), (source,) = output_lists, inputs
+        later = is_async(opts)
+        return self._run(outputs, collectives.all_gather, outputs, source, async_op=later)
+
+    @_on_cpu
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> AnyWork:
+        return self._run(
+            [output], collectives.all_gather_into_tensor, output, source, async_op=is_async(opts)
+        )
+
+    @_on_cpu
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> AnyWork:
+        outputs = [output for outputs in output_lists for output in outputs]
+        later = is_async(opts)
+        return self._run(
+            outputs, collectives.all_gather_coalesced, output_lists, inputs, async_op=later
+        )
+
+    @_on_cpu
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> AnyWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return _together([self.all_gather_single(*pair, opts) for pair in pairs])
+
+    @_on_cpu
+    def gather(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> AnyWork:
+        outputs = output_lists[0] if output_lists else []
+        return self._run_rooted(
+            outputs,
+            collectives.gather,
+            inputs[0],
+            outputs or None,
+            group_dst=root(opts),
+            async_op=is_async(opts),
+        )
+
+    @_on_cpu
+    def scatter(
+        self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
+    ) -> AnyWork:
+        sources = input_lists[0] if input_lists else []
+        return self._run_rooted(
+            outputs,
+            collectives.scatter,
+            outputs[0],
+            sources or None,
+            group_src=root(opts),
+            async_op=is_async(opts),
+        )
+
+    @_on_cpu
+    def reduce_scatter(
+        self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
+    ) -> AnyWork:
+        (output,), (sources,) = outputs, input_lists
+        op, later = reduction(opts), is_async(opts)
+        return self._run(outputs, collectives.reduce_scatter, output, sources, op, async_op=later)
+
+    @_on_cpu
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> AnyWork:
+        op, later = reduction(opts), is_async(opts)
+        return self._run(
+            [output], collectives.reduce_scatter_tensor, output, source, op, async_op=later
+        )
+
+    @_on_cpu
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> AnyWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return _together([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+
+    @_on_cpu
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AnyWork:
+        later = is_async(opts)
+        return self._run(outputs, collectives.all_to_all, outputs, inputs, async_op=later)
+
+    @_on_cpu
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> AnyWork:
+        return self._run(
+            [output],
+            collectives.all_to_all_single,
+            output,
+            source,
+            output_splits,
+            input_splits,
+            async_op=is_async(opts),
+        )
+
+    @_on_cpu
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> AnyWork:
+        return self._run_rooted([], p2p.isend, tensors[0], group_dst=dst, tag=tag)
+
+    @_on_cpu
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> AnyWork:
+        return self._run_rooted(tensors, p2p.irecv, tensors[0], group_src=src, tag=tag)
+
+    @_on_cpu
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> AnyWork:
+        return self._run_rooted(tensors, p2p.irecv, tensors[0], tag=tag)
+
+    def barrier(self, opts: Any = None) -> AnyWork:
+        options = Options(timeout=time_limit(opts), asyncOp=is_async(opts))
+        return RunningWork(self._group.barrier(options), self._group)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        self._group.monitored_barrier(timeout)
+
+    # The names that these had before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._block = []
+
+    def _end_coalescing(self, device: torch.device) -> AnyWork:
+        works, self._block = self._block or [], None
+        return _together(works)
+
+    # -- what torch asks of a group, and of the backend that this is as well ---------------
+
+    def getBackendName(self) -> str:
+        return BACKEND_NAME
+
+    def setGroupName(self, name: str) -> None:
+        self._name = self._group.group_name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = self._group.group_desc = desc
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    # What Python calls is, in older torch, not what it calls in C++.
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> Any:
+        """The store that torch gave this group."""
+        return self._torch_store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, *map(torch.device, self._devices.names(self))]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type == "cpu":
+            return self
+        return self._devices.group_for(self, torch.device(device))._get_backend(device)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """No: torch's memory serves."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations that start from now on may wait for other ranks."""
+        if not isinstance(self._group, NativeGroup):
+            raise NotImplementedError(
+                f"the timeout of {self._group!r} is fixed: give it to init_process_group or "
+                f"new_group"
+            )
+        self._group.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: they start at 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.get_sequence_number_for_group()
+
+    def abort(self) -> None:
+        """Make every present and future operation raise, on all ranks."""
+        self._group.abort("torch.distributed aborted the group")
+        self._devices.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group. Does not wait for other ranks."""
+        self._leave()
+        self._devices.shutdown()
+
+
+def _together(works: Sequence[AnyWork]) -> AnyWork:
+    return works[0] if len(works) == 1 else SeveralWorks(works)
+
+
+def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
+    """Make this rank's end with the backend that suits all ranks. Collective over them."""
+    rank, size, timeout = request.group_rank, request.group_size, request.timeout
+    ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
+    store = TorchStoreAdapter(request.store, timeout)
+    # A store may outlive a group, and torch numbers groups anew after the last was destroyed.
+    visit = store.add(f"tilework/visits/{rank}", 1)
+    shared = PrefixStore(f"tilework/{visit}", store)
+    choice = os.environ.get("TILEWORK_BACKEND")
+    backend = BackendConfig(choice).get_device_backend_map().get("cpu")
+    plan = _Plan(world, shared, ranks, rank, str(request.group_id), timeout)
+    return plan.make(BackendConfig(f"cpu:{backend}"), options, fall_back=choice is None)

@@ -1,0 +1,32 @@
+"""torch's ``env://`` in processes that a launcher started without ``MASTER_ADDR``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from tilework.rendezvous.handlers import env_rendezvous
+from tilework.store.torch_bridge import as_torch_store
+
+_Meeting = Iterator[tuple[Any, int, int]]
+_handlers: dict[str, Any] = _rendezvous_handlers
+
+
+def install_env_rendezvous() -> None:
+    """Let torch's ``env://`` meet as tilework's does, where torch's own has no address to go to."""
+    theirs = _handlers["env"]
+    if getattr(theirs, "__module__", None) == __name__:
+        return
+
+    def env(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> _Meeting:
+        if os.environ.get("MASTER_ADDR"):
+            yield from theirs(url, timeout=timeout, **kwargs)
+            return
+        store, rank, world_size = next(env_rendezvous(url, timeout))
+        yield as_torch_store(store), rank, world_size
+
+    _handlers["env"] = env

@@ -1,0 +1,128 @@
+"""tilework's Work as torch's, for Python callers and for torch's C++ code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.torch_backend.callbacks import run_soon
+
+_c10d: Any = torch._C._distributed_c10d
+_Future = torch.futures.Future[list[Tensor]]
+
+
+class DoneWork(_c10d.Work):  # type: ignore[misc]
+    """An operation that was done before its call returned."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: it is done."""
+
+    def block_current_stream(self) -> None:
+        """Do nothing: there are no streams on a CPU."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return list(self._outputs)
+
+    def get_future(self) -> _Future:
+        future: _Future = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+class RunningWork(_c10d.Work):  # type: ignore[misc]
+    """An operation under way. What it fails with is raised by :meth:`wait` as it is."""
+
+    def __init__(self, work: Work, group: ProcessGroup) -> None:
+        super().__init__()
+        self._work = work
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._work.wait(timeout or None)  # C++ writes "none" as zero
+
+    def synchronize(self) -> None:
+        """Wait: on a CPU there is no stream to order after it."""
+        self._work.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait, as :meth:`synchronize` does."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        """For a receive: the group rank that the message came from."""
+        return self._group.global_ranks.index(self._work.source_rank())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> _Future:
+        """A future of the output tensors, that fails for torch's C++ code too.
+
+        A future that Python fails looks complete to C++ (DDP's reducer would take the exception
+        for its gradients), unless a callback raises: then it fails everywhere, as a RuntimeError
+        with the error's name and text. Its callbacks may wait for other operations, as those of
+        PowerSGD do: they do not run on the thread that carries the group's operations.
+        """
+        finished: _Future = self._work.get_future()
+        if finished.done():
+            return finished.then(torch.futures.Future.value)
+        told: torch.futures.Future[None] = torch.futures.Future()
+        finished.add_done_callback(lambda _: run_soon(lambda: told.set_result(None)))
+        return told.then(lambda _: finished.value())
+
+
+AnyWork = DoneWork | RunningWork
+
+
+class SeveralWorks(_c10d.Work):  # type: ignore[misc]
+    """The operations of one coalescing block, as one."""
+
+    def __init__(self, works: Sequence[AnyWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
