@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.torch_backend.jobs import Launcher, Rank
 
+checkpoint: Any = torch.distributed.checkpoint
 VALUES = torch.arange(42.0).reshape(7, 6)
 
 
@@ -33,7 +35,7 @@ def save(rank: Rank, folder: Path) -> None:
         x = torch.ones(1)
         dist.all_reduce(x)  # while it saves
         assert x.item() == rank.size
-        later.result()  # type: ignore[union-attr]
+        later.result()
 
 
 def load(rank: Rank, folder: Path) -> list[list[list[float]]]:

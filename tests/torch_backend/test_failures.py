@@ -87,8 +87,7 @@ def errors(rank: Rank) -> None:
         call(x, 0) if rank.number else call(x)
     with pytest.raises(tw.CollectiveMismatchError):  # the group is aborted
         dist.barrier()
-    functional_error = pytest.raises(tw.CollectiveMismatchError, match="elements|ranks called")
-    with functional_error:  # through torch's C++
+    with pytest.raises(tw.CollectiveMismatchError):  # through torch's C++
         functional.all_reduce(torch.ones(1 + rank.number), "sum", pair).sum()
 
 

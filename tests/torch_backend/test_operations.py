@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilework.torch_backend
 from tests.torch_backend.jobs import Launcher, Rank
 
+dist: Any = torch.distributed  # which hides many of its names from type checkers
 N = 3
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 

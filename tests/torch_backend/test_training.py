@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch._C._distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -118,7 +118,7 @@ def ddp_fp16_hook(rank: Rank) -> list[float]:
 
 def ddp_builtin_hook(rank: Rank) -> list[float]:
     model = DDP(Net())
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    c10d._register_builtin_comm_hook(model.reducer, c10d.BuiltinCommHookType.ALLREDUCE)
     return train(model, rank.number, also=True)
 
 
