@@ -1,6 +1,7 @@
 # make demo    train a small GPT on all cores         make test    run all tests
 # make bench   measure the collectives                make lint    ruff and mypy
-# make clean   remove what was built
+# make sanitize   the core under sanitizers       make chaos   ranks killed, stopped, at odds
+# make fuzz       garbage in the core's memory    make clean   remove what was built
 #
 # The first call makes .venv and installs torch and tilework into it; later ones start at once.
 # PYTHON=python3.12 chooses the interpreter, ARGS="--steps 100" is handed to the program.
@@ -18,7 +19,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check install --quiet
 core_sources := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format install clean
+.PHONY: help demo test bench sanitize chaos fuzz lint format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +36,12 @@ test: install
 
 bench: install
 	@$(bin)/python benchmarks/collectives.py $(ARGS)
+
+sanitize: install
+	@$(bin)/python -m tests.sanitizers $(ARGS)
+
+chaos: install
+	@$(bin)/python -m tests.chaos $(ARGS)
 
 # torch's annotations leave some of its functions untyped, which only programs on it notice.
 lint: install

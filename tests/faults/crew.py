@@ -104,6 +104,12 @@ class Crew:
         """All but one."""
         return [rank for i, rank in enumerate(self.ranks) if i != victim]
 
+    def replace(self, rank: int) -> None:
+        """Fork a rank anew, when its process has ended."""
+        self.ranks[rank].reap()
+        self.ranks[rank].pipe.close()
+        self.ranks[rank] = self._fork(rank)
+
     def _fork(self, rank: int) -> Rank:
         reader, writer = Pipe(duplex=False)
         parent = os.getpid()

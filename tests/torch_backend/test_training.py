@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch._C._distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.jobs import Launcher, Rank
@@ -120,7 +118,7 @@ def ddp_fp16_hook(rank: Rank) -> list[float]:
 
 def ddp_builtin_hook(rank: Rank) -> list[float]:
     model = DDP(Net())
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    c10d._register_builtin_comm_hook(model.reducer, c10d.BuiltinCommHookType.ALLREDUCE)
     return train(model, rank.number, also=True)
 
 

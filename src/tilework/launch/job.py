@@ -45,6 +45,7 @@ class Frontend:
     stdin: StandardInput
     inbox: SignalInbox
     on_failure: Callable[[Failure], None]
+    on_asked: Callable[[], None]
 
 
 class Job:
@@ -214,7 +215,9 @@ class Job:
         if front is None:
             return Surroundings()
         own_children = self._own_children if self._adopting else None
-        return Surroundings(front.output, front.stdin, front.inbox, front.on_failure, own_children)
+        return Surroundings(
+            front.output, front.stdin, front.inbox, front.on_failure, front.on_asked, own_children
+        )
 
     # Ending
 

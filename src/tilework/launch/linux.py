@@ -36,6 +36,16 @@ def children() -> list[int]:
     return [int(pid) for pid, parent in _parents() if parent == me]
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal, instead of ignoring it or dying of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "")
+    return bool(int(caught.partition(":")[2] or "0", 16) >> (number - 1) & 1)
+
+
 def command_of(pid: int) -> str:
     """The name of a process for a message; empty where unknown."""
     try:

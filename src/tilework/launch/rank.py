@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tilework.comm.flight import watch
 from tilework.launch import linux
 from tilework.launch.program import Program
 from tilework.launch.record import describe, encode, summary
@@ -28,7 +29,7 @@ from tilework.launch.record import describe, encode, summary
 #: What a launcher handles itself and a rank must not inherit.
 HANDLED_SIGNALS = tuple(
     getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP", "SIGWINCH")
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP", "SIGWINCH", "SIGUSR1")
     if hasattr(signal, name)
 )
 
@@ -68,7 +69,7 @@ def enter(plan: RankPlan) -> None:
 
 
 def reset_signals() -> None:
-    """Python's own handlers, except for what was ignored already (``nohup``)."""
+    """Python's own handlers, except for what was ignored already (``nohup``); and SIGUSR1."""
     signal.set_wakeup_fd(-1)
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -76,6 +77,7 @@ def reset_signals() -> None:
                 number,
                 signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
             )
+    watch.arm()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

@@ -7,8 +7,10 @@ import importlib
 import os
 from dataclasses import dataclass
 
+from tilework.comm.flight.watch import DIRECTORY_VARIABLE
 from tilework.launch.cores import threads_per_rank
 from tilework.launch.environment import thread_environment
+from tilework.launch.flight import FlightFolder
 from tilework.launch.job import Frontend, Job
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
@@ -46,9 +48,11 @@ def run(settings: LaunchSettings, program: Program) -> int:
     os.environ.update(thread_environment(settings.nprocs, os.environ))
     if settings.start == "fork":
         _preload()
+    flight = FlightFolder.choose(settings.log_dir, os.environ)
+    os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # the ranks' environment is made of ours
     output = Output(settings)
     with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
-        return _run(settings, program, threads, _Parts(output, stdin))
+        return _run(settings, program, threads, _Parts(output, stdin, flight))
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class _Parts:
 
     output: Output
     stdin: StandardInput
+    flight: FlightFolder
 
     def tell_failure(self, failure: Failure) -> None:
         """Show the failure to blame, after what that rank wrote before it."""
@@ -65,6 +70,11 @@ class _Parts:
         self.output.report(failure_text(failure, wants_colour(2)))
         if failure.traceback:
             self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
+
+    def tell_asked(self) -> None:
+        """The user wants flight records."""
+        self.flight.wanted = True
+        self.output.say(f"tilework: ranks write their flight records to {self.flight.path}\n")
 
     def tell_rest(self, outcome: Outcome, left_behind: list[str]) -> None:
         """What else is worth knowing at the end."""
@@ -78,13 +88,16 @@ class _Parts:
             words.append(f"cannot write output: {outcome.lost_output.strerror}; the job was ended")
         if left_behind and outcome.interrupted is None:
             words.append(f"ended what ranks had left running: {', '.join(left_behind)}")
+        if outcome.root is not None and (records := self.flight.announce()):
+            words.append(records)
+        self.flight.close(failed=outcome.root is not None)
         for line in words:
             self.output.say(f"tilework: {line}\n")
 
 
 def _run(settings: LaunchSettings, program: Program, threads: int | None, parts: _Parts) -> int:
     with SignalInbox() as inbox:
-        front = Frontend(parts.output, parts.stdin, inbox, parts.tell_failure)
+        front = Frontend(parts.output, parts.stdin, inbox, parts.tell_failure, parts.tell_asked)
         with Job(settings, program, threads, front) as job:
             outcome = job.supervise()
     # From here on there is nothing to clean up, and a signal ends this process at once again,

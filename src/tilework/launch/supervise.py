@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.launch import stopping, sweep
+from tilework.comm.flight import watch
+from tilework.launch import linux, stopping, sweep
 from tilework.launch.output import Output
 from tilework.launch.process import RankProcess
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
@@ -61,6 +62,8 @@ class Surroundings:
     inbox: SignalInbox | None = None
     on_failure: Callable[[Failure], None] = lambda failure: None
     """Called once, with the failure to blame, as soon as it is known."""
+    on_asked: Callable[[], None] = lambda: None
+    """Called when the user asks the ranks for their flight records."""
     own_children: Callable[[], Sequence[int]] | None = None
     """Given if orphans of ranks become this process's children: those that are none."""
 
@@ -185,6 +188,9 @@ class Supervisor:
                 self._end_by(number)
             elif number == signal.SIGTSTP:
                 self._suspend()
+            elif number == signal.SIGUSR1:
+                self.around.on_asked()
+                self._ask(signal.SIGUSR1)
             elif number == signal.SIGWINCH and self.around.output is not None:
                 self.around.output.resize()
 
@@ -222,7 +228,15 @@ class Supervisor:
             failed = rank.ending is not None and rank.ending.code != 0
             spoke = rank.alive and rank.words is not None and rank.rank not in self._failures
             if failed or spoke:
+                if not self._failures and watch.LAUNCHER_SIGNAL is not None:
+                    self._ask(watch.LAUNCHER_SIGNAL)  # while they are still where it found them
                 self._failures[rank.rank] = _failure(rank)
+
+    def _ask(self, number: int) -> None:
+        """Have the ranks write their flight records, those that listen for it."""
+        for rank in self.ranks:
+            if rank.alive and rank.words is None and linux.catches(rank.pid, number):
+                rank.signal(number)
 
     def _judge(self) -> None:
         """Decide which failure to blame, once no better candidate need be waited for."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilework.distributed as dist
+from tilework.comm.world import AnyGroup
 from tilework.testing.groups.values import (
     DTYPES,
     LAYOUTS,
@@ -57,7 +58,7 @@ class Step:
 
     operation: str
     case: Case
-    #: Rank of the root, for operations that have one.
+    #: Group rank of the root, for operations that have one.
     root: int
     #: Name of the reduction, for operations that reduce.
     reduction: str
@@ -122,7 +123,7 @@ class Started:
     expected: list[Tensor]
 
 
-_Starter = Callable[[Step, int, int], Started]
+_Starter = Callable[[Step, int, int, AnyGroup], Started]
 
 
 def run_program(program: Program, rank: int) -> None:
@@ -135,7 +136,7 @@ def run_program(program: Program, rank: int) -> None:
     """
     under_way = []
     for step in program.steps:
-        started = OPERATIONS[step.operation](step, rank, program.n)
+        started = OPERATIONS[step.operation](step, rank, program.n, None)
         under_way.append((step, started))
     for step, started in under_way:
         if started.work is not None:
@@ -144,84 +145,90 @@ def run_program(program: Program, rank: int) -> None:
             assert_same(output, expected, step)
 
 
-def _all_reduce(step: Step, rank: int, n: int) -> Started:
+def _all_reduce(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     step = replace(step, case=step.case.writable())
     tensor = step.contribution(rank)
-    work = dist.all_reduce(tensor, op=reduce_op(step.reduction), async_op=step.async_op)
+    work = dist.all_reduce(
+        tensor, op=reduce_op(step.reduction), group=group, async_op=step.async_op
+    )
     total = folded(step.reduction, [step.value(r) for r in range(n)])
     return Started(work, [tensor], [total])
 
 
-def _reduce(step: Step, rank: int, n: int) -> Started:
+def _reduce(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     step = replace(step, case=step.case.writable())
     tensor = step.contribution(rank)
     op = reduce_op(step.reduction)
-    work = dist.reduce(tensor, dst=step.root, op=op, async_op=step.async_op)
+    work = dist.reduce(tensor, group_dst=step.root, op=op, group=group, async_op=step.async_op)
     total = folded(step.reduction, [step.value(r) for r in range(n)])
     return Started(work, [tensor], [total if rank == step.root else step.value(rank)])
 
 
-def _reduce_scatter(step: Step, rank: int, n: int) -> Started:
+def _reduce_scatter(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     output = step.case.blank()
     inputs = [step.contribution(rank, part) for part in range(n)]
     op = reduce_op(step.reduction)
-    work = dist.reduce_scatter(output, inputs, op=op, async_op=step.async_op)
+    work = dist.reduce_scatter(output, inputs, op=op, group=group, async_op=step.async_op)
     return Started(
         work, [output], [folded(step.reduction, [step.value(r, rank) for r in range(n)])]
     )
 
 
-def _reduce_scatter_tensor(step: Step, rank: int, n: int) -> Started:
+def _reduce_scatter_tensor(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     whole = replace(step, case=replace(step.case, shape=(n, *step.case.shape)))
     output = step.case.blank()
     op = reduce_op(step.reduction)
-    work = dist.reduce_scatter_tensor(output, whole.contribution(rank), op, async_op=step.async_op)
+    work = dist.reduce_scatter_tensor(
+        output, whole.contribution(rank), op, group=group, async_op=step.async_op
+    )
     return Started(
         work, [output], [folded(step.reduction, [whole.value(r) for r in range(n)])[rank]]
     )
 
 
-def _broadcast(step: Step, rank: int, n: int) -> Started:
+def _broadcast(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     tensor = step.contribution(rank) if rank == step.root else step.case.blank()
-    work = dist.broadcast(tensor, src=step.root, async_op=step.async_op)
+    work = dist.broadcast(tensor, group_src=step.root, group=group, async_op=step.async_op)
     return Started(work, [tensor], [step.value(step.root)])
 
 
-def _all_gather(step: Step, rank: int, n: int) -> Started:
+def _all_gather(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     outputs = [step.case.blank() for _ in range(n)]
-    work = dist.all_gather(outputs, step.contribution(rank), async_op=step.async_op)
+    work = dist.all_gather(outputs, step.contribution(rank), group=group, async_op=step.async_op)
     return Started(work, outputs, [step.value(r) for r in range(n)])
 
 
-def _all_gather_into_tensor(step: Step, rank: int, n: int) -> Started:
+def _all_gather_into_tensor(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     output = replace(step.case, shape=(n, *step.case.shape)).blank()
-    work = dist.all_gather_into_tensor(output, step.contribution(rank), async_op=step.async_op)
+    work = dist.all_gather_into_tensor(
+        output, step.contribution(rank), group=group, async_op=step.async_op
+    )
     return Started(work, [output], [torch.stack([step.value(r) for r in range(n)])])
 
 
-def _gather(step: Step, rank: int, n: int) -> Started:
+def _gather(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     outputs = [step.case.blank() for _ in range(n)] if rank == step.root else None
     mine = step.contribution(rank)
-    work = dist.gather(mine, outputs, dst=step.root, async_op=step.async_op)
+    work = dist.gather(mine, outputs, group_dst=step.root, group=group, async_op=step.async_op)
     return Started(work, outputs or [], [step.value(r) for r in range(n)] if outputs else [])
 
 
-def _scatter(step: Step, rank: int, n: int) -> Started:
+def _scatter(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     inputs = [step.contribution(step.root, dst) for dst in range(n)]
     output = step.case.blank()
     given = inputs if rank == step.root else None
-    work = dist.scatter(output, given, src=step.root, async_op=step.async_op)
+    work = dist.scatter(output, given, group_src=step.root, group=group, async_op=step.async_op)
     return Started(work, [output], [step.value(step.root, rank)])
 
 
-def _all_to_all(step: Step, rank: int, n: int) -> Started:
+def _all_to_all(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     outputs = [step.case.blank() for _ in range(n)]
     inputs = [step.contribution(rank, dst) for dst in range(n)]
-    work = dist.all_to_all(outputs, inputs, async_op=step.async_op)
+    work = dist.all_to_all(outputs, inputs, group=group, async_op=step.async_op)
     return Started(work, outputs, [step.value(src, rank) for src in range(n)])
 
 
-def _all_to_all_single(step: Step, rank: int, n: int) -> Started:
+def _all_to_all_single(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     def parcel(src: int, dst: int) -> Case:
         return replace(step.case, shape=(step.rows(src, dst), *step.case.shape[1:]))
 
@@ -229,18 +236,18 @@ def _all_to_all_single(step: Step, rank: int, n: int) -> Started:
     received = [step.rows(src, rank) for src in range(n)]
     mine = torch.cat([parcel(rank, dst).value(step.seed + rank + dst) for dst in range(n)])
     output = replace(step.case, shape=(sum(received), *step.case.shape[1:])).blank()
-    work = dist.all_to_all_single(output, mine, received, sent, async_op=step.async_op)
+    work = dist.all_to_all_single(output, mine, received, sent, group=group, async_op=step.async_op)
     expected = [parcel(src, rank).value(step.seed + src + rank) for src in range(n)]
     return Started(work, [output], [torch.cat(expected)])
 
 
-def _ring(step: Step, rank: int, n: int) -> Started:
+def _ring(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     right, left = (rank + 1) % n, (rank - 1) % n
     output = step.case.blank()
     if n > 1:
         ops = [
-            dist.P2POp(dist.isend, step.contribution(rank), right),
-            dist.P2POp(dist.irecv, output, left),
+            dist.P2POp(dist.isend, step.contribution(rank), group=group, group_peer=right),
+            dist.P2POp(dist.irecv, output, group=group, group_peer=left),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -248,11 +255,11 @@ def _ring(step: Step, rank: int, n: int) -> Started:
     return Started(None, [], [])
 
 
-def _barrier(step: Step, rank: int, n: int) -> Started:
-    return Started(dist.barrier(async_op=step.async_op), [], [])
+def _barrier(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+    return Started(dist.barrier(group=group, async_op=step.async_op), [], [])
 
 
-#: Starts an operation on a rank of ``n``: (step, rank, n).
+#: Starts an operation on a rank of a group: (step, group rank, group size, group; None: default).
 OPERATIONS: dict[str, _Starter] = {
     starter.__name__.lstrip("_"): starter
     for starter in (

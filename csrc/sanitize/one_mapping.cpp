@@ -1,0 +1,51 @@
+// For ThreadSanitizer, which knows memory by its address: ranks that are threads of one process map
+// a segment at one address, so that what they do to it is seen as done to the same memory.
+// Linked with --wrap=mmap and --wrap=munmap.
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace {
+
+struct Mapping {
+  void* address;
+  int users;
+};
+using File = std::pair<dev_t, ino_t>;
+
+std::mutex mutex;
+std::map<File, Mapping> mappings;
+
+}  // namespace
+
+extern "C" {
+
+void* __real_mmap(void*, size_t, int, int, int, off_t);
+int __real_munmap(void*, size_t);
+
+void* __wrap_mmap(void* hint, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  struct stat status;
+  if (!(flags & MAP_SHARED) || fstat(fd, &status) != 0)
+    return __real_mmap(hint, bytes, protection, flags, fd, offset);
+  std::lock_guard<std::mutex> lock(mutex);
+  Mapping& mapping = mappings[{status.st_dev, status.st_ino}];
+  if (mapping.users == 0) mapping.address = __real_mmap(hint, bytes, protection, flags, fd, offset);
+  if (mapping.address != MAP_FAILED) ++mapping.users;
+  return mapping.address;
+}
+
+int __wrap_munmap(void* address, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto at = mappings.begin(); at != mappings.end(); ++at) {
+    if (at->second.address != address || at->second.users == 0) continue;
+    if (--at->second.users > 0) return 0;
+    mappings.erase(at);
+    break;
+  }
+  return __real_munmap(address, bytes);
+}
+
+}  // extern "C"

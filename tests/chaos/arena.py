@@ -1,0 +1,48 @@
+"""Where trials can take place: kinds of ranks, and the backend between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.part import Setting
+from tests.chaos.plan import FAULTS, Kind
+from tests.chaos.processes import Processes
+from tests.chaos.threads import Threads
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Ranks of one kind on one backend."""
+
+    kind: Kind
+    setting: Setting
+    #: Those that cannot be noticed there.
+    without: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What may go wrong there."""
+        return tuple(kind for kind in FAULTS[self.kind] if kind not in self.without)
+
+
+ARENAS = {
+    "shm": Arena("processes", Setting("shm")),
+    "threads": Arena("threads", Setting("threads")),
+    # Threads of one process all end with it, so the core does not watch them one by one.
+    "shm-threads": Arena("threads", Setting("shm"), without=("vanish",)),
+}
+
+
+def arena(name: str, folder: Path) -> Processes | Threads:
+    """A place to run trials in; a context manager."""
+    chosen = ARENAS[name]
+    if chosen.kind == "threads":
+        return Threads(chosen.setting)
+    return Processes(chosen.setting, folder)
+
+
+def replay(name: str, seed: int, faults: tuple[str, ...]) -> str:
+    """How to have a trial again."""
+    chosen = "" if faults == ARENAS[name].faults else f" --faults {' '.join(map(repr, faults))}"
+    return f'again: make chaos ARGS="--on {name} --seed {seed} --trials 1{chosen}"'

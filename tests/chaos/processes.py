@@ -1,0 +1,163 @@
+"""Trials on forked processes that go on from trial to trial; one that is gone is forked anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+import tilework.distributed as dist
+from tests.chaos.part import Anew, Part, Report, Setting, settled, sum_anew
+from tests.chaos.plan import EARLY, Trial
+from tests.chaos.verdict import Outcome
+from tests.faults.crew import Crew, Holdings, Say
+
+T = TypeVar("T")
+
+MOST_RANKS = 4
+HEARING_SECONDS = 40.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rank is told to take part in."""
+
+    trial: Trial
+    folder: Path
+
+
+class Processes:
+    """A crew of ranks that plays trial after trial. None outlives the ``with`` block."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self._setting = setting
+        self._folder = folder
+        #: To each rank, the turns that it is to take.
+        self._orders: list[tuple[Connection, Connection]] = [
+            Pipe(duplex=False) for _ in range(MOST_RANKS)
+        ]
+        self._crew = Crew(MOST_RANKS, self._serve)
+
+    def __enter__(self) -> Processes:
+        self._crew.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._crew:
+            with contextlib.suppress(ProcessLookupError):
+                rank.kill()
+        self._crew.__exit__(None, None, None)
+        for reader, writer in self._orders:
+            reader.close()
+            writer.close()
+
+    def run(self, trial: Trial) -> Outcome:
+        """One trial."""
+        outcome = Outcome(trial)
+        folder = self._folder / str(trial.seed)
+        folder.mkdir()
+        try:
+            self._play(trial, folder, outcome)
+        except Exception:
+            outcome.trouble = traceback.format_exc()
+            self._start_over()
+        shutil.rmtree(folder)
+        return outcome
+
+    # -- in the driver -------------------------------------------------------------------
+
+    def _play(self, trial: Trial, folder: Path, outcome: Outcome) -> None:
+        for rank in range(trial.n):
+            self._orders[rank][1].send(Turn(trial, folder))
+        if trial.fault.kind not in EARLY:
+            for rank in range(trial.n):
+                said = self._crew[rank].hear(HEARING_SECONDS)
+                if isinstance(said, Report):
+                    raise RuntimeError(f"rank {rank} could not make the groups: {said}")
+        self._strike(trial, outcome)
+        for rank in self._staying(trial):
+            outcome.reports[rank] = self._next(rank, Report)
+        if trial.fault.kind == "stop":
+            for victim in trial.fault.victims:
+                self._crew[victim].kill(signal.SIGCONT)
+                outcome.reports[victim] = self._next(victim, Report)
+        for rank in range(trial.n):
+            if rank in trial.gone:
+                self._crew.replace(rank)
+            else:
+                outcome.anew[rank] = self._next(rank, Anew)
+
+    def _staying(self, trial: Trial) -> Iterator[int]:
+        """Ranks that report without the driver's help."""
+        absent = trial.fault.victims if trial.fault.kind == "stop" else trial.gone
+        return (rank for rank in range(trial.n) if rank not in absent)
+
+    def _next(self, rank: int, kind: type[T]) -> T:
+        while not isinstance(said := self._crew[rank].hear(HEARING_SECONDS), kind):
+            pass  # it was ready
+        return said
+
+    def _strike(self, trial: Trial, outcome: Outcome) -> None:
+        fault = trial.fault
+        numbers = {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP}
+        if fault.kind in ("kill", "kill two", "kill early", *numbers):
+            time.sleep(fault.after)
+            number = numbers.get(fault.kind, signal.SIGKILL)
+            outcome.struck = max(self._crew[victim].kill(number) for victim in fault.victims)
+        if fault.kind == "exit":
+            self._crew[fault.victims[0]].reap(HEARING_SECONDS)
+            outcome.struck = time.monotonic()
+        if fault.kind == "pause":
+            time.sleep(5 * fault.after)
+            self._crew[fault.victims[0]].kill(signal.SIGCONT)
+
+    def _start_over(self) -> None:
+        """After trouble nobody knows where the ranks are."""
+        for rank in range(MOST_RANKS):
+            self._crew[rank].kill(signal.SIGKILL)
+            self._crew.replace(rank)
+            reader, _ = self._orders[rank]
+            while reader.poll():
+                reader.recv()
+
+    # -- in a rank -----------------------------------------------------------------------
+
+    def _serve(self, rank: int, say: Say) -> None:
+        warm_up(self._setting)
+        while True:
+            turn = self._orders[rank][0].recv()
+            before = Holdings.now()
+            store = dist.FileStore(os.fspath(turn.folder / "first"))
+            part = Part(turn.trial, rank)
+            report = part.play(self._setting, store, lambda: say("ready"))
+            part.end()
+            store.close()
+            say(report)
+            left = [r for r in range(turn.trial.n) if r not in turn.trial.gone]
+            again = dist.FileStore(os.fspath(turn.folder / "second"))
+            total = sum_anew(self._setting, again, left.index(rank), len(left))
+            say(Anew(total, before, settled(before)))
+
+
+def warm_up(setting: Setting) -> Holdings:
+    """Have a group once, so that only what every further group leaves behind counts."""
+    with dist.HashStore() as store:
+        dist.init_process_group(
+            setting.backend, store=store, rank=0, world_size=1, pg_options=setting.pg_options
+        )
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        work.wait()
+        dist.destroy_process_group()
+    now = Holdings.now()
+    return settled(now)

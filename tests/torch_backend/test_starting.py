@@ -1,0 +1,86 @@
+"""Programs started by tilework run, torchrun and torch's own spawn find their group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilework
+from tilework.comm.backend import core_error
+
+pytestmark = pytest.mark.skipif(core_error() is not None, reason=str(core_error()))
+
+SOURCES = Path(tilework.__file__ or "").parent.parent
+PROGRAM = """
+import torch
+import torch.distributed as dist
+import tilework.torch_backend
+
+dist.init_process_group({backend!r})
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+dist.destroy_process_group()
+dist.init_process_group("tilework")  # once more, where the ranks met before
+dist.all_reduce(x)
+print(f"{{dist.get_backend()}} {{x.item():g}}", flush=True)
+{end}
+"""
+SPAWN = """
+import torch.multiprocessing as mp
+
+def main(rank):
+    import os
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29876")
+    {program}
+
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+
+
+def run(folder: Path, text: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "program.py"
+    path.write_text(text)
+    variables = ("MASTER_ADDR", "MASTER_PORT", "TILEWORK_STORE", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    return subprocess.run(
+        [sys.executable, *launcher, str(path)],
+        env={**environment, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""], ids=["destroyed", "left"])
+def test_tilework_run(tmp_path: Path, end: str) -> None:
+    text = PROGRAM.format(backend="tilework", end=end)
+    done = run(tmp_path, text, "-m", "tilework.cli", "run", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tilework 6") == 2
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    text = PROGRAM.format(backend="cpu:tilework,cuda:gloo", end="dist.destroy_process_group()")
+    done = run(tmp_path, text, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tilework 6") == 2
+
+
+def test_spawned(tmp_path: Path) -> None:
+    program = PROGRAM.format(backend="tilework", end="dist.destroy_process_group()")
+    done = run(tmp_path, SPAWN.format(program=program.replace("\n", "\n    ")))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tilework 6") == 2
+
+
+def test_one_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
+    end = "if dist.get_rank(): raise SystemExit('out of data')\ndist.barrier()"
+    text = PROGRAM.format(backend="tilework", end=end)
+    done = run(tmp_path, text, "-m", "tilework.cli", "run", "-n", "2")
+    assert done.returncode
+    assert "out of data" in done.stderr
