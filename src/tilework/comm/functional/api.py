@@ -1,0 +1,472 @@
+"""Functional collectives: each returns a new tensor and leaves its inputs as they are.
+
+Every function here is collective over ``group``, as those of :mod:`tilework.comm.collectives`
+are, and so is the backward pass of its result: every rank of the group must run it.
+
+Results are asynchronous: large ones may still be under way, and wait by themselves when they
+are first used (:class:`~tilework.comm.functional.waiting.AsyncTensor`); small ones are plain
+tensors. A failed operation raises where its result is used.
+
+Gradients are those of the sum of all ranks' losses; ``requires_grad`` must agree between the
+ranks. Under torch.compile, torch.export and make_fx each call becomes two operators,
+``tilework::<name>`` and ``tilework::wait``.
+
+``group`` is a group, its name, or None for the default group. All raise ``ValueError`` or
+``TypeError`` for arguments that are wrong by themselves, also on a rank outside the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilework.comm.functional import kinds
+from tilework.comm.functional import ops as _ops  # noqa: F401  # registers the operators
+from tilework.comm.functional.reductions import spelled
+from tilework.comm.functional.running import Named, named, root_of, run, size_of
+from tilework.comm.functional.waiting import AsyncTensor
+from tilework.comm.reduce_op import AnyReduceOp
+from tilework.comm.world import AnyGroup
+
+#: What functional collectives take as ``group``.
+Group = AnyGroup | str
+#: What they take as ``op``: a ReduceOp, or its name ("sum").
+Op = AnyReduceOp | str
+
+
+def wait_tensor(tensor: Tensor) -> Tensor:
+    """The result of a functional collective as a plain tensor, waiting for it if need be.
+
+    Never needed for a right result: only to wait at a place of one's choice. Other tensors are
+    returned as they are.
+
+    Raises:
+        DistBackendError: The operation failed (its subclass says how).
+
+    Example:
+        >>> import torch
+        >>> wait_tensor(torch.ones(1))
+        tensor([1.])
+    """
+    return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
+
+
+def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None) -> Tensor:
+    """All ranks' ``tensor`` combined, the same bits on every rank.
+
+    Backward: ``all_reduce`` of the gradients, scaled or selected as ``op`` asks. MIN and MAX
+    give the gradient to the ranks that hold the extremum, in equal shares; those two and
+    PRODUCT communicate once or twice more. Bitwise operations have no gradient.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        op: How to combine. Contributions are combined in rank order.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0], requires_grad=True)
+        ...     (all_reduce(x) * 10).sum().backward()
+        ...     return x.grad.item()
+        >>> run_ranks(2, program)
+        [20.0, 20.0]
+    """
+    return run(kinds.AllReduce, tensor, named(group), spelled(op))
+
+
+def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: Group = None) -> Tensor:
+    """All ranks' ``tensor`` combined on rank ``dst``; zeros on the others.
+
+    Backward: the gradient of ``dst``'s result, broadcast.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        dst: The root's global rank.
+        op: How to combine. Contributions are combined in rank order.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: reduce(torch.tensor([rank + 1.0]), dst=1).item())
+        [0.0, 3.0]
+    """
+    where = named(group)
+    return run(kinds.Reduce, tensor, where, spelled(op), root_of(where, dst))
+
+
+def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
+    """Rank ``src``'s ``tensor`` on every rank.
+
+    Backward: the sum of all ranks' gradients on ``src``, zeros on the others.
+
+    Args:
+        tensor: The same shape and dtype on every rank; its values count on ``src`` only.
+        src: The root's global rank.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: broadcast(torch.tensor([float(rank)]), src=1).item())
+        [1.0, 1.0]
+    """
+    where = named(group)
+    return run(kinds.Broadcast, tensor, where, root_of(where, src))
+
+
+def all_gather_tensor(
+    tensor: Tensor,
+    gather_dim: int = 0,
+    group: Group = None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """All ranks' ``tensor`` concatenated along ``gather_dim``, on every rank.
+
+    Backward: ``reduce_scatter_tensor`` of the gradients.
+
+    Args:
+        tensor: The same shape on every rank, but for ``gather_dim`` where ``sizes`` are given. A
+            scalar counts as one row.
+        gather_dim: May be negative. The result is contiguous where it is 0, else a transposed
+            view.
+        sizes: How long ``gather_dim`` is on each rank, the same list on every rank; None: as
+            long as here.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: all_gather_tensor(torch.tensor([rank])).tolist())
+        [[0, 1], [0, 1]]
+    """
+    return _gathered(kinds.AllGather, tensor, gather_dim, named(group), sizes)
+
+
+def reduce_scatter_tensor(
+    tensor: Tensor,
+    op: Op = "sum",
+    scatter_dim: int = 0,
+    group: Group = None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """All ranks' ``tensor`` combined; each rank gets its part along ``scatter_dim``.
+
+    Backward: ``all_gather_tensor`` of the gradients, scaled or selected as ``op`` asks.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        op: How to combine. Contributions are combined in rank order.
+        scatter_dim: May be negative.
+        sizes: How much of ``scatter_dim`` each rank gets, the same list on every rank; None:
+            equal parts.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: reduce_scatter_tensor(torch.tensor([1, 10])).item())
+        [2, 20]
+    """
+    where = named(group)
+    dim = _dim(tensor, scatter_dim)
+    rows = _shares(tensor, dim, size_of(where), sizes)
+    return run(kinds.ReduceScatter, tensor, where, spelled(op), dim, rows)
+
+
+def all_to_all_single(
+    tensor: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> Tensor:
+    """What each rank has for this one: part r of the result is this rank's part of rank r's.
+
+    Backward: the same with both splits exchanged.
+
+    Args:
+        tensor: Its rows (dim 0) are dealt out to the ranks.
+        output_split_sizes: Rows received from each rank; None: equal parts.
+        input_split_sizes: Rows sent to each rank; None: equal parts.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: all_to_all_single(torch.arange(2) + 10 * rank).tolist())
+        [[0, 10], [1, 11]]
+    """
+    where = named(group)
+    dim = _dim(tensor, 0)
+    sent = _shares(tensor, dim, size_of(where), input_split_sizes)
+    received = sent if output_split_sizes is None else list(output_split_sizes)
+    if output_split_sizes is None and input_split_sizes is not None:
+        received = _shares(tensor, dim, size_of(where), None)
+    return run(kinds.AllToAll, tensor, where, received, sent)
+
+
+def gather(
+    tensor: Tensor,
+    dst: int,
+    gather_dim: int = 0,
+    group: Group = None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """:func:`all_gather_tensor` for rank ``dst`` only; a result without rows on the others.
+
+    Backward: ``scatter`` of ``dst``'s gradient.
+
+    Args:
+        tensor: As for :func:`all_gather_tensor`.
+        dst: The root's global rank.
+        gather_dim: May be negative.
+        sizes: As for :func:`all_gather_tensor`.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: gather(torch.tensor([rank]), dst=1).tolist())
+        [[], [0, 1]]
+    """
+    where = named(group)
+    return _gathered(kinds.Gather, tensor, gather_dim, where, sizes, root_of(where, dst))
+
+
+def scatter(
+    tensor: Tensor,
+    src: int,
+    sizes: Sequence[int],
+    scatter_dim: int = 0,
+    group: Group = None,
+) -> Tensor:
+    """This rank's part of rank ``src``'s ``tensor`` along ``scatter_dim``.
+
+    Backward: ``gather`` of all ranks' gradients to ``src``.
+
+    Args:
+        tensor: On ``src`` what is dealt out. On the others its dtype and its other dims count:
+            pass a tensor without rows.
+        src: The root's global rank.
+        sizes: How much of ``scatter_dim`` each rank gets, the same list on every rank.
+        scatter_dim: May be negative.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     whole = torch.arange(3) if rank == 0 else torch.empty(0, dtype=torch.int64)
+        ...     return scatter(whole, src=0, sizes=[1, 2]).tolist()
+        >>> run_ranks(2, program)
+        [[0], [1, 2]]
+    """
+    where = named(group)
+    dim = _dim(tensor, scatter_dim)
+    return run(kinds.Scatter, tensor, where, root_of(where, src), dim, list(sizes))
+
+
+def permute_tensor(tensor: Tensor, src_dst: Sequence[int], group: Group = None) -> Tensor:
+    """The ``tensor`` of the rank that sends to this one; zeros if none does.
+
+    Backward: the inverse permutation of the gradients.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        src_dst: ``src_dst[r]`` is where group rank r sends, -1 for nowhere; the same list on
+            every rank, no destination twice.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(3, lambda rank: permute_tensor(torch.tensor(rank), [1, 2, -1]).item())
+        [0, 0, 1]
+    """
+    where = named(group)
+    _check_permutation(src_dst, size_of(where))
+    return run(kinds.Permute, tensor, where, list(src_dst))
+
+
+# -- several tensors -------------------------------------------------------------------------
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Op = "sum", group: Group = None
+) -> list[Tensor]:
+    """:func:`all_reduce` of each tensor; all are started before any is waited for.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     return [y.tolist() for y in all_reduce_coalesced([torch.ones(1), torch.ones(2)])]
+        >>> run_ranks(2, program)[0]
+        [[2.0], [2.0, 2.0]]
+    """
+    return [all_reduce(tensor, op, group) for tensor in tensors]
+
+
+def all_gather_into_tensor_coalesced(
+    tensors: Sequence[Tensor], group: Group = None
+) -> list[Tensor]:
+    """:func:`all_gather_tensor` of each tensor; all are started before any is waited for.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: all_gather_into_tensor_coalesced([torch.tensor([rank])]))[0]
+        [tensor([0, 1])]
+    """
+    return [all_gather_tensor(tensor, 0, group) for tensor in tensors]
+
+
+def reduce_scatter_tensor_coalesced(
+    tensors: Sequence[Tensor], op: Op, scatter_dim: Sequence[int], group: Group = None
+) -> list[Tensor]:
+    """:func:`reduce_scatter_tensor` of each tensor, with a dim for each.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     return reduce_scatter_tensor_coalesced([torch.tensor([1, 10])], "sum", [0])
+        >>> run_ranks(2, program)
+        [[tensor([2])], [tensor([20])]]
+    """
+    if len(tensors) != len(scatter_dim):
+        raise ValueError(
+            f"scatter_dim must have one number for each of {len(tensors)} tensors, got "
+            f"{list(scatter_dim)}"
+        )
+    pairs = zip(tensors, scatter_dim, strict=True)
+    return [reduce_scatter_tensor(tensor, op, dim, group) for tensor, dim in pairs]
+
+
+# -- one value and one loss that all ranks hold -------------------------------------------------
+
+
+def copy_to_group(tensor: Tensor, group: Group = None) -> Tensor:
+    """``tensor`` itself, a value that all ranks hold alike, before they do different things to it.
+
+    Forward: nothing (a view of it). Backward: the sum of all ranks' gradients. With
+    :func:`reduce_from_group` around what ranks do differently, gradients are those of *one*
+    loss that all ranks compute alike (docs/decisions/0006).
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.ones(1, requires_grad=True)  # the same on both ranks
+        ...     loss = reduce_from_group(copy_to_group(x) * (rank + 1))  # x + 2 x
+        ...     loss.sum().backward()
+        ...     return x.grad.item()
+        >>> run_ranks(2, program)
+        [3.0, 3.0]
+    """
+    return run(kinds.CopyToGroup, tensor, named(group))
+
+
+def reduce_from_group(tensor: Tensor, group: Group = None) -> Tensor:
+    """The sum of all ranks' ``tensor``, a value that all ranks hold and use alike from here on.
+
+    Forward: ``all_reduce``. Backward: nothing, the gradient passes unchanged. See
+    :func:`copy_to_group`.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: reduce_from_group(torch.tensor([rank + 1.0])).item())
+        [3.0, 3.0]
+    """
+    return run(kinds.ReduceFromGroup, tensor, named(group))
+
+
+def scatter_to_group(
+    tensor: Tensor, dim: int = 0, group: Group = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """This rank's part of ``tensor``, a value that all ranks hold alike.
+
+    Forward: nothing moves. Backward: ``all_gather_tensor`` of the gradients. See
+    :func:`copy_to_group`.
+
+    Args:
+        tensor: The same on every rank.
+        dim: What is divided; may be negative.
+        sizes: How much of ``dim`` each rank gets; None: equal parts.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: scatter_to_group(torch.arange(4)).tolist())
+        [[0, 1], [2, 3]]
+    """
+    where = named(group)
+    dim = _dim(tensor, dim)
+    return run(kinds.OwnPart, tensor, where, dim, _shares(tensor, dim, size_of(where), sizes))
+
+
+def gather_from_group(
+    tensor: Tensor, dim: int = 0, group: Group = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """All ranks' ``tensor`` concatenated, a value that all ranks hold and use alike from here on.
+
+    Forward: ``all_gather_tensor``. Backward: this rank's part of the gradient, nothing moves. See
+    :func:`copy_to_group`.
+
+    Args:
+        tensor: As for :func:`all_gather_tensor`.
+        dim: May be negative.
+        sizes: As for :func:`all_gather_tensor`.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, lambda rank: gather_from_group(torch.tensor([rank])).tolist())
+        [[0, 1], [0, 1]]
+    """
+    return _gathered(kinds.GatherFromGroup, tensor, dim, named(group), sizes)
+
+
+# -- arguments -------------------------------------------------------------------------------
+
+
+def _gathered(
+    kind: type[kinds.AllGather] | type[kinds.Gather],
+    tensor: Tensor,
+    dim: int,
+    group: Named,
+    sizes: Sequence[int] | None,
+    *root: int,
+) -> Tensor:
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    dim = _dim(tensor, dim)
+    rows = [tensor.shape[dim]] * size_of(group) if sizes is None else list(sizes)
+    return run(kind, tensor, group, *root, dim, rows)
+
+
+def _dim(tensor: Tensor, dim: int) -> int:
+    count = tensor.dim()
+    if not -count <= dim < count:
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {list(tensor.shape)}")
+    return dim % count
+
+
+def _shares(tensor: Tensor, dim: int, size: int, sizes: Sequence[int] | None) -> list[int]:
+    if sizes is not None:
+        return list(sizes)
+    rows = tensor.shape[dim]
+    if rows % size:
+        raise ValueError(
+            f"dim {dim} of a tensor of shape {list(tensor.shape)} does not divide equally among "
+            f"{size} ranks; say how much each rank has"
+        )
+    return [rows // size] * size
+
+
+def _check_permutation(destinations: Sequence[int], size: int) -> None:
+    taken = sorted(d for d in destinations if d != -1)
+    if (
+        len(destinations) != size
+        or len(set(taken)) != len(taken)
+        or (taken and not 0 <= taken[0] <= taken[-1] < size)
+    ):
+        raise ValueError(
+            f"src_dst must give each of the {size} ranks a destination of its own (0 to "
+            f"{size - 1}) or -1, got {list(destinations)}"
+        )

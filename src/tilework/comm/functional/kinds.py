@@ -1,0 +1,453 @@
+"""The collectives: how each is started, its result's shape, and its adjoint.
+
+The adjoints differentiate the sum of all ranks' losses; docs/algorithms/adjoints.md derives them.
+Ranks are group ranks here, and ``rows`` says how many rows of ``dim`` belong to each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.functional.reductions import factor_of, reduction
+from tilework.comm.functional.running import Collective, Named, run, size_of
+from tilework.comm.reduce_op import check_reduction
+
+Started = tuple[Tensor, Work | None]
+Rank = Callable[[], int]
+
+
+# -- reductions ------------------------------------------------------------------------------
+
+
+class AllReduce(Collective):
+    """Every rank's tensors combined, on every rank."""
+
+    name, schema, elementwise = "all_reduce", "str op", True
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    @property
+    def keeps_input(self) -> bool:
+        return self.op in _NONLINEAR
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        op = reduction(self.op)
+        check_reduction(op, x.dtype)
+        out = _copy(x)
+        return out, group.allreduce([out], Options(op, asyncOp=later))
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _empty_like(x)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return _pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
+
+
+class Reduce(Collective):
+    """Every rank's tensors combined on the root; zeros elsewhere."""
+
+    name, schema, elementwise = "reduce", "str op, int root", True
+
+    def __init__(self, op: str, root: int) -> None:
+        self.op, self.root = op, root
+
+    @property
+    def keeps_input(self) -> bool:
+        return self.op in _NONLINEAR
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        op = reduction(self.op)
+        check_reduction(op, x.dtype)
+        options = Options(op, self.root, asyncOp=later)
+        if group.rank() == self.root:
+            out = _copy(x)
+            return out, group.reduce([out], options)
+        source = _copy(x) if later else x
+        return x.new_zeros(x.shape), group.reduce([source], options)
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _empty_like(x)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return _pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
+
+
+class ReduceScatter(Collective):
+    """Every rank's tensors combined; this rank's rows of the result."""
+
+    name, schema = "reduce_scatter_tensor", "str op, int dim, SymInt[] rows"
+
+    def __init__(self, op: str, dim: int, rows: Sequence[int]) -> None:
+        self.op, self.dim, self.rows = op, dim, rows
+
+    @property
+    def keeps_input(self) -> bool:
+        return self.op in _NONLINEAR
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        op = reduction(self.op)
+        check_reduction(op, x.dtype)
+        _check_rows(self.rows, group, x.shape[self.dim])
+        source = _front(x, self.dim, later)
+        out = _with_rows(x, self.dim, self.rows[group.rank()])
+        target = _rows_first(out, self.dim)
+        options = Options(op, asyncOp=later)
+        if _even(self.rows):
+            work = group.reduce_scatter_tensor(target, source, options)
+        else:
+            work = group.reduce_scatter([target], [_parts(source, self.rows)], options)
+        return out, work
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
+        return _with_rows(x, self.dim, rows)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        total = run(AllGather, grad, group, self.dim, self.rows)
+        return _pull_back(self.op, x, total, group)
+
+
+#: Reductions whose adjoints need what the rank put in, not only the gradient.
+_NONLINEAR = frozenset({"min", "max", "product"})
+
+
+def _pull_back(op: str, x: Tensor | None, total: Tensor, group: Named) -> Tensor:
+    """The gradient of this rank's ``x``; ``total`` is the result's, summed over its uses."""
+    factor = factor_of(op)
+    if factor is not None:
+        return total * factor
+    if op == "avg":
+        return total / size_of(group)
+    if x is None:
+        return total
+    if op == "product":
+        return total * _product_of_others(x, group).conj()
+    return total * _share(x.detach(), op, group)
+
+
+def _share(x: Tensor, op: str, group: Named) -> Tensor:
+    """1 where this rank alone has the extremum, 1/k where it is one of k that do, else 0."""
+    extremum = run(AllReduce, x, group, op)
+    mine = ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype)
+    return mine / run(AllReduce, mine, group, "sum")
+
+
+def _product_of_others(x: Tensor, group: Named) -> Tensor:
+    # Not the product divided by x, which is wrong at zeros and where the product overflows.
+    size = size_of(group)
+    ones = [1] * size
+    everyone = run(AllGather, x.unsqueeze(0), group, 0, ones)
+    me = run(OwnPart, torch.eye(size, device=x.device), group, 0, ones)
+    mine = (me.reshape(size, *([1] * x.dim())) != 0).expand_as(everyone)
+    return everyone.masked_fill(mine, 1).prod(0)
+
+
+# -- moves -----------------------------------------------------------------------------------
+
+
+class AllGather(Collective):
+    """Every rank's rows, one after the other, on every rank."""
+
+    name, schema = "all_gather_tensor", "int dim, SymInt[] rows"
+
+    def __init__(self, dim: int, rows: Sequence[int]) -> None:
+        self.dim, self.rows = dim, rows
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        _check_rows(self.rows, group)
+        _check_own_rows(self.rows, group, x.shape[self.dim])
+        source = _front(x, self.dim, later)
+        out = _with_rows(x, self.dim, sum(self.rows))
+        target = _rows_first(out, self.dim)
+        options = Options(asyncOp=later)
+        if _even(self.rows):
+            work = group.allgather_into_tensor(target, source, options)
+        else:
+            work = group.allgather([_parts(target, self.rows)], [source], options)
+        return out, work
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _with_rows(x, self.dim, sum(self.rows))
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(ReduceScatter, grad, group, "sum", self.dim, self.rows)
+
+
+class AllToAll(Collective):
+    """The rows that each rank has for this one, one after the other."""
+
+    name, schema = "all_to_all_single", "SymInt[] received, SymInt[] sent"
+
+    def __init__(self, received: Sequence[int], sent: Sequence[int]) -> None:
+        self.received, self.sent = received, sent
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        _check_rows(self.received, group)
+        _check_rows(self.sent, group, x.shape[0])
+        source = _front(x, 0, later)
+        out = _with_rows(x, 0, sum(self.received))
+        work = group.alltoall_single(
+            out, source, list(self.received), list(self.sent), Options(asyncOp=later)
+        )
+        return out, work
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _with_rows(x, 0, sum(self.received))
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(AllToAll, grad, group, self.sent, self.received)
+
+
+class Broadcast(Collective):
+    """The root's tensor, on every rank."""
+
+    name, schema, elementwise = "broadcast", "int root", True
+
+    def __init__(self, root: int) -> None:
+        self.root = root
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        out = _copy(x) if group.rank() == self.root else _empty_like(x)
+        return out, group.broadcast([out], Options(rootRank=self.root, asyncOp=later))
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _empty_like(x)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(Reduce, grad, group, "sum", self.root)
+
+
+class Gather(Collective):
+    """Every rank's rows, one after the other, on the root; no rows elsewhere."""
+
+    name, schema = "gather", "int root, int dim, SymInt[] rows"
+
+    def __init__(self, root: int, dim: int, rows: Sequence[int]) -> None:
+        self.root, self.dim, self.rows = root, dim, rows
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        _check_rows(self.rows, group)
+        _check_own_rows(self.rows, group, x.shape[self.dim])
+        source = _front(x, self.dim, later)
+        at_root = group.rank() == self.root
+        out = _with_rows(x, self.dim, sum(self.rows) if at_root else 0)
+        lists = [_parts(_rows_first(out, self.dim), self.rows)] if at_root else []
+        work = group.gather(lists, [source], Options(rootRank=self.root, asyncOp=later))
+        return out, work
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        rows = sum(self.rows) if group_rank() == self.root else 0
+        return _with_rows(x, self.dim, rows)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(Scatter, grad, group, self.root, self.dim, self.rows)
+
+
+class Scatter(Collective):
+    """This rank's rows of the root's tensor."""
+
+    name, schema = "scatter", "int root, int dim, SymInt[] rows"
+
+    def __init__(self, root: int, dim: int, rows: Sequence[int]) -> None:
+        self.root, self.dim, self.rows = root, dim, rows
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        at_root = group.rank() == self.root
+        _check_rows(self.rows, group, x.shape[self.dim] if at_root else None)
+        source = _front(x, self.dim, later)
+        out = _with_rows(x, self.dim, self.rows[group.rank()])
+        target = _rows_first(out, self.dim)
+        lists = [_parts(source, self.rows)] if at_root else []
+        work = group.scatter([target], lists, Options(rootRank=self.root, asyncOp=later))
+        return out, work
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
+        return _with_rows(x, self.dim, rows)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(Gather, grad, group, self.root, self.dim, self.rows)
+
+
+class Permute(Collective):
+    """The tensor of the one rank that sends here; zeros if none does."""
+
+    name, schema, elementwise = "permute_tensor", "int[] destinations", True
+
+    def __init__(self, destinations: Sequence[int]) -> None:
+        #: For each rank where it sends; -1 for nowhere.
+        self.destinations = destinations
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        _check_count(self.destinations, group, "destinations")
+        me, size = group.rank(), group.size()
+        sources = inverse(self.destinations)
+        sent, received = [0] * size, [0] * size
+        if self.destinations[me] >= 0:
+            sent[self.destinations[me]] = x.numel()
+        source = _front(x, 0, later).view(-1)[: sum(sent)]
+        if sources[me] < 0:
+            out = x.new_zeros(x.shape)
+        else:
+            out = _empty_like(x)
+            received[sources[me]] = x.numel()
+        target = out.view(-1)[: sum(received)]
+        work = group.alltoall_single(target, source, received, sent, Options(asyncOp=later))
+        return out, work
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _empty_like(x)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(Permute, grad, group, inverse(self.destinations))
+
+
+def inverse(destinations: Sequence[int]) -> list[int]:
+    """For each rank the one that sends to it; -1 if none does."""
+    sources = [-1] * len(destinations)
+    for source, destination in enumerate(destinations):
+        if destination >= 0:
+            sources[destination] = source
+    return sources
+
+
+# -- one value that all ranks hold ---------------------------------------------------------
+
+
+class CopyToGroup(Collective):
+    """The tensor itself; gradients are summed over the ranks."""
+
+    name, schema, local, elementwise = "copy_to_group", "", True, True
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        return x.view_as(x), None
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _empty_like(x)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(ReduceFromGroup, grad, group)
+
+
+class ReduceFromGroup(Collective):
+    """Every rank's tensors summed, on every rank; gradients pass unchanged."""
+
+    name, schema, elementwise = "reduce_from_group", "", True
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        return AllReduce("sum").start(group, x, later)
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _empty_like(x)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(CopyToGroup, grad, group)
+
+
+class OwnPart(Collective):
+    """This rank's rows of a tensor that all ranks hold; gradients are gathered."""
+
+    name, schema, local = "scatter_to_group", "int dim, SymInt[] rows", True
+
+    def __init__(self, dim: int, rows: Sequence[int]) -> None:
+        self.dim, self.rows = dim, rows
+
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+        _check_rows(self.rows, group, x.shape[self.dim])
+        me = group.rank()
+        return x.narrow(self.dim, sum(self.rows[:me]), self.rows[me]).clone(), None
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
+        return _empty_like(x.narrow(self.dim, 0, rows))
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(GatherFromGroup, grad, group, self.dim, self.rows)
+
+
+class GatherFromGroup(AllGather):
+    """Every rank's rows, on every rank; each keeps its own part of the gradient."""
+
+    name = "gather_from_group"
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        return run(OwnPart, grad, group, self.dim, self.rows)
+
+
+#: Every collective, to be registered as an operator.
+KINDS: tuple[type[Collective], ...] = (
+    *(AllReduce, Reduce, ReduceScatter, AllGather, AllToAll, Broadcast, Gather, Scatter),
+    *(Permute, CopyToGroup, ReduceFromGroup, OwnPart, GatherFromGroup),
+)
+
+
+# -- shapes and memory -----------------------------------------------------------------------
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _front(x: Tensor, dim: int, later: bool) -> Tensor:
+    """``x`` with ``dim`` in front, contiguous; a copy if it is to be read later."""
+    moved = _rows_first(x, dim).resolve_conj().resolve_neg()
+    return _copy(moved) if later else moved.contiguous()
+
+
+def _rows_first(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, 0) if dim else x
+
+
+def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
+    """An empty tensor like ``x`` but for its ``rows``, which follow each other in memory."""
+    # Collectives know rows only: results lie transposed in memory where dim is not 0. They are no
+    # views, as autograd allows nobody to write to views that a function returns.
+    shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]
+    order = [dim, *(other for other in range(len(shape)) if other != dim)]
+    return torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
+
+
+def _parts(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    return list(torch.split(tensor, list(rows)))
+
+
+def _even(rows: Sequence[int]) -> bool:
+    return all(count == rows[0] for count in rows)
+
+
+# -- what can be wrong ---------------------------------------------------------------------
+
+
+def _check_count(values: Sequence[int], group: ProcessGroup, what: str) -> None:
+    if len(values) != group.size():
+        raise ValueError(
+            f"{what} must have one number for each of the {group.size()} ranks of group "
+            f"{group.group_name!r}, got {list(values)}; a traced function runs on groups of the "
+            f"size that it was traced with"
+        )
+
+
+def _check_rows(rows: Sequence[int], group: ProcessGroup, total: int | None = None) -> None:
+    _check_count(rows, group, "the sizes")
+    if min(rows) < 0 or (total is not None and sum(rows) != total):
+        raise ValueError(
+            f"the sizes must be numbers of rows that sum to the tensor's {total}, got {list(rows)}"
+        )
+
+
+def _check_own_rows(rows: Sequence[int], group: ProcessGroup, found: int) -> None:
+    expected = rows[group.rank()]
+    if expected != found:
+        raise ValueError(
+            f"group rank {group.rank()} has a tensor with {found} rows, and the sizes "
+            f"{list(rows)} say {expected}"
+        )

@@ -1,0 +1,197 @@
+"""Which way a functional collective goes: run now, or written into a trace.
+
+Without a trace a call goes straight to the group, through one autograd function if a gradient
+may be asked for. Under torch.compile, torch.export, make_fx, torch.func and for tensors of
+foreign classes it goes through the operators of :mod:`.ops`, which are these same collectives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilework.comm import checks
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.functional.tracing import constant, traced
+from tilework.comm.functional.waiting import AsyncTensor, attached
+from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank
+
+#: What is smaller is done before the call returns: handing it to another thread costs more.
+AT_ONCE_BYTES = 1 << 16
+
+#: A group of this rank, or its name (in traces).
+Named = ProcessGroup | str
+
+
+class Collective(ABC):
+    """One collective with its static arguments: an operation from a tensor to a new tensor.
+
+    Made from the arguments that ``schema`` lists.
+    """
+
+    #: The operator's name.
+    name: ClassVar[str]
+    #: Its arguments between the tensor and the group, as in an operator's schema.
+    schema: ClassVar[str]
+    #: Whether it involves this rank alone.
+    local: ClassVar[bool] = False
+    #: Whether it does the same to every element, wherever that is: then torch.vmap maps it.
+    elementwise: ClassVar[bool] = False
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the adjoint needs the input's values."""
+        return False
+
+    @abstractmethod
+    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> tuple[Tensor, Work | None]:
+        """Start it; return the result, its values there once the work is done.
+
+        ``x`` is not changed, and with ``later`` not read after this returned.
+        """
+
+    @abstractmethod
+    def empty(self, x: Tensor, group_rank: Callable[[], int]) -> Tensor:
+        """A tensor like the result of ``x``, its elements undefined."""
+
+    @abstractmethod
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+        """The gradient for the input, from the result's. Collective, and itself differentiable.
+
+        ``x`` is the input if ``keeps_input``.
+        """
+
+
+def run(kind: type[Collective], x: Tensor, group: Named, *args: Any) -> Tensor:
+    """``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
+    if traced(x):
+        name = group if isinstance(group, str) else group.group_name
+        result: Tensor = getattr(torch.ops.tilework, kind.name)(x, *args, name)
+        return result if kind.local else torch.ops.tilework.wait(result)
+    if isinstance(x, AsyncTensor):
+        x = x.wait()
+    members = group_named(group) if isinstance(group, str) else group
+    call = _Call(kind(*args), members)
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = _Differentiable.apply(x, call)  # type: ignore[no-untyped-call]
+    else:
+        out = call.start(x)
+    return out if call.work is None else attached(out, call.work)
+
+
+def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
+    """Start ``collective``; the work is None if it is done already."""
+    checks.check_tensor(x, "tensor")
+    later = x.nbytes > AT_ONCE_BYTES
+    out, work = collective.start(group, x, later)
+    if work is None or later:
+        return out, work
+    work.wait()
+    return out, None
+
+
+class _Call:
+    """One eager call, as its backward needs it: with the group, whichever World that runs in."""
+
+    __slots__ = ("collective", "group", "work")
+
+    def __init__(self, collective: Collective, group: ProcessGroup) -> None:
+        self.collective = collective
+        self.group = group
+        self.work: Work | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        out, self.work = begin(self.collective, self.group, x)
+        return out
+
+
+class _Differentiable(torch.autograd.Function):
+    """Any collective, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
+        ctx.collective, ctx.group = call.collective, call.group
+        if call.collective.keeps_input:
+            ctx.save_for_backward(x)
+        return call.start(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0] if ctx.collective.keeps_input else None
+        return ctx.collective.adjoint(grad, x, ctx.group), None
+
+
+# -- groups, by name -------------------------------------------------------------------------
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group of this rank's World with that name.
+
+    Raises:
+        ValueError: There is none (any more), or this rank is not in it.
+    """
+    records = current_world().records
+    for group in records:
+        if group.group_name == name:
+            return group
+    known = ", ".join(repr(group.group_name) for group in records) or "none"
+    raise ValueError(
+        f"this rank has no group named {name!r} (it has: {known}): it was destroyed, or this "
+        f"rank is not in it. A traced function runs on groups with the names of those that it "
+        f"was traced with"
+    )
+
+
+@constant
+def _default_name() -> str:
+    return current_world().default().group_name
+
+
+@constant
+def _size_of(name: str) -> int:
+    return group_named(name).size()
+
+
+@constant
+def _root_of(name: str, rank: int) -> int:
+    return get_group_rank(group_named(name), rank)
+
+
+def named(group: AnyGroup | str) -> Named:
+    """The group that a user names.
+
+    Raises:
+        ValueError: This rank is not in it, or there is none of that name.
+    """
+    if torch.compiler.is_compiling():
+        if group is None:
+            return _default_name()
+        return group if isinstance(group, str) else group.group_name
+    if group is None:
+        return current_world().default()
+    if isinstance(group, NonMember):
+        raise ValueError(
+            f"this rank is not in {group!r}, so there is no result here; call functional "
+            f"collectives on member ranks only (rank_not_in_group(group) tells)"
+        )
+    return group_named(group) if isinstance(group, str) else group
+
+
+def size_of(group: Named) -> int:
+    """The number of ranks."""
+    return _size_of(group) if isinstance(group, str) else group.size()
+
+
+def root_of(group: Named, rank: int) -> int:
+    """The number within the group of a global rank.
+
+    Raises:
+        ValueError: That rank is not part of the group.
+    """
+    return _root_of(group, rank) if isinstance(group, str) else get_group_rank(group, rank)

@@ -1,0 +1,33 @@
+"""Whether a call is being traced, and what a trace takes as constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilework.comm.functional.waiting import AsyncTensor
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_PLAIN = (Tensor, torch.nn.Parameter, AsyncTensor)
+
+
+def traced(x: Tensor) -> bool:
+    """Whether a call with ``x`` must go through operators, for somebody to see or transform it."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or x.__class__ not in _PLAIN
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def constant(fn: _Fn) -> _Fn:
+    """Have torch.compile call ``fn`` while it traces, and take the result as a constant."""
+    # What torch.compiler.assume_constant_result does, which takes a second to import.
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn

@@ -1,0 +1,46 @@
+"""Functional collectives: new tensors instead of overwritten ones, differentiable and traceable.
+
+import tilework.distributed.functional as functional
+"""
+
+from tilework.comm.functional.api import (
+    all_gather_into_tensor_coalesced,
+    all_gather_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all_single,
+    broadcast,
+    copy_to_group,
+    gather,
+    gather_from_group,
+    permute_tensor,
+    reduce,
+    reduce_from_group,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
+    scatter,
+    scatter_to_group,
+    wait_tensor,
+)
+from tilework.comm.functional.waiting import AsyncTensor
+
+__all__ = [
+    "AsyncTensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "broadcast",
+    "copy_to_group",
+    "gather",
+    "gather_from_group",
+    "permute_tensor",
+    "reduce",
+    "reduce_from_group",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "scatter_to_group",
+    "wait_tensor",
+]
