@@ -248,7 +248,7 @@ class ThreadsEngine:
             hub.changed.notify_all()
             hub.wait(
                 lambda: meeting.arrived == hub.size,
-                lambda: [r for r, op in enumerate(meeting.operations) if op is None],
+                lambda: self._missing(meeting),
                 deadline,
             )
         operations = [op for op in meeting.operations if op is not None]
@@ -264,6 +264,14 @@ class ThreadsEngine:
             hub.meetings.pop(number, None)
         for target, value in later:
             _copy(target, value)
+
+    def _missing(self, meeting: _Meeting) -> list[int]:
+        if self.hub.closed[self.rank]:
+            # Left meanwhile, with this under way: withdraw, so that nobody counts on this rank.
+            meeting.operations[self.rank] = None
+            meeting.arrived -= 1
+            self._check_open()
+        return [r for r, op in enumerate(meeting.operations) if op is None]
 
     # -- point to point ------------------------------------------------------------------
 
@@ -345,8 +353,6 @@ class ThreadsEngine:
             hub.changed.notify_all()
         if self._worker.thread is not None:
             self._worker.queue.put(None)
-            if self._queued:
-                self.abort("closed", ";left with operations under way")
             if self._worker.thread is not threading.current_thread():
                 self._worker.thread.join()
 
