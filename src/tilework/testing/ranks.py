@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
+from tilework.comm.flight import watch
 from tilework.comm.groups import destroy_process_group, init_process_group
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError
@@ -81,7 +82,8 @@ def run_ranks(
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, got {n}")
     program = _Program(fn, args, n, backend, timeout, init)
-    outcomes = _in_threads(program) if kind == "threads" else _in_processes(program)
+    with watch.armed():
+        outcomes = _in_threads(program) if kind == "threads" else _in_processes(program)
     if return_exceptions:
         return [outcome.error or outcome.result for outcome in outcomes]  # type: ignore[misc]
     failed = [rank for rank in range(n) if outcomes[rank].error is not None]

@@ -507,4 +507,4 @@ def _without_ranks(text: str) -> tuple[list[int], str]:
 
 def told(tensor: Tensor) -> str:
     """A tensor's dtype and shape, for a person."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -111,8 +111,7 @@ class _Telling:
         calls = _by_call(entries)
         one_call = len(calls) == 1
         whom = calls[0].replace(": ", f" {verb} ", 1) if one_call else f"{named(entries)} {verb} it"
-        missing = f"; {named(absent)} {_verb_of(absent, 'has', 'have')} not come" if absent else ""
-        text = f"group {group.name!r}, operation #{number}: {whom}{missing}"
+        text = f"group {group.name!r}, operation #{number}: {whom}{self._missing(absent)}"
         details = [] if one_call else calls
         details += _failures(entries)
         details += self._whereabouts(group, number)
@@ -166,12 +165,30 @@ class _Telling:
             lines.append(f"and {len(absent) - _MAX_TOLD} more")
         return lines
 
+    def _missing(self, absent: Sequence[int]) -> str:
+        """What a headline says of those who are waited for."""
+        lost = [rank for rank in absent if self._is_lost(rank)]
+        silent = [rank for rank in absent if self._is_silent(rank)]
+        late = [rank for rank in absent if rank not in lost and rank not in silent]
+        words = [
+            f"{named(late)} {_verb_of(late, 'has', 'have')} not come" if late else "",
+            f"{named(lost)} {_verb_of(lost, 'is', 'are')} lost" if lost else "",
+            f"nothing is known of {named(silent)}" if silent else "",
+        ]
+        return "".join(f"; {word}" for word in words if word)
+
+    def _is_lost(self, rank: int) -> bool:
+        return rank not in self._history.records and rank in self._history.lost
+
+    def _is_silent(self, rank: int) -> bool:
+        return rank not in self._history.records and rank not in self._history.lost
+
     def _where(self, rank: int, group: Group | None) -> str:
         """Where a rank is that others wait for."""
+        if self._is_lost(rank):
+            return f"rank {rank} left no record; the others saw it die or leave"
         record = self._history.records.get(rank)
         if record is None:
-            if rank in self._history.lost:
-                return f"rank {rank} left no record; the others saw it die or leave"
             return f"rank {rank} left no record: it is {_GONE}"
         parts = [self._last_call(record, group)]
         parts += [
@@ -179,10 +196,10 @@ class _Telling:
             for wait in self._held_up.get(rank, [])
             if wait.entry.outcome == RUNNING
         ]
+        parts += [f'it said "{_first_line(fault.text)}"' for fault in record.faults[:1]]
         if len(parts) == 1 and record.stacks:
             stack = record.stacks[0]
             parts.append(f"its Python stack is at {stack.site or ''.join(stack.frames[:1])}")
-        parts += [f'it said "{_first_line(fault.text)}"' for fault in record.faults[:1]]
         return f"rank {rank} {'; '.join(parts)}"
 
     def _last_call(self, record: Record, group: Group | None) -> str:
@@ -194,7 +211,9 @@ class _Telling:
             last = group.last(record.rank)
         if last is None:
             known = group is None or record.rank in group.calls
-            return "has called no operation yet" if known else "is not in the group, or has left it"
+            return (
+                "has entered no collective yet" if known else "has not made the group, or left it"
+            )
         return f"was last in #{last.number} {_call(last)}, {_ending(last, record)}"
 
     def _other_tags(self, wait: Wait) -> list[str]:
@@ -226,13 +245,18 @@ def _by_call(entries: Mapping[int, Entry]) -> list[str]:
 
 
 def _failures(entries: Mapping[int, Entry]) -> list[str]:
-    """How the first of those that failed did; the others repeat it."""
+    """How the first of those that failed did; the others only follow."""
     lines = [
         f'rank {rank} said "{_first_line(entry.outcome.removeprefix(FAILED))}"'
-        for rank, entry in sorted(entries.items(), key=lambda item: item[1].ended or 0.0)
+        for rank, entry in sorted(entries.items(), key=lambda item: _causality(item[1]))
         if failed(entry)
     ]
     return lines[:1]
+
+
+def _causality(entry: Entry) -> tuple[bool, float]:
+    """Sorts what failed by itself before what another rank aborted, and then by time."""
+    return "aborted by rank" in entry.outcome, entry.ended or 0.0
 
 
 def _ending(entry: Entry, record: Record) -> str:

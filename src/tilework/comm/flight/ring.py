@@ -45,7 +45,7 @@ def describe(what: What | str) -> str:
 
     Example:
         >>> describe(("reduce", "torch.float32", [(2, 3)], [], "sum", 0))
-        'reduce float32 [2, 3] sum root 0'
+        'reduce float32 [2, 3] SUM root 0'
     """
     if isinstance(what, str):
         return what
@@ -57,7 +57,7 @@ def describe(what: What | str) -> str:
     given = {side: text for side, text in sides.items() if text}
     words.append(", ".join(f"{s} {t}" if len(given) > 1 else t for s, t in given.items()))
     if reduction is not None:
-        words.append(str(reduction))
+        words.append(str(reduction).upper())
     if root is not None:
         words.append(f"root {root}")
     return " ".join(word for word in words if word)

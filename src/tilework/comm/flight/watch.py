@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
@@ -30,8 +31,8 @@ _USER_SIGNAL: Final[int | None] = getattr(signal, "SIGUSR1", None)
 class _Watch:
     """What this process holds to be woken. Signals are the process's, not a rank's."""
 
-    reader: int = -1
     writer: int = -1
+    thread: threading.Thread | None = None
 
 
 _watch = _Watch()
@@ -42,14 +43,14 @@ def arm() -> None:
 
     Idempotent. Only the main thread can do it; elsewhere this does nothing.
     """
-    if _watch.reader >= 0 or not os.environ.get(DIRECTORY_VARIABLE):
+    if _watch.thread is not None or not os.environ.get(DIRECTORY_VARIABLE):
         return
     if _USER_SIGNAL is None or threading.current_thread() is not threading.main_thread():
         return
     free = [n for n in (_USER_SIGNAL, LAUNCHER_SIGNAL) if n and _is_free(n)]
     if not free:
         return
-    _watch.reader, _watch.writer = os.pipe()
+    reader, _watch.writer = os.pipe()
     os.set_blocking(_watch.writer, False)
     for number in free:
         signal.signal(number, _on_signal)
@@ -57,7 +58,37 @@ def arm() -> None:
     before = signal.set_wakeup_fd(_watch.writer, warn_on_full_buffer=False)
     if before != -1:  # somebody else's: the handler in Python must do
         signal.set_wakeup_fd(before)
-    threading.Thread(target=_serve, args=(_watch.reader,), name=WATCHER_NAME, daemon=True).start()
+    _watch.thread = threading.Thread(target=_serve, args=(reader,), name=WATCHER_NAME, daemon=True)
+    _watch.thread.start()
+
+
+@contextlib.contextmanager
+def armed() -> Iterator[None]:
+    """:func:`arm` for the time of a block, unless it was done before."""
+    before = _watch.thread
+    arm()
+    try:
+        yield
+    finally:
+        if _watch.thread is not before:
+            _disarm()
+
+
+def _disarm() -> None:
+    thread, _watch.thread = _watch.thread, None
+    _stop_listening()
+    os.close(_watch.writer)
+    if thread is not None:
+        thread.join()  # it has nothing more to read
+
+
+def _stop_listening() -> None:
+    before = signal.set_wakeup_fd(-1)
+    if before not in (-1, _watch.writer):
+        signal.set_wakeup_fd(before)
+    for number in (_USER_SIGNAL, LAUNCHER_SIGNAL):
+        if number is not None and signal.getsignal(number) is _on_signal:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _is_free(number: int) -> bool:
@@ -71,31 +102,21 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _serve(reader: int) -> None:
-    """Write records for as long as the process lives."""
-    while True:
-        try:
-            numbers = os.read(reader, 4096)
-        except OSError:
-            return
+    """Write records until the pipe is closed."""
+    while numbers := os.read(reader, 4096):
         # A handler of the user's also wakes the pipe.
         if any(signal.getsignal(number) is _on_signal for number in set(numbers)):
             dump = sys.modules.get("tilework.comm.flight.dump")
             if dump is not None:
                 dump.write_all()
+    os.close(reader)
 
 
 def _forget_in_child() -> None:
     """A forked child has no such thread, and the pipe is its parent's."""
-    if _watch.reader < 0:
-        return
-    writer = _watch.writer
-    _watch.reader = _watch.writer = -1
-    before = signal.set_wakeup_fd(-1)
-    if before not in (-1, writer):
-        signal.set_wakeup_fd(before)
-    for number in (_USER_SIGNAL, LAUNCHER_SIGNAL):
-        if number is not None and signal.getsignal(number) is _on_signal:
-            signal.signal(number, signal.SIG_DFL)
+    if _watch.thread is not None:
+        _watch.thread = None
+        _stop_listening()
 
 
 if hasattr(os, "register_at_fork"):
