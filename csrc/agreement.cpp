@@ -55,6 +55,16 @@ size_t first_bytes(const Operation& operation) {
   return operation.outputs.count > 0 ? operation.outputs[0].bytes : 0;
 }
 
+/// Where the buffers of one side lie in the rank's arena as one run of equal parts; see
+/// OperationHeader.
+uint64_t place(const Segment& segment, const Buffers& side) {
+  if (side.count == 0) return 0;
+  const size_t bytes = side[0].bytes;
+  for (int i = 1; i < side.count; ++i)
+    if (side[i].bytes != bytes || side[i].data != side[i - 1].data + bytes) return 0;
+  return segment.place_in_own_arena(side[0].data, bytes * side.count);
+}
+
 std::string describe(const Call& call) {
   std::string text = kind_name(call.kind());
   text += "(" + std::string(dtype_name(call.dtype()));
@@ -151,13 +161,14 @@ uint64_t settle(const Segment& segment, unsigned parity) {
 Call read_call(const OperationHeader& header) {
   const uint64_t bits = header.factor.load(relaxed);
   Call call{header.sequence.load(relaxed), header.what.load(relaxed), header.bytes.load(relaxed),
-            header.label.load(relaxed), 0};
+            header.label.load(relaxed), 0, header.input.load(relaxed),
+            header.output.load(relaxed)};
   memcpy(&call.factor, &bits, sizeof bits);
   return call;
 }
 
-void publish_call(const Operation& operation, int rank, int size, OperationHeader& header,
-                  std::atomic<int64_t>* tables) {
+void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity) {
+  OperationHeader& header = segment.control(rank).headers[parity];
   const size_t bytes = first_bytes(operation);
   const bool uneven = ragged(operation.kind) && !(all_equal(operation.inputs, bytes) &&
                                                   all_equal(operation.outputs, bytes));
@@ -168,7 +179,11 @@ void publish_call(const Operation& operation, int rank, int size, OperationHeade
   header.bytes.store(bytes, relaxed);
   header.label.store(operation.label, relaxed);
   header.factor.store(factor, relaxed);
+  header.input.store(place(segment, operation.inputs), relaxed);
+  header.output.store(place(segment, operation.outputs), relaxed);
   if (!uneven) return;
+  std::atomic<int64_t>* tables = segment.table(rank, parity);
+  const int size = segment.size();
   const Pieces pieces{operation, rank};
   for (int peer = 0; peer < size; ++peer) {
     tables[peer].store(pieces.sends(peer), relaxed);
@@ -176,12 +191,14 @@ void publish_call(const Operation& operation, int rank, int size, OperationHeade
   }
 }
 
-uint64_t agree(const Segment& segment, int rank, unsigned parity, std::vector<double>& factors) {
+uint64_t agree(const Segment& segment, int rank, unsigned parity, Terms& terms) {
   const Call mine = read_call(segment.control(rank).headers[parity]);
   bool same = !mine.ragged();
   for (int peer = 0; peer < segment.size(); ++peer) {
     const Call call = read_call(segment.control(peer).headers[parity]);
-    factors[peer] = call.factor;
+    terms.factors[peer] = call.factor;
+    terms.inputs[peer] = call.input;
+    terms.outputs[peer] = call.output;
     same &= call.sequence == mine.sequence && call.what == mine.what && call.bytes == mine.bytes &&
             call.label == mine.label;
   }

@@ -18,6 +18,7 @@ namespace tilework {
 struct Call {
   uint64_t sequence, what, bytes, label;
   double factor;
+  uint64_t input, output;  // see OperationHeader
 
   unsigned kind() const { return what & 0xff; }
   unsigned dtype() const { return what >> 8 & 0xff; }
@@ -28,12 +29,18 @@ struct Call {
 
 Call read_call(const OperationHeader& header);
 
-/// Write this rank's header, and its table where it needs one. `tables`: 2N numbers.
-void publish_call(const Operation& operation, int rank, int size, OperationHeader& header,
-                  std::atomic<int64_t>* tables);
+/// What each rank brings along that may differ.
+struct Terms {
+  explicit Terms(int size) : factors(size), inputs(size), outputs(size) {}
+  std::vector<double> factors;
+  std::vector<uint64_t> inputs, outputs;  // places in the ranks' arenas, as in OperationHeader
+};
+
+/// Write this rank's header, and its table where it needs one.
+void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity);
 
 /// Read all ranks' headers of the same round and return the longest piece that one rank sends to
-/// another, in bytes; throws Fault("mismatch") where they disagree. Fills one factor per rank.
-uint64_t agree(const Segment& segment, int rank, unsigned parity, std::vector<double>& factors);
+/// another, in bytes; throws Fault("mismatch") where they disagree. Fills in the terms.
+uint64_t agree(const Segment& segment, int rank, unsigned parity, Terms& terms);
 
 }  // namespace tilework

@@ -2,6 +2,7 @@
 // the GIL is released around everything that may wait or copy; faults become exceptions. The
 // contract is src/tilework/_core.pyi.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -53,6 +54,7 @@ void bind_group(nb::module_& m) {
       .def("heard", &PyGroup::heard, "timeout"_a)
       .def("abort", &PyGroup::abort, "kind"_a, "text"_a)
       .def("aborted", &PyGroup::aborted)
+      .def("arena", [](const PyGroup& self) { return self.core().arena(); })
       .def("close", &PyGroup::close)
       .def("statistics", &PyGroup::statistics);
 }
@@ -84,6 +86,19 @@ void bind_journal(nb::module_& m) {
            "slot"_a, "failure"_a = "")
       .def("follow", &Journal::follow, "slot"_a, "pending"_a)
       .def("records", &Journal::records);
+}
+
+void bind_arena(nb::module_& m) {
+  nb::class_<Arena>(m, "Arena")
+      .def("allocate",
+           [](Arena& self, size_t bytes) {
+             return reinterpret_cast<uint64_t>(self.allocate(bytes));
+           },
+           "bytes"_a)
+      .def("release",
+           [](Arena& self, uint64_t address) { self.release(reinterpret_cast<char*>(address)); },
+           "address"_a)
+      .def("used_bytes", &Arena::used_bytes);
 }
 
 void bind_ticket(nb::module_& m) {
@@ -121,7 +136,7 @@ NB_MODULE(_core, m) {
           return create_segment(size, slot_bytes, std::string(nonce.c_str(), nonce.size()));
         },
         "size"_a, "slot_bytes"_a, "nonce"_a);
-  m.def("segment_bytes", [](int size, size_t slot_bytes) { return Layout(size, slot_bytes).total; },
+  m.def("segment_bytes", [](int size, size_t slot_bytes) { return Layout(size, slot_bytes, 0).total; },
         "size"_a, "slot_bytes"_a);
   m.def("shape_label",
         [](const nb::tuple& sizes) {
@@ -141,6 +156,7 @@ NB_MODULE(_core, m) {
         "in_library"_a);
   bind_ticket(m);
   bind_group(m);
+  bind_arena(m);
   bind_journal(m);
   bind_direct(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));

@@ -114,11 +114,28 @@ void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
   }
 }
 
+/// All from `offset` on, straight from the buffers of peers. Where they send different data to
+/// each rank, their inputs are one run of equal parts.
+void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
+  for (int i = 1; i < x.size; ++i) {
+    const int peer = (x.rank + i) % x.size;
+    const Buffer whole = routes.incoming(peer), part = piece(whole, offset, SIZE_MAX);
+    if (part.bytes == 0) continue;
+    const size_t at = offset + (routes.split() ? x.rank * whole.bytes : 0);
+    const bool broadcast = x.operation.kind == Kind::kBroadcast;
+    const char* from =
+        broadcast ? x.output_of(peer, at, part.bytes) : x.input_of(peer, at, part.bytes);
+    (routes.streamed() ? copy_streaming : copy)(part.data, from, part.bytes);
+  }
+}
+
 /// broadcast, all_gather, gather, scatter, all_to_all. Own parts are copied while peers arrive.
+/// The first round goes through the outboxes even where the rest need not: only then is it known.
 void move(Exchange& x) {
   const Routes routes(x);
   const size_t cell = routes.cell_bytes();
   size_t offset = 0;
+  bool in_place;
   do {
     write_pieces(x, routes, offset);
     x.publish();
@@ -126,8 +143,11 @@ void move(Exchange& x) {
     x.await();
     read_pieces(x, routes, offset);
     offset += cell;
-  } while (offset < x.longest());
+    in_place = offset < x.longest() && x.readable_in_place();
+  } while (offset < x.longest() && !in_place);
+  if (in_place) read_in_place(x, routes, offset);
   copy_own(x, routes, offset, SIZE_MAX);
+  if (in_place) x.turn();  // now peers have read what this rank may change next
 }
 
 // ---- operations that reduce ------------------------------------------------------------------
@@ -145,6 +165,17 @@ void reduce_blocks(Exchange& x, char* to, char* copy_to, size_t bytes) {
   }
 }
 
+/// All from `offset` on, straight from the inputs of peers.
+void reduce_scatter_in_place(Exchange& x, size_t offset) {
+  const Buffer whole = x.operation.outputs[0], rest = piece(whole, offset, SIZE_MAX);
+  for (int peer = 0; peer < x.size; ++peer)
+    x.sources()[peer] = peer == x.rank
+                            ? x.operation.inputs[peer].data + offset
+                            : x.input_of(peer, x.rank * whole.bytes + offset, rest.bytes);
+  reduce_blocks(x, rest.data, nullptr, rest.bytes);
+  x.turn();
+}
+
 void reduce_scatter(Exchange& x) {
   const Routes routes(x);
   const size_t cell = routes.cell_bytes();
@@ -158,6 +189,7 @@ void reduce_scatter(Exchange& x) {
                                          : x.slot_of(peer) + routes.cell(peer, x.rank);
     reduce_blocks(x, result.data, nullptr, result.bytes);
     offset += cell;
+    if (offset < x.longest() && x.readable_in_place()) return reduce_scatter_in_place(x, offset);
   } while (offset < x.longest());
 }
 
@@ -188,12 +220,35 @@ struct Cut {
   size_t bytes, cell, chunks, chunk, part;
 };
 
+/// This rank's share of the bytes from `offset` on, into every rank's output.
+void reduce_rest_in_place(Exchange& x, size_t offset) {
+  const size_t rest = x.operation.inputs[0].bytes - offset;
+  const size_t share = align_up(ceil_div(rest, x.size));
+  const size_t begin = offset + std::min(rest, x.rank * share);
+  const size_t length = std::min(offset + rest, begin + share) - begin;
+  char* result = x.operation.outputs[0].data + begin;
+  std::vector<char*> copies;
+  for (int peer = 0; peer < x.size; ++peer) {
+    const bool own = peer == x.rank;
+    x.sources()[peer] =
+        own ? x.operation.inputs[0].data + begin : x.input_of(peer, begin, length);
+    if (!own) copies.push_back(x.output_of(peer, begin, length));
+  }
+  for (size_t done = 0; done < length; done += kBlock) {
+    const size_t block = std::min(kBlock, length - done);
+    reduce_blocks(x, result + done, nullptr, block);
+    for (char* copy_to : copies) copy(copy_to + done, result + done, block);
+  }
+}
+
 /// Each rank owns a part of each chunk. In round t it shows its contributions to chunk t, for
 /// their owners, and its finished part of chunk t - 1; then it reduces its part of chunk t, straight
 /// into its slot for the next round, and copies the others' parts of chunk t - 1 out.
+/// Once it is known that all buffers live in arenas, the first chunk is also the last, and each
+/// rank reduces its share of the rest where that lies, for everybody.
 /// `output` is null on ranks that do not want the result.
 void reduce_in_parts(Exchange& x, const Buffer& input, char* output) {
-  const Cut cut(input.bytes, x.size, x.slot_bytes);
+  Cut cut(input.bytes, x.size, x.slot_bytes);
   for (size_t t = 0; t <= cut.chunks; ++t) {
     for (int owner = 0; t < cut.chunks && owner < x.size; ++owner) {
       const Buffer part = cut.of(input.data, t, owner);
@@ -206,6 +261,10 @@ void reduce_in_parts(Exchange& x, const Buffer& input, char* output) {
         x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer) + x.rank * cut.cell;
       reduce_blocks(x, x.slot() + x.rank * cut.cell,
                     output ? cut.of(output, t, x.rank).data : nullptr, mine.bytes);
+      if (cut.chunks > 1 && x.operation.kind == Kind::kAllReduce && x.all_in_place()) {
+        reduce_rest_in_place(x, cut.chunk);
+        cut.chunks = 1;
+      }
     }
     for (int i = 1; t > 0 && output && i < x.size; ++i) {
       const int owner = (x.rank + i) % x.size;

@@ -2,6 +2,9 @@
 
 #include <stdio.h>
 
+#include <algorithm>
+#include <stdexcept>
+
 namespace tilework {
 
 Exchange::Exchange(Station& station, RoundState& state, const Operation& operation_,
@@ -16,9 +19,8 @@ Exchange::Exchange(Station& station, RoundState& state, const Operation& operati
       patience_(patience),
       cancelled_(cancelled),
       first_step_(state.step + 1) {
-  RankControl& mine = segment_.control(rank);
-  publish_call(operation, rank, size, mine.headers[parity(1)], segment_.table(rank, parity(1)));
-  mine.entered.store(first_step_, std::memory_order_release);
+  publish_call(operation, segment_, rank, parity(1));
+  segment_.control(rank).entered.store(first_step_, std::memory_order_release);
 }
 
 void Exchange::publish() {
@@ -37,7 +39,7 @@ void Exchange::await() {
   wait_until(
       segment_.control(rank).turn_bell, station_.sleeps, patience_, [&] { return all_arrived(next); },
       [&](bool slice_over) { return trouble(slice_over); });
-  if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.factors);
+  if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.terms);
 }
 
 bool Exchange::all_arrived(int& next) const {
@@ -54,6 +56,31 @@ std::optional<Fault> Exchange::trouble(bool slice_over) const {
   if (auto fault = station_.lost(missing, slice_over)) return fault;
   if (now_ns() >= patience_.deadline) return late(missing);
   return std::nullopt;
+}
+
+bool Exchange::readable_in_place() const {
+  const Terms& terms = state_.terms;
+  const auto there = [](uint64_t place) { return place != 0; };
+  switch (operation.kind) {
+    case Kind::kBroadcast: return there(terms.outputs[operation.root]);
+    case Kind::kScatter: return there(terms.inputs[operation.root]);
+    default: return std::all_of(terms.inputs.begin(), terms.inputs.end(), there);
+  }
+}
+
+bool Exchange::all_in_place() const {
+  const auto& outputs = state_.terms.outputs;
+  return readable_in_place() && std::count(outputs.begin(), outputs.end(), 0u) == 0;
+}
+
+char* Exchange::in_arena(int peer, uint64_t place, size_t offset, size_t bytes) const {
+  try {
+    if (place == 0 || offset > segment_.arena_bytes()) throw std::out_of_range("no such place");
+    return segment_.in_arena(peer, place - 1 + offset, bytes);
+  } catch (const std::exception& error) {
+    throw Fault("aborted", {peer}, "rank " + std::to_string(peer) +
+                                       "'s buffer in the segment cannot be used: " + error.what());
+  }
 }
 
 Fault Exchange::late(const std::vector<int>& missing) const {

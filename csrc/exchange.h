@@ -22,9 +22,9 @@ namespace tilework {
 
 /// What outlives an operation.
 struct RoundState {
-  explicit RoundState(int size) : factors(size), sources(size) {}
+  explicit RoundState(int size) : terms(size), sources(size) {}
   uint64_t step = 0;
-  std::vector<double> factors;       // per rank, of the current operation
+  Terms terms;                       // of the current operation
   std::vector<const void*> sources;  // scratch for reductions
 };
 
@@ -49,8 +49,20 @@ class Exchange {
 
   /// The longest piece that one rank sends to another; known after the first round.
   uint64_t longest() const { return longest_; }
-  std::vector<double>& factors() { return state_.factors; }
+  const std::vector<double>& factors() const { return state_.terms.factors; }
   std::vector<const void*>& sources() { return state_.sources; }
+
+  /// Whether what every rank reads from others lies in arenas; known after the first round.
+  bool readable_in_place() const;
+  /// Whether every rank's inputs and outputs lie in arenas.
+  bool all_in_place() const;
+  /// Bytes [offset, offset + bytes) of a peer's inputs or outputs in its arena.
+  const char* input_of(int peer, size_t offset, size_t bytes) const {
+    return in_arena(peer, state_.terms.inputs[peer], offset, bytes);
+  }
+  char* output_of(int peer, size_t offset, size_t bytes) const {
+    return in_arena(peer, state_.terms.outputs[peer], offset, bytes);
+  }
 
   const Operation& operation;
   const int rank;
@@ -62,6 +74,7 @@ class Exchange {
   bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
   bool all_arrived(int& next) const;
   std::optional<Fault> trouble(bool slice_over) const;
+  char* in_arena(int peer, uint64_t place, size_t offset, size_t bytes) const;
   Fault late(const std::vector<int>& missing) const;
 
   Station& station_;

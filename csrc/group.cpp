@@ -224,6 +224,11 @@ bool Group::wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signa
 
 // ---- looking around --------------------------------------------------------------------------
 
+std::shared_ptr<Arena> Group::arena() {
+  Entry entry(*this);
+  return engine_->station.segment.own_arena(rank_);
+}
+
 /// The header may be rewritten while it is read: then the rank has moved on, and we look again.
 std::vector<std::pair<Call, int>> Group::calls() {
   Entry entry(*this);

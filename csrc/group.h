@@ -45,6 +45,9 @@ class Group : public std::enable_shared_from_this<Group> {
   /// seconds.
   bool wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals);
 
+  /// This rank's arena; valid also after the group's end.
+  std::shared_ptr<Arena> arena();
+
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   void say(const std::string& text);

@@ -4,9 +4,11 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <system_error>
 
@@ -15,6 +17,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x006b726f77656c69;  // "ilework" in memory
 constexpr size_t kPage = 4096;
+constexpr size_t kMaxArena = size_t{1} << 40;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -23,19 +26,20 @@ size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-/// Closes the file unless it was released.
-struct File {
-  explicit File(int fd_) : fd(fd_) {}
-  ~File() {
-    if (fd >= 0) close(fd);
-  }
-  int release() {
-    int result = fd;
-    fd = -1;
-    return result;
-  }
-  int fd;
-};
+int duplicate(int fd) {
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) fail("dup of the segment");
+  return copy;
+}
+
+/// A share of the machine's memory, so that all arenas together can hold it, no more.
+size_t affordable_arena(int size) {
+  const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  const size_t share = std::min(memory / size, kMaxArena) / kPage * kPage;
+  rlimit files{};  // a longer file would be refused, with a signal
+  const bool refused = getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < 2 * memory;
+  return refused ? 0 : share;
+}
 
 void check_nonce(const std::string& nonce) {
   if (nonce.size() > kMaxNonce)
@@ -62,7 +66,7 @@ Layout checked_layout(int fd, int size, const std::string& nonce) {
   if (found.nonce_bytes != nonce.size() ||
       memcmp(found.nonce, nonce.data(), nonce.size()) != 0)
     throw std::invalid_argument("the segment belongs to another group (its nonce differs)");
-  Layout layout(size, found.slot_bytes);
+  Layout layout(size, found.slot_bytes, found.arena_bytes);
   struct stat status;
   if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != layout.total)
     throw std::invalid_argument("not a tilework segment: wrong length");
@@ -71,7 +75,12 @@ Layout checked_layout(int fd, int size, const std::string& nonce) {
 
 }  // namespace
 
-Layout::Layout(int size_, size_t slot_bytes_) : size(size_), slot_bytes(slot_bytes_) {
+File::~File() {
+  if (fd >= 0) close(fd);
+}
+
+Layout::Layout(int size_, size_t slot_bytes_, size_t arena_bytes_)
+    : size(size_), slot_bytes(slot_bytes_), arena_bytes(arena_bytes_) {
   if (size < 1 || size > kMaxRanks)
     throw std::invalid_argument("size: " + std::to_string(size) + " given, 1 to " +
                                 std::to_string(kMaxRanks) + " ranks are possible");
@@ -80,16 +89,21 @@ Layout::Layout(int size_, size_t slot_bytes_) : size(size_), slot_bytes(slot_byt
     throw std::invalid_argument("slot_bytes: " + std::to_string(slot_bytes) +
                                 " given, a multiple of 4096 from " + std::to_string(least) +
                                 " to 2**30 is needed");
+  if (arena_bytes % kPage != 0 || arena_bytes > kMaxArena)
+    throw std::invalid_argument("arena_bytes: " + std::to_string(arena_bytes) +
+                                " given, a multiple of 4096 up to 2**40 is needed");
   const size_t n = size;
   tables = sizeof(GroupHeader) + n * sizeof(RankControl);
   cursors = round_up(tables + n * 2 * 2 * n * sizeof(int64_t), kPage);
   outboxes = round_up(cursors + n * n * sizeof(Cursor), kPage);
   channels = outboxes + n * 2 * slot_bytes;
-  total = channels + n * n * kRingBytes;
+  arenas = channels + n * n * kRingBytes;
+  total = arenas + n * arena_bytes;
 }
 
 int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
-  Layout layout(size, slot_bytes);
+  Layout(size, slot_bytes, 0);  // refuses what is impossible
+  const Layout layout(size, slot_bytes, affordable_arena(size));
   check_nonce(nonce);
   File file(memfd_create("tilework", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.fd < 0) fail("memfd_create");
@@ -99,6 +113,7 @@ int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
   identity.abi = kAbi;
   identity.size = static_cast<uint32_t>(size);
   identity.slot_bytes = slot_bytes;
+  identity.arena_bytes = layout.arena_bytes;
   identity.nonce_bytes = static_cast<uint32_t>(nonce.size());
   memcpy(identity.nonce, nonce.data(), nonce.size());
   if (pwrite(file.fd, &identity, sizeof identity, 0) != static_cast<ssize_t>(sizeof identity))
@@ -108,13 +123,34 @@ int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
 }
 
 Segment::Segment(int fd, int size, const std::string& nonce)
-    : layout_(checked_layout(fd, size, nonce)) {
-  void* place = mmap(nullptr, layout_.total, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (place == MAP_FAILED) fail("mmap of the segment");
-  base_ = static_cast<char*>(place);
+    : layout_(checked_layout(fd, size, nonce)),
+      fd_(duplicate(fd)),
+      mapping_(std::make_unique<Mapping>(fd_.fd, 0, layout_.arenas)),
+      base_(mapping_->base()),
+      arenas_(size) {}
+
+std::shared_ptr<Arena> Segment::own_arena(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!own_arena_)
+    own_arena_ = std::make_shared<Arena>(duplicate(fd_.fd), arena(rank), layout_.arena_bytes);
+  has_arena_ = true;
+  return own_arena_;
 }
 
-Segment::~Segment() { munmap(base_, layout_.total); }
+uint64_t Segment::place_in_own_arena(const char* data, size_t bytes) const {
+  uint64_t offset;
+  if (!has_arena_.load(std::memory_order_relaxed)) return 0;
+  return own_arena_->locate(data, bytes, offset) ? offset + 1 : 0;
+}
+
+char* Segment::in_arena(int rank, uint64_t offset, size_t bytes) const {
+  if (offset > layout_.arena_bytes || bytes > layout_.arena_bytes - offset)
+    throw std::out_of_range("beyond the arena");
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& mapping = arenas_[rank];
+  if (!mapping) mapping = std::make_unique<Mapping>(fd_.fd, arena(rank), layout_.arena_bytes);
+  return mapping->base() + offset;
+}
 
 void Segment::ring_everybody() const {
   for (int rank = 0; rank < size(); ++rank) {

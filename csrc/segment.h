@@ -6,6 +6,7 @@
 //   Cursor        x N x N                heads and tails of the point-to-point channels
 //   outbox slots  x N x 2 x slot_bytes   what a rank shows its peers in a round
 //   channels      x N x N x kRingBytes   point-to-point rings
+//   arenas        x N x arena_bytes      buffers that peers use in place; mapped when needed
 //
 // The file is sparse: a page costs memory once it is touched, so idle channels cost nothing.
 //
@@ -16,13 +17,17 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
+#include "arena.h"
 #include "platform.h"
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 2;
+constexpr uint32_t kAbi = 3;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxWords = 2000;
@@ -55,7 +60,8 @@ struct OperationHeader {
   std::atomic<uint64_t> bytes;
   std::atomic<uint64_t> label;
   std::atomic<uint64_t> factor;  // bits of a double
-  uint64_t reserved[3];
+  std::atomic<uint64_t> input, output;  // where they are in the rank's arena, plus 1; 0: not there
+  uint64_t reserved;
 };
 static_assert(sizeof(OperationHeader) == kLine, "one header, one cache line");
 
@@ -92,7 +98,7 @@ struct Identity {
   uint64_t magic;
   uint32_t abi;
   uint32_t size;
-  uint64_t slot_bytes;
+  uint64_t slot_bytes, arena_bytes;
   uint32_t nonce_bytes;
   char nonce[kMaxNonce];
 };
@@ -108,30 +114,44 @@ struct Cursor {
   alignas(kLine) std::atomic<uint64_t> tail;
 };
 
-/// Offsets of the parts, from (size, slot_bytes) alone.
+/// Offsets of the parts, from the sizes alone.
 struct Layout {
-  Layout(int size, size_t slot_bytes);  // throws std::invalid_argument
+  Layout(int size, size_t slot_bytes, size_t arena_bytes);  // throws std::invalid_argument
 
   int size;
-  size_t slot_bytes;
-  size_t tables, cursors, outboxes, channels, total;
+  size_t slot_bytes, arena_bytes;
+  size_t tables, cursors, outboxes, channels, arenas, total;
 };
 
 /// A sealed memfd for `size` ranks; throws std::system_error where the kernel refuses.
 int create_segment(int size, size_t slot_bytes, const std::string& nonce);
+
+/// A file descriptor; closed at the end unless it was released.
+struct File {
+  explicit File(int fd_) : fd(fd_) {}
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int release() {
+    const int result = fd;
+    fd = -1;
+    return result;
+  }
+  int fd;
+};
 
 /// A mapping of a group's segment.
 class Segment {
  public:
   /// Check seals, size and header against what is expected (std::invalid_argument), then map.
   Segment(int fd, int size, const std::string& nonce);
-  ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   int size() const { return layout_.size; }
   size_t slot_bytes() const { return layout_.slot_bytes; }
-  size_t bytes() const { return layout_.total; }
+  size_t bytes() const { return layout_.arenas; }
+  size_t arena_bytes() const { return layout_.arena_bytes; }
 
   GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
   RankControl& control(int rank) const {
@@ -152,16 +172,29 @@ class Segment {
   char* ring(int source, int destination) const {
     return base_ + layout_.channels + channel(source, destination) * kRingBytes;
   }
+  /// This rank's own arena; made on first use.
+  std::shared_ptr<Arena> own_arena(int rank) const;
+  /// Where in it a buffer lies, plus 1; 0 where it does not. Cheap while there is no arena.
+  uint64_t place_in_own_arena(const char* data, size_t bytes) const;
+  /// [offset, offset + bytes) of any rank's arena; throws std::out_of_range, std::system_error.
+  char* in_arena(int rank, uint64_t offset, size_t bytes) const;
   /// Wake whoever sleeps anywhere in this group.
   void ring_everybody() const;
 
  private:
+  size_t arena(int rank) const { return layout_.arenas + rank * layout_.arena_bytes; }
   size_t channel(int source, int destination) const {
     return static_cast<size_t>(destination) * layout_.size + source;
   }
 
   Layout layout_;
-  char* base_ = nullptr;
+  File fd_;
+  std::unique_ptr<Mapping> mapping_;
+  char* base_;
+  mutable std::mutex mutex_;  // guards what follows
+  mutable std::shared_ptr<Arena> own_arena_;
+  mutable std::atomic<bool> has_arena_{false};
+  mutable std::vector<std::unique_ptr<Mapping>> arenas_;
 };
 
 }  // namespace tilework

@@ -67,6 +67,13 @@ def learn_torch(
     """Tell the core what Direct works with; False if this torch does not let it see tensors.
     `in_library`: whether a file's frames are not the program's own."""
 
+class Arena:
+    """Memory in the segment, for buffers that the core's operations use where they are."""
+    def allocate(self, bytes: int) -> int:
+        """An address, aligned to 64; 0 where there is no room."""
+    def release(self, address: int) -> None: ...
+    def used_bytes(self) -> int: ...
+
 class Journal:
     """A ring of the last operations; comm.flight.ring.Ring in the core, which Direct writes too."""
     def __init__(self, capacity: int) -> None: ...
@@ -169,6 +176,8 @@ class Group:
         its own cause is already known. The first abort wins; kind and text are kept."""
     def aborted(self) -> tuple[int, str, str] | None:
         """(rank, kind, text) of the abort, None if there was none."""
+    def arena(self) -> Arena:
+        """This rank's own arena; it may be kept after the group is closed."""
     def close(self) -> None:
         """Leave: peers that still need this rank get Fault("peer_lost"). Idempotent; fails
         pending tickets with "closed" and joins the core's threads."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilework.comm.contract import Options, ProcessGroup, Work
@@ -68,6 +69,10 @@ class DispatchGroup(ProcessGroup):
                 f"{self.name()!r}; name one: backend='{self.name()},{device}:…'"
             )
         return end
+
+    def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        end = self.by_device.get("cpu")
+        return (super() if end is None else end).empty(*size, dtype=dtype)
 
     def barrier(self, opts: Options | None = None) -> Work:
         return self.ends[0].barrier(opts)

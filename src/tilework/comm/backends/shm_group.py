@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -179,6 +180,20 @@ class ShmGroup(NativeGroup):
         if _sees_tensors:
             direct = _core.Direct(engine.group, ring.journal, self.timeout, fail)
             self.direct = direct  # type: ignore[assignment]  # the same methods
+
+    def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        dtype = dtype or torch.get_default_dtype()
+        if min(shape, default=1) < 0 or shape.numel() == 0:
+            return super().empty(*shape, dtype=dtype)
+        nbytes = shape.numel() * dtype.itemsize
+        arena = self.engine.group.arena()
+        address = arena.allocate(nbytes)
+        if address == 0:
+            return super().empty(*shape, dtype=dtype)
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        weakref.finalize(memory, arena.release, address).atexit = False
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _direct_failed(
         self, why: Any, slot: int, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
