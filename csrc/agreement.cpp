@@ -12,6 +12,7 @@ namespace tilework {
 namespace {
 
 constexpr uint64_t kRagged = uint64_t{1} << 24;
+constexpr int64_t kMostBytes = int64_t{1} << 40;  // no host sends more: the table is garbage
 constexpr auto relaxed = std::memory_order_relaxed;  // the step counter publishes the headers
 
 uint64_t pack(const Operation& operation, bool is_ragged) {
@@ -129,7 +130,7 @@ uint64_t compare_pairs(const Segment& segment, unsigned parity, const std::vecto
     for (int to = 0; to < size; ++to) {
       if (from == to || !routed(kind, calls[0].root(), from, to)) continue;
       const int64_t sent = tables.sends(from, to), expected = tables.expects(to, from);
-      if (sent != expected || sent < 0)
+      if (sent != expected || sent < 0 || sent > kMostBytes)
         throw Fault("mismatch", {std::min(from, to), std::max(from, to)},
                     "rank " + std::to_string(from) + " sends " + std::to_string(sent) +
                         " bytes to rank " + std::to_string(to) + ", which expects " +

@@ -76,9 +76,8 @@ Group::Group(int fd, int rank, int size, const std::string& nonce)
       size_(size),
       pid_(getpid()),
       generation_(fork_generation()),
-      pace_(pace_for(size)),
-      background_pace_(background_pace_for(size)),
-      engine_(std::make_unique<Engine>(fd, rank, size, nonce)) {}
+      engine_(std::make_unique<Engine>(fd, rank, size, nonce)),
+      cores_(engine_->station.cores()) {}
 
 Group::~Group() {
   close();
@@ -97,6 +96,7 @@ Patience Group::patience(double timeout, SignalCheck signals, Pace pace) const {
 
 /// Number the operation; true if this thread may execute it now, false if it must be queued.
 bool Group::claim(Operation& operation, bool inline_only) {
+  if (sequence_ == 1) cores_ = engine_->station.cores();  // now that all are here
   operation.sequence = ++sequence_;
   if (!inline_only || busy_ || !queue_.empty()) return false;
   busy_thread_ = std::this_thread::get_id();
@@ -134,7 +134,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals) {
     ~Release() { group.release(); }
     Group& group;
   } release{*this};
-  engine_->collectives.execute(operation, patience(timeout, signals, pace_));
+  engine_->collectives.execute(operation, patience(timeout, signals, pace()));
 }
 
 std::shared_ptr<Ticket> Group::submit(Operation& operation, double timeout) {
@@ -156,10 +156,10 @@ std::shared_ptr<Ticket> Group::enqueue(const Operation& operation, double timeou
 
 void Group::wait_for_queued(Ticket& ticket, SignalCheck signals) {
   try {
-    ticket.sleep_until_done(patience(-1, signals, background_pace_));
+    ticket.sleep_until_done(patience(-1, signals, background_pace()));
   } catch (const Interrupted&) {
     engine_->collectives.cancel();  // the caller may free the buffers once we return
-    ticket.sleep_until_done(patience(-1, nullptr, background_pace_));
+    ticket.sleep_until_done(patience(-1, nullptr, background_pace()));
     throw;
   }
   if (auto fault = ticket.fault()) throw *fault;
@@ -181,7 +181,7 @@ void Group::run_thread() {
     std::optional<Fault> fault;
     try {
       engine_->collectives.execute(next->operation,
-                                   patience(next->timeout, nullptr, background_pace_));
+                                   patience(next->timeout, nullptr, background_pace()));
     } catch (const Fault& caught) {
       fault = caught;
     }
@@ -216,10 +216,10 @@ bool Group::wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signa
       std::lock_guard<std::mutex> lock(order_);
       refuse_to_block();
     }
-    return ticket.sleep_until_done(patience(timeout, signals, background_pace_));
+    return ticket.sleep_until_done(patience(timeout, signals, background_pace()));
   }
   Entry entry(*this);
-  return engine_->mail.wait(ticket, patience(timeout, signals, pace_));
+  return engine_->mail.wait(ticket, patience(timeout, signals, pace()));
 }
 
 // ---- looking around --------------------------------------------------------------------------
@@ -287,7 +287,7 @@ bool Group::everybody_spoke(bool thorough) const {
 
 std::vector<std::optional<std::string>> Group::heard(double timeout, SignalCheck signals) {
   Entry entry(*this);
-  const Patience bounds = patience(timeout, signals, pace_);
+  const Patience bounds = patience(timeout, signals, pace());
   bool thorough = true;
   while (!closing_) {
     Sleeper sleeper(control(rank_).turn_bell, engine_->station.sleeps);

@@ -83,6 +83,10 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(int fd, int rank, int size, const std::string& nonce);
 
   RankControl& control(int rank) const { return engine_->station.segment.control(rank); }
+  Pace pace() const { return pace_for(size_, cores_.load(std::memory_order_relaxed)); }
+  Pace background_pace() const {
+    return background_pace_for(size_, cores_.load(std::memory_order_relaxed));
+  }
   Patience patience(double timeout, SignalCheck signals, Pace pace) const;
   std::shared_ptr<Ticket> enqueue(const Operation& operation, double timeout);
   void wait_for_queued(Ticket& ticket, SignalCheck signals);
@@ -96,10 +100,10 @@ class Group : public std::enable_shared_from_this<Group> {
 
   const int rank_, size_, pid_;
   const unsigned generation_;
-  const Pace pace_, background_pace_;
   std::unique_ptr<Engine> engine_;
   Statistics last_statistics_{};
 
+  std::atomic<int> cores_;  // that the ranks may use, as far as they are here
   std::atomic<bool> closing_{false};
   std::atomic<int> inside_{0};  // entries of all threads
 

@@ -63,6 +63,9 @@ bool gone(int pid, uint64_t start_time) {
 void announce(RankControl& mine, int rank) {
   mine.pid_namespace.store(pid_namespace());
   mine.start_time.store(read_stat(getpid()).start_time);
+  uint64_t cores[kCoreWords];
+  read_usable_cores(cores);
+  for (int i = 0; i < kCoreWords; ++i) mine.cores[i].store(cores[i]);
   int32_t nobody = 0;
   if (!mine.pid.compare_exchange_strong(nobody, getpid()))
     throw std::invalid_argument("rank " + std::to_string(rank) + " is already taken, by process " +

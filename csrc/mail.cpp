@@ -180,7 +180,7 @@ void Mail::ensure_driver() {
 
 void Mail::run_thread() {
   Patience patience;
-  patience.pace = background_pace_for(station_.size);
+  patience.pace = background_pace_for(station_.size, station_.cores());
   auto needed = [this] { return pending_ > 0 && waiters_ == 0; };
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {

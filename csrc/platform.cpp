@@ -50,11 +50,13 @@ Woken futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns) {
 
 void futex_wake_all(std::atomic<uint32_t>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
 
-int available_cores() {
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  long online = sysconf(_SC_NPROCESSORS_ONLN);  // more cores than a cpu_set_t holds
-  return online > 0 ? static_cast<int>(online) : 1;
+void read_usable_cores(uint64_t (&words)[kCoreWords]) {
+  static_assert(sizeof words == sizeof(cpu_set_t), "as many cores as Linux's own set");
+  if (sched_getaffinity(0, sizeof words, reinterpret_cast<cpu_set_t*>(words)) == 0) return;
+  const long online = sysconf(_SC_NPROCESSORS_ONLN);  // more cores than a cpu_set_t holds
+  for (long core = 0; core < kCoreWords * 64; ++core)
+    words[core / 64] = (words[core / 64] & ~(uint64_t{1} << core % 64)) |
+                       (uint64_t{core < online} << core % 64);
 }
 
 unsigned fork_generation() { return generation.load(std::memory_order_relaxed); }

@@ -34,8 +34,9 @@ enum class Woken { kBell, kTimeout, kSignal };
 Woken futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns);
 void futex_wake_all(std::atomic<uint32_t>& word);
 
-/// How many cores this process may run on (sched_getaffinity).
-int available_cores();
+/// The cores that this process may run on (sched_getaffinity), one bit each.
+constexpr int kCoreWords = 16;
+void read_usable_cores(uint64_t (&words)[kCoreWords]);
 
 /// Changes in a forked child: what was made under another value belongs to the parent.
 unsigned fork_generation();

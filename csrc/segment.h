@@ -80,7 +80,8 @@ struct alignas(4096) RankControl {
   std::atomic<uint32_t> departed;
   std::atomic<uint64_t> pid_namespace;
   std::atomic<uint64_t> start_time;  // of the process, to see through a reused pid
-  std::atomic<uint64_t> entered;     // the step whose parity says which header is current
+  std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
+  std::atomic<uint64_t> entered;            // the step whose parity says which header is current
   alignas(128) OperationHeader headers[2];
   alignas(128) LastWords words;
 };

@@ -14,6 +14,21 @@ Station::Station(int fd, int rank_, int size_, const std::string& nonce)
   announce(segment.control(rank), rank);
 }
 
+int Station::cores() {
+  if (const int known = known_cores.load(std::memory_order_relaxed)) return known;
+  bool all_here = true;
+  uint64_t together[kCoreWords] = {};
+  for (int peer = 0; peer < size; ++peer) {
+    const RankControl& control = segment.control(peer);
+    all_here &= control.pid.load() != 0;  // published after the cores
+    for (int i = 0; i < kCoreWords; ++i) together[i] |= control.cores[i].load();
+  }
+  int count = 0;
+  for (const uint64_t word : together) count += __builtin_popcountll(word);
+  if (all_here) known_cores = count;
+  return count;
+}
+
 std::optional<Abort> Station::aborted() const {
   const AbortRecord& record = segment.header().abort;
   if (record.state.load() != 2) return std::nullopt;

@@ -34,11 +34,15 @@ struct Station {
   /// A fault naming those of `peers` that left or, with `thorough` (system calls), died.
   std::optional<Fault> lost(const std::vector<int>& peers, bool thorough);
 
+  /// How many cores the ranks may run on together: each may be bound to its own.
+  int cores();
+
   Segment segment;
   const int rank;
   const int size;
   Liveness liveness;
   std::atomic<bool> closing{false};
+  std::atomic<int> known_cores{0};
   std::atomic<uint64_t> operations{0}, bytes{0}, sleeps{0};
 };
 

@@ -23,19 +23,19 @@ struct Pace {
   int64_t yield_ns;
 };
 
-/// The pace that suits `threads` waiting threads on this process's cores. With a core for each,
+/// The pace that suits `threads` waiting threads on `cores` cores. With a core for each,
 /// answers come within a spin, and yields help where two of them share a core all the same; a
 /// yield that nobody uses costs a fraction of a microsecond, going to sleep and being woken some
 /// tens. Without, the time that a thread spins is time that the awaited one lacks.
-inline Pace pace_for(int threads) {
-  if (threads <= available_cores()) return {20 * kMicrosecond, 50 * kMicrosecond};
+inline Pace pace_for(int threads, int cores) {
+  if (threads <= cores) return {20 * kMicrosecond, 50 * kMicrosecond};
   return {200, 20 * kMicrosecond};
 }
 
 /// The pace of the core's own threads, beside which the callers compute. They do not yield: a
 /// thread that computes would keep the core for milliseconds, while a sleeper is woken at once.
-inline Pace background_pace_for(int threads) {
-  if (2 * threads <= available_cores()) return pace_for(2 * threads);
+inline Pace background_pace_for(int threads, int cores) {
+  if (2 * threads <= cores) return pace_for(2 * threads, cores);
   return {500, 0};
 }
 

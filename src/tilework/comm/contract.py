@@ -368,6 +368,12 @@ class ProcessGroup:
         """
         return []
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long operations that are called from now on may wait for other ranks."""
+        raise NotImplementedError(
+            f"backend {self.name()!r} cannot change a group's timeout; make the group with it"
+        )
+
     def abort(self, reason: str = "abort() was called") -> None:
         """Make every present and future operation raise on every rank, as if this one died.
 

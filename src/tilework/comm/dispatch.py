@@ -87,6 +87,10 @@ class DispatchGroup(ProcessGroup):
     def authenticated(self) -> bool:
         return all(end.authenticated for end in self.ends)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        for end in self.ends:
+            end.set_timeout(timeout)
+
     def abort(self, reason: str = "abort() was called") -> None:
         for end in self.ends:
             end.abort(reason)

@@ -323,10 +323,8 @@ class NativeGroup(ProcessGroup):
         by, kind, text = aborted
         error = _ERROR_OF.get(kind, DistBackendError)
         ranks, text = _without_ranks(text)
-        return error(
-            f"{place}: {here}: the group was aborted by rank {self.global_ranks[by]}: {text}",
-            ranks=ranks,
-        )
+        whom = f"rank {self.global_ranks[by]}" if 0 <= by < self._size else "one of its ranks"
+        return error(f"{place}: {here}: the group was aborted by {whom}: {text}", ranks=ranks)
 
     # -- its life ------------------------------------------------------------------------
 
@@ -335,6 +333,9 @@ class NativeGroup(ProcessGroup):
 
     def statistics(self) -> dict[str, int]:
         return self.engine.statistics()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout.total_seconds()
 
     def abort(self, reason: str = "abort() was called") -> None:
         # To the others this rank is as good as gone.
@@ -502,7 +503,8 @@ def _with_ranks(ranks: Sequence[int], text: str) -> str:
 
 def _without_ranks(text: str) -> tuple[list[int], str]:
     numbers, _, rest = text.partition(";")
-    return [int(number) for number in numbers.split(",") if number], rest
+    decimal = [number for number in numbers.split(",") if number.isascii() and number.isdecimal()]
+    return [int(number[:9]) for number in decimal], rest
 
 
 def told(tensor: Tensor) -> str:

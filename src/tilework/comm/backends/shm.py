@@ -199,6 +199,8 @@ def _join(request: DistributedBackendOptions) -> _core.Group:
         if connection.recv(1) == _GO:
             return group
         group.close()
+    except TimeoutError:
+        pass  # rank 0 gives up at the same time, and says why
     except (OSError, ValueError) as error:
         _refuse(request, identity, error)
     finally:

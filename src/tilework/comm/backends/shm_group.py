@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -54,8 +54,9 @@ class ShmEngine:
             getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
         }
         self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
-        #: Operations whose buffers the core may still touch, oldest first.
-        self._in_flight: deque[tuple[Ticket, object]] = deque()
+        #: Tickets, and the buffers that the core may touch until they are done.
+        self._in_flight: list[list[Any]] = []
+        self._lock = threading.Lock()
         # Bound once: these are on the path of every operation.
         self.sequence = group.sequence
         self.say = group.say
@@ -67,24 +68,34 @@ class ShmEngine:
         self.group.run(*self._arguments(operation))
 
     def submit(self, operation: Operation) -> Ticket:
-        return self._keep(self.group.submit(*self._arguments(operation)), operation)
+        return self._hand_over(operation, self.group.submit, *self._arguments(operation))
 
     def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket:
-        code = self._dtypes.get(tensor.dtype, self._bytes)
-        ticket = self.group.isend(dst, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
-        return self._keep(ticket, tensor)
+        return self._hand_over(tensor, self.group.isend, dst, *self._whole(tensor), tag, timeout)
 
     def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket:
-        code = self._dtypes.get(tensor.dtype, self._bytes)
-        ticket = self.group.irecv(src, tensor.data_ptr(), tensor.nbytes, code, tag, timeout)
-        return self._keep(ticket, tensor)
+        return self._hand_over(tensor, self.group.irecv, src, *self._whole(tensor), tag, timeout)
 
-    def _keep(self, ticket: Ticket, buffers: object) -> Ticket:
-        """Hold what the core was given until it is done with it, whatever the user drops."""
-        while self._in_flight and self._in_flight[0][0].done():
-            self._in_flight.popleft()
-        if not ticket.done():
-            self._in_flight.append((ticket, buffers))
+    def _whole(self, tensor: Tensor) -> tuple[int, int, int]:
+        code = self._dtypes.get(tensor.dtype, self._bytes)
+        return tensor.data_ptr(), tensor.nbytes, code
+
+    def _hand_over(self, buffers: object, start: Callable[..., Ticket], *args: Any) -> Ticket:
+        """Start what goes on by itself; hold what the core uses until it is done with that.
+
+        Held before it is handed over: a signal handler may raise in between, and nobody knows
+        then whether the core has it. Such an entry, without a ticket, stays until the end.
+        """
+        entry: list[Any] = [None, buffers]
+        with self._lock:
+            self._in_flight = [e for e in self._in_flight if e[0] is None or not e[0].done()]
+            self._in_flight.append(entry)
+        try:
+            entry[0] = ticket = start(*args)
+        except (ValueError, self.fault_type):
+            with self._lock:
+                self._in_flight.remove(entry)
+            raise
         return ticket
 
     def _arguments(self, operation: Operation) -> tuple[Any, ...]:
@@ -118,7 +129,7 @@ class ShmEngine:
 
     def close(self) -> None:
         self.group.close()
-        self._in_flight.clear()
+        self._in_flight = []
 
     def statistics(self) -> dict[str, int]:
         return self.group.statistics()
