@@ -55,19 +55,21 @@ class Backend(str):
     UNDEFINED: ClassVar[str] = "undefined"
     THREADS: ClassVar[str] = "threads"
     SHM: ClassVar[str] = "shm"
+    HYBRID: ClassVar[str] = "hybrid"
     GLOO: ClassVar[str] = "gloo"
     NCCL: ClassVar[str] = "nccl"
     UCC: ClassVar[str] = "ucc"
     MPI: ClassVar[str] = "mpi"
 
     #: Every known name, in the order of registration.
-    backend_list: ClassVar[list[str]] = [UNDEFINED, THREADS, SHM, GLOO, NCCL, UCC, MPI]
+    backend_list: ClassVar[list[str]] = [UNDEFINED, THREADS, SHM, HYBRID, GLOO, NCCL, UCC, MPI]
     #: Backends that users registered, by upper-case name.
     plugins: ClassVar[dict[str, BackendPlugin]] = {}
     #: The device types that each backend serves.
     backend_capability: ClassVar[dict[str, list[str]]] = {
         THREADS: ["cpu"],
         SHM: ["cpu"],
+        HYBRID: ["cpu"],
         GLOO: ["cpu", "cuda"],
         NCCL: ["cuda"],
         UCC: ["cpu", "cuda"],
@@ -152,6 +154,8 @@ def is_backend_available(backend: str) -> bool:
         return True
     if name == Backend.SHM:
         return core_error() is None
+    if name == Backend.HYBRID:
+        return core_error() is None and _engine_available(Backend.GLOO)
     if name in (Backend.GLOO, Backend.NCCL, Backend.UCC, Backend.MPI):
         return _engine_available(name)
     return False

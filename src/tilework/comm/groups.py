@@ -14,6 +14,7 @@ from tilework.comm.backend import (
     BackendConfig,
     DistributedBackendOptions,
     core_error,
+    is_backend_available,
 )
 from tilework.comm.backends import make_backend
 from tilework.comm.contract import ProcessGroup
@@ -53,7 +54,7 @@ def init_process_group(
 
     Args:
         backend: A backend's name, or pairs like "cpu:shm,cuda:nccl". None: what ``tilework run
-            --backend`` said; else shm where all ranks share one host, gloo where they do not
+            --backend`` said; else shm where all ranks share one host, hybrid where they do not
             (and nccl for cuda tensors where there is a GPU).
         init_method: A URL to meet at; None means "env://". Not together with ``store``.
         timeout: How long an operation may wait for other ranks; None: what ``tilework run
@@ -158,14 +159,15 @@ class _Plan:
     desc: str = ""
 
     def make(self, config: BackendConfig, pg_options: Any, fall_back: bool) -> ProcessGroup:
-        """Make and register it; with ``fall_back``, on gloo where hosts share no memory."""
+        """Make and register it; with ``fall_back``, on hybrid where ranks share no memory."""
         try:
             group = self._make(config, pg_options)
         except Exception as error:
             if not (fall_back and getattr(error, "elsewhere", False)):
                 raise
-            logger.info("ranks do not share one host, using gloo: %s", error)
-            config = BackendConfig(str(config).replace("cpu:shm", "cpu:gloo"))
+            instead = "hybrid" if is_backend_available("hybrid") else "gloo"
+            logger.info("ranks do not share one host, using %s: %s", instead, error)
+            config = BackendConfig(str(config).replace("cpu:shm", f"cpu:{instead}"))
             group = self._make(config, pg_options)
         backends = config.get_device_backend_map()
         backend = backends.get("cpu", next(iter(backends.values())))

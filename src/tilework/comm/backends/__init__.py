@@ -7,6 +7,7 @@ from typing import Any
 
 from tilework.comm.backend import Backend, DistributedBackendOptions
 from tilework.comm.backends.engines import ENGINES
+from tilework.comm.backends.hybrid import create_hybrid_group
 from tilework.comm.backends.shm import create_shm_group
 from tilework.comm.backends.threads import create_threads_group
 from tilework.comm.contract import ProcessGroup
@@ -14,6 +15,7 @@ from tilework.comm.contract import ProcessGroup
 BUILT_IN: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
     "threads": create_threads_group,
     "shm": create_shm_group,
+    "hybrid": create_hybrid_group,
     **ENGINES,
 }
 

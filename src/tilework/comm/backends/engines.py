@@ -118,14 +118,14 @@ def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
     splits = [[part.numel() for part in parts] for parts in (targets, sources)]
     work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
     work.wait()
-    for part, came in zip(targets, target.split(splits[0]), strict=True):
+    for part, came in zip(targets, torch.split(target, splits[0]), strict=True):
         part.copy_(came)
     return work
 
 
 def _split(parts: Parts, size: int) -> list[Tensor]:
     if isinstance(parts, Tensor):
-        return list(_bytes(parts).split(max(parts.nbytes // size, 1)))
+        return list(torch.split(_bytes(parts), max(parts.nbytes // size, 1)))
     return _all_bytes(parts)
 
 
@@ -242,25 +242,32 @@ class TorchEngine(OrderedEngine):
         self._story.tell_abort(kind, text)
 
     def interrupt(self) -> None:
-        """A wait that times out closes all connections of the group: the one way to end others."""
-        if self.size == 1 or self._backend is None:
-            return
-        peer = (self.rank + 1) % self.size
-        try:
-            self._backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(
-                timedelta(milliseconds=1)
-            )
-        except RuntimeError:
-            return
+        if self._backend is not None:
+            end_connections(self._backend, self.rank, self.size)
 
     def release(self) -> None:
         self._backend = None
 
 
+def end_connections(backend: Any, rank: int, size: int) -> None:
+    """Make every wait on a Gloo object fail, here and at the other ends.
+
+    The one way to: a wait that times out closes all its connections. Its abort() ends nothing.
+    """
+    for peer in (other for other in range(size) if other != rank):
+        nothing = torch.empty(1, dtype=torch.uint8)
+        try:
+            backend.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            # A connection that was closed already fails without closing the others.
+            if "timed out" in str(error).lower():
+                return
+
+
 class StreamEngine(TorchEngine):
     """An engine whose operations run on a device's streams: none waits on a thread."""
 
-    def submit(self, operation: Operation) -> TorchTicket:  # type: ignore[override]
+    def submit(self, operation: Operation) -> TorchTicket:
         self.check_open()
         self._entered += 1
         work = _CALLS[operation.kind](self._backend, operation, self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from tilework.store import PrefixStore, Store
 
@@ -18,8 +19,8 @@ def address_towards(store: Store) -> str | None:
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if not isinstance(host, str) or not isinstance(port, int):
         return None
-    for family, kind, protocol, _, where in _resolved(host, port):
-        with socket.socket(family, kind, protocol) as probe:
+    for family, where in _resolved(host, port):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(where)  # a datagram socket: this only chooses the route
             except OSError:
@@ -28,9 +29,9 @@ def address_towards(store: Store) -> str | None:
     return None
 
 
-def _resolved(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str | int, ...]]]:
+def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
         return []
-    return [(int(f), int(k), p, name, where) for f, k, p, name, where in found]
+    return [(family, where) for family, _, _, _, where in found]

@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 from tilework.comm.backends.engine import Fault, Operation
@@ -123,7 +124,7 @@ class OrderedEngine(ABC):
 
     def _work(self) -> None:
         for operation, errand in iter(self._queue.get, None):
-            fault = self.outcome(lambda operation=operation: self.perform(operation))
+            fault = self.outcome(partial(self.perform, operation))
             with self._lock:
                 self._queued -= 1
             errand.complete(fault)

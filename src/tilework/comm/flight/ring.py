@@ -40,6 +40,10 @@ Shapes = Sequence[Sequence[int]]
 What = tuple[str, object, Shapes, Shapes, object, "int | None"]
 
 
+#: Their inputs have the shape of their outputs.
+_IN_PLACE: Final = ("all_reduce", "broadcast")
+
+
 def describe(what: What | str) -> str:
     """For a person: the title, dtype, shapes and arguments.
 
@@ -54,6 +58,8 @@ def describe(what: What | str) -> str:
     if dtype is not None:
         words.append(str(dtype).removeprefix("torch."))
     sides = {"in": _told(inputs), "out": _told(outputs)}
+    if title in _IN_PLACE and outputs:
+        sides["in"] = ""
     given = {side: text for side, text in sides.items() if text}
     words.append(", ".join(f"{s} {t}" if len(given) > 1 else t for s, t in given.items()))
     if reduction is not None:

@@ -1,0 +1,436 @@
+"""The ``hybrid`` backend: shared memory within each host, torch's Gloo between hosts.
+
+Every collective begins with a meeting: the ranks of each host gather their headers in shared
+memory, the first rank of each host exchanges them with the other hosts over a wire, and all
+compare them. Only then data moves (:mod:`.hybrid_steps`), so that what Gloo cannot survive,
+sizes that differ, never reaches it. Deaths and aborts come over the wires (:mod:`.wires`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backends.engine import Fault, Kind, Operation, Parts, Ticket
+from tilework.comm.backends.engines import check_available, end_connections, make_gloo_backend
+from tilework.comm.backends.hybrid_header import disagreement, header_bytes, header_of
+from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
+from tilework.comm.backends.hybrid_mail import Mailbox
+from tilework.comm.backends.hybrid_steps import STEPS
+from tilework.comm.backends.interfaces import address_towards
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.ordered import Errand, FaultArgs, OrderedEngine, until
+from tilework.comm.backends.torch_ticket import TorchTicket
+from tilework.comm.backends.wires import Wires, Word, connect_all
+from tilework.comm.lacks import Lack
+from tilework.comm.reduce_op import AnyReduceOp
+from tilework.errors import DistBackendError
+from tilework.store import PrefixStore
+
+_NUMBER = struct.Struct("=Q")
+#: How often a rank that waits for another host looks around.
+_LOOK_SECONDS = 0.05
+#: How long a rank that fails waits for other hosts to say why.
+_ASK_SECONDS = 0.3
+#: A rank whose leader waits for other hosts leaves it to the leader to give up first.
+_LEADER_SECONDS = 1.5
+#: Gloo's tags: collectives use one, messages one each from the next on.
+_COLLECTIVES = 0
+
+
+class HybridEngine(OrderedEngine):
+    """One rank's end: a group in shared memory, wires to all ranks, Gloo to other hosts."""
+
+    name = "hybrid"
+
+    def __init__(self, hosts: Hosts, shared: NativeGroup, wires: Wires, backend: Any) -> None:
+        super().__init__(hosts.me, sum(len(ranks) for ranks in hosts.ranks))
+        self.hosts = hosts
+        self._shm = shared.engine
+        self._wires = wires
+        self._backend = backend
+        self._mail = Mailbox(self)
+        self._changed = threading.Condition()
+        self._performed = 0
+        self._deadline = 0.0
+        self._sent_bytes = 0
+        self._last = "nothing yet"
+        #: By (host, number of the operation).
+        self._headers: dict[tuple[int, int], bytes] = {}
+        self._left: set[int] = set()
+        self._died: dict[int, float] = {}
+        self._words: list[str | None] = [None] * self.size
+        #: By host: who is missing there, as told by those who waited for them.
+        self._missing: dict[int, list[int]] = {}
+        wires.start(self, f"tilework-wires-{hosts.me}")
+
+    # -- collectives ---------------------------------------------------------------------
+
+    def perform(self, operation: Operation) -> None:
+        self.check_open()
+        self._deadline = time.monotonic() + operation.timeout
+        self._performed += 1
+        with torch.inference_mode():
+            self._meet(operation)
+            STEPS[operation.kind](self, operation)
+
+    def _meet(self, operation: Operation) -> None:
+        """Exchange headers with every rank, and make sure that all agree."""
+        hosts, length = self.hosts, header_bytes(self.size) // 8
+        gathered = torch.empty((len(hosts.local), length), dtype=torch.int64)
+        mine = header_of(operation, self.rank, self.size)
+        try:
+            self.local("all_gather", [mine], gathered)
+        except Fault as fault:
+            kind, ranks, detail = fault.args
+            if kind != "timeout":
+                raise
+            raise Fault(kind, self._absent(ranks), detail) from None
+        headers = torch.empty((self.size, length), dtype=torch.int64)
+        if hosts.local_rank == 0:
+            self._exchange(gathered, headers)
+        else:
+            self._deadline += _LEADER_SECONDS
+        self.local("broadcast", (), [headers], root=0)
+        at_fault, why = disagreement(headers)
+        if at_fault:
+            raise Fault("mismatch", tuple(at_fault), why)
+        self._last = f"#{self._performed} {operation.title or operation.kind}"
+
+    def _exchange(self, gathered: Tensor, headers: Tensor) -> None:
+        """A leader's part: its host's headers to the other leaders, theirs into ``headers``."""
+        hosts, number = self.hosts, self._performed
+        frame = _NUMBER.pack(number) + bytes(gathered.untyped_storage())
+        for host in hosts.others:
+            self._wires.send(hosts.ranks[host][0], Word.HEADER, frame)
+        headers[list(hosts.local)] = gathered
+        for host in hosts.others:
+            self._await_header(host, number)
+            data = bytearray(self._headers.pop((host, number)))
+            rows = torch.frombuffer(data, dtype=torch.int64).view(len(hosts.ranks[host]), -1)
+            headers[list(hosts.ranks[host])] = rows
+
+    def _await_header(self, host: int, number: int) -> None:
+        leader, begun = self.hosts.ranks[host][0], time.monotonic()
+        with self._changed:
+            while (host, number) not in self._headers:
+                self.check_open()
+                now = time.monotonic()
+                lost = [leader] if leader in self._left or leader in self._died else []
+                # Another rank that died may have done its part before.
+                lost = lost or [r for r, t in self._died.items() if now - t > _ASK_SECONDS]
+                if lost:
+                    raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
+                if now > self._deadline:
+                    break
+                self._changed.wait(_LOOK_SECONDS)
+            else:
+                return
+        raise Fault("timeout", self._absent(()), f"waited {time.monotonic() - begun:.1f} s")
+
+    def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
+        """Everyone who is missing: ``here`` on this host, and what the other hosts say."""
+        others = self.hosts.others
+        self._wires.send_all(Word.MISSING, json.dumps(list(here)).encode())
+        until(lambda: self.abortion is not None or len(self._missing) == len(others), _ASK_SECONDS)
+        self.check_open()
+        missing = set(here)
+        for host in others:
+            missing.update(self._missing.get(host, self.hosts.ranks[host]))
+        return tuple(sorted(missing))
+
+    def local(
+        self,
+        kind: Kind,
+        inputs: Parts,
+        outputs: Parts,
+        reduce_op: AnyReduceOp | None = None,
+        root: int = 0,
+    ) -> None:
+        limit = max(self._deadline - time.monotonic(), 0.001)
+        operation = Operation(kind, inputs, outputs, reduce_op, root, limit)
+        try:
+            self._shm.run(operation)
+        except self._shm.fault_type as fault:
+            raise Fault(*self._from_local(fault.args)) from None
+
+    def _from_local(self, fault: tuple[Any, ...]) -> FaultArgs:
+        """A fault in shared memory as one of the group."""
+        kind, ranks, detail = fault
+        if self.closed or kind == "closed":
+            return ("closed", (self.rank,), "")
+        told = self._shm.aborted()
+        if kind == "aborted" and told is not None:
+            by, _, text = told[2].partition(":")
+            self.hear_abort(int(by), told[1], text)
+        if self.abortion is not None:
+            return ("aborted", (self.abortion[0],), self.abortion[2])
+        return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
+
+    def start(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> _Transfers:
+        transfers = _Transfers(self)
+        for rank, tensor in receives:
+            if tensor.numel():
+                transfers.add(rank, tensor, self._backend.recv)
+        for rank, tensor in sends:
+            if tensor.numel():
+                self._sent_bytes += tensor.nbytes
+                transfers.add(rank, tensor, self._backend.send)
+        return transfers
+
+    def left_seconds(self) -> float:
+        """What is left of the running operation's time."""
+        return max(self._deadline - time.monotonic(), 0.1)
+
+    def blocking(self, act: Callable[[], object], peer: int = -1) -> None:
+        """Call into Gloo, with its failures as faults."""
+        try:
+            act()
+        except RuntimeError as error:
+            raise Fault(*self._why(error, peer)) from error
+
+    def _why(self, error: RuntimeError, peer: int) -> FaultArgs:
+        until(lambda: self.closed or self.abortion is not None, 2 * _ASK_SECONDS)
+        try:
+            self.check_open()
+        except Fault as fault:
+            return fault.args
+        detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
+        ranks = tuple(self._died) or ((peer,) if peer >= 0 else ())
+        late = "timed out" in str(error).lower() and not self._died
+        return ("timeout" if late else "peer_lost", ranks, f"gloo: {detail}")
+
+    # -- messages ------------------------------------------------------------------------
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Errand:
+        return self._mail.send(tensor, dst, tag, timeout)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Errand:
+        return self._mail.receive(tensor, src, tag, timeout)
+
+    def announce(self, rank: int, announcement: bytes) -> None:
+        self._wires.send(rank, Word.MAIL, announcement)
+
+    def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+        return self._message("send", tensor, rank, number, timeout)
+
+    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+        return self._message("recv", tensor, rank, number, timeout)
+
+    def _message(self, way: str, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+        if rank in self.hosts.local:
+            move = self._shm.isend if way == "send" else self._shm.irecv
+            try:
+                return move(tensor, self.hosts.local.index(rank), number, timeout)
+            except self._shm.fault_type as fault:
+                raise Fault(*self._from_local(fault.args)) from None
+        if way == "send":
+            self._sent_bytes += tensor.nbytes
+        memory = _bytes(tensor)
+        tag = _COLLECTIVES + 1 + number
+        try:
+            work = getattr(self._backend, way)([memory], rank, tag)
+        except RuntimeError as error:
+            raise Fault(*self._why(error, rank)) from error
+        return TorchTicket(self, work, memory, timeout)
+
+    def settled(self, ticket: Ticket) -> FaultArgs | None:
+        fault = ticket.fault()
+        if fault is None or isinstance(ticket, Errand):
+            return fault
+        return self._from_local(fault)
+
+    def unreachable(self, source: int) -> list[int]:
+        gone = self._left | set(self._died)
+        if source >= 0:
+            return [source] if source in gone else []
+        return sorted(gone) if len(gone) == self.size - 1 else []
+
+    def wake(self) -> None:
+        self._wires.wake()
+
+    # -- what comes over the wires -------------------------------------------------------
+
+    def hear(self, source: int, word: Word, payload: bytes) -> None:
+        if word is Word.MAIL:
+            self._mail.hear(source, payload)
+            return
+        if word is Word.ABORT:
+            kind, text = json.loads(payload)
+            self._hear_abort_of(source, kind, text)
+        with self._changed:
+            if word is Word.HEADER:
+                (number,) = _NUMBER.unpack_from(payload)
+                self._headers[self.hosts.host_of(source), number] = payload[_NUMBER.size :]
+            elif word is Word.LAST_WORDS:
+                self._words[source] = payload.decode()
+            elif word is Word.MISSING:
+                self._missing[self.hosts.host_of(source)] = json.loads(payload)
+            elif word is Word.GOODBYE:
+                self._left.add(source)
+            self._changed.notify_all()
+
+    def _hear_abort_of(self, source: int, kind: str, text: str) -> None:
+        if self.hear_abort(source, kind, text):
+            self._abort_locally(source, kind, text)
+            self.interrupt()
+
+    def lose(self, source: int) -> None:
+        with self._changed:
+            if source not in self._left:
+                self._died[source] = time.monotonic()
+            self._changed.notify_all()
+
+    def tick(self) -> bool:
+        return self._mail.sweep()
+
+    # -- the end -------------------------------------------------------------------------
+
+    def last_entered(self) -> list[str]:
+        return [self._last] * self.size
+
+    def say(self, text: str) -> None:
+        with self._changed:
+            self._words[self.rank] = text
+        self._wires.send_all(Word.LAST_WORDS, text.encode())
+
+    def heard(self, timeout: float) -> list[str | None]:
+        with self._changed:
+            self._changed.wait_for(lambda: None not in self._words, timeout)
+            return list(self._words)
+
+    def tell(self, kind: str, text: str) -> None:
+        self._abort_locally(self.rank, kind, text)
+        self._wires.send_all(Word.ABORT, json.dumps([kind, text]).encode())
+
+    def _abort_locally(self, by: int, kind: str, text: str) -> None:
+        with contextlib.suppress(self._shm.fault_type):  # closed here meanwhile
+            self._shm.abort(kind, f"{by}:{text}")
+
+    def interrupt(self) -> None:
+        self._wires.wake()
+        if self._backend is not None:
+            end_connections(self._backend, self.rank, self.size)
+
+    def release(self) -> None:
+        self._wires.send_all(Word.GOODBYE)
+        self.interrupt()
+        self._shm.close()
+        self._mail.sweep()
+        self._wires.close()
+        self._backend = None
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            **super().statistics(),
+            "hosts": len(self.hosts.ranks),
+            "link_bytes": self._sent_bytes,
+            "segment_bytes": self._shm.statistics()["segment_bytes"],
+        }
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class _Transfers:
+    """Tensors on their way to and from other hosts."""
+
+    def __init__(self, engine: HybridEngine) -> None:
+        self._engine = engine
+        #: (rank at the other end, torch's Work, the memory that it uses)
+        self._works: list[tuple[int, Any, Tensor]] = []
+
+    def add(self, rank: int, tensor: Tensor, move: Callable[..., Any]) -> None:
+        memory = _bytes(tensor)
+
+        def begin() -> None:
+            self._works.append((rank, move([memory], rank, _COLLECTIVES), memory))
+
+        self._engine.blocking(begin, rank)
+
+    def wait(self) -> None:
+        """Block until all have arrived, or the operation's time is up."""
+        for rank, work, _ in self._works:
+            limit = timedelta(seconds=self._engine.left_seconds())
+            self._engine.blocking(partial(work.wait, limit), rank)
+
+
+class HybridGroup(NativeGroup):
+    """A group of ranks on several hosts."""
+
+    lacks: ClassVar[frozenset[Lack]] = frozenset({Lack.RANK_ORDER, Lack.WIDE_SUMS})
+
+    def __init__(self, engine: HybridEngine, request: DistributedBackendOptions) -> None:
+        super().__init__(engine, request.group_rank, request.group_size, request.timeout)
+        self._authenticated = request.store.authenticated
+
+    @property
+    def authenticated(self) -> bool:
+        return self._authenticated
+
+
+def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
+    """Make this rank's end of a group. Collective; blocks until all ranks came.
+
+    Where all of them share memory it is a group in shared memory, and nothing else.
+
+    Raises:
+        DistBackendError: The core or Gloo is missing, or some rank did not come in time.
+    """
+    check_available("gloo")
+    hosts, shared = share_memory(request)
+    if len(hosts.ranks) == 1:
+        shared.engine.name = HybridEngine.name
+        return shared
+    address = address_towards(request.store) or _own_address()
+    try:
+        wires = connect_all(request, address)
+    except BaseException:
+        shared.close()
+        raise
+    try:
+        link = make_gloo_backend(_link_request(request), address)
+    except RuntimeError as error:
+        shared.close()
+        wires.close()
+        raise DistBackendError(
+            f"gloo could not connect the hosts of group {request.group_id!r}: {error}"
+        ) from error
+    return HybridGroup(HybridEngine(hosts, shared, wires, link), request)
+
+
+def _link_request(request: DistributedBackendOptions) -> DistributedBackendOptions:
+    return DistributedBackendOptions(
+        PrefixStore("link", request.store),
+        request.group_rank,
+        request.group_size,
+        request.timeout,
+        request.group_id,
+        request.global_ranks_in_group,
+    )
+
+
+def _own_address() -> str:
+    """Where this host's name leads, if that is here."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return "127.0.0.1"
+    return address

@@ -1,0 +1,112 @@
+"""Which ranks of a group share a host, and what follows for the ways between hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.shm import CannotShareMemoryError, create_shm_group
+from tilework.store import PrefixStore
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The group ranks of each host, as one of them sees it.
+
+    A *lane* is a set of ranks, one of each host, that carry a share of what goes between hosts:
+    as many lanes as the smallest host has ranks.
+
+    Example:
+        >>> hosts = Hosts(((0, 1, 4), (2, 3)), 3)
+        >>> hosts.lanes, hosts.lane, hosts.peer(0)
+        (2, 1, 1)
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    me: int
+
+    @cached_property
+    def index(self) -> int:
+        """This rank's host."""
+        return self.host_of(self.me)
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.ranks[self.index]
+
+    @cached_property
+    def local_rank(self) -> int:
+        """This rank's number on its host."""
+        return self.local.index(self.me)
+
+    @cached_property
+    def lanes(self) -> int:
+        """How many ranks of each host exchange with other hosts in reductions and copies."""
+        return min(len(ranks) for ranks in self.ranks)
+
+    @property
+    def lane(self) -> int | None:
+        """This rank's lane; None if it has none."""
+        return self.local_rank if self.local_rank < self.lanes else None
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """The other hosts, nearest after this one first, so that not all begin with the same."""
+        count = len(self.ranks)
+        return tuple((self.index + step) % count for step in range(1, count))
+
+    def peer(self, host: int) -> int:
+        """The rank of this rank's lane on ``host``."""
+        return self.ranks[host][self.local_rank]
+
+    def host_of(self, rank: int) -> int:
+        """The host of ``rank``."""
+        return next(h for h, ranks in enumerate(self.ranks) if rank in ranks)
+
+
+def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, NativeGroup]:
+    """Find who shares a host, by sharing memory with them. Collective; blocks until all came.
+
+    Ranks whose kernel, network namespace and user are the same try; where that fails, each of
+    them counts as a host of its own.
+    """
+    store, me, size = request.store, request.group_rank, request.group_size
+    everyone = range(size)
+    store.set(f"host/{me}", host_identity(request))
+    found = store.multi_get([f"host/{rank}" for rank in everyone])
+    candidates = tuple(rank for rank in everyone if found[rank] == found[me])
+    try:
+        group = create_shm_group(_part(request, candidates, "shared"), None)
+    except CannotShareMemoryError:
+        candidates = (me,)
+        group = create_shm_group(_part(request, candidates, f"alone_{me}"), None)
+    store.set(f"shares/{me}", " ".join(map(str, candidates)))
+    told = store.multi_get([f"shares/{rank}" for rank in everyone])
+    hosts = sorted({tuple(int(rank) for rank in text.split()) for text in told})
+    return Hosts(tuple(hosts), me), group
+
+
+def _part(
+    request: DistributedBackendOptions, ranks: tuple[int, ...], name: str
+) -> DistributedBackendOptions:
+    return replace(
+        request,
+        store=PrefixStore(f"{name}_{ranks[0]}", request.store),
+        group_rank=ranks.index(request.group_rank),
+        group_size=len(ranks),
+        global_ranks_in_group=tuple(request.global_ranks_in_group[rank] for rank in ranks),
+    )
+
+
+def host_identity(request: DistributedBackendOptions) -> str:
+    """What ranks that could share memory have in common. Only says who should try."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"

@@ -1,0 +1,140 @@
+"""Two real hosts on one machine: network namespaces joined by a link that may be slow.
+
+Each has its own interfaces, addresses and (abstract) Unix sockets, so that ranks on different
+ones share no memory and reach each other over the link only. Needs Linux, root, ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import tilework.distributed as dist
+from tilework.testing.ranks import run_ranks
+
+_Result = TypeVar("_Result")
+_CLONE_NEWNET = 0x4000_0000
+_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with one interface besides its loopback."""
+
+    name: str
+    interface: str
+    address: str
+
+    def enter(self) -> None:
+        """Move the calling thread, and those that it starts, there. There is no way back."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
+
+    def run(self, *command: str) -> str:
+        """Run a command there; return what it prints."""
+        return _run("ip", "netns", "exec", self.name, *command)
+
+    def sent_bytes(self) -> int:
+        """How much has left over the link, all headers included."""
+        return int(self.run("cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"))
+
+
+def why_no_hosts() -> str | None:
+    """Why hosts cannot be made here; None if they can."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "making network namespaces needs root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (Debian: apt install iproute2)"
+    try:
+        with two_hosts(mbit=100):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"this system does not let network namespaces be made: {error.stderr.strip()}"
+
+
+@contextlib.contextmanager
+def two_hosts(mbit: int | None = None) -> Iterator[tuple[Host, Host]]:
+    """Two hosts joined by a link of ``mbit`` megabits a second each way; None: unlimited.
+
+    Example::
+
+        with two_hosts(mbit=400) as hosts:
+            run_on_hosts(hosts, (0, 0, 1, 1), program)
+    """
+    mark = secrets.token_hex(3)
+    hosts = tuple(Host(f"tw-{mark}-{i}", f"tw{mark}{i}", f"10.213.77.{i + 1}") for i in range(2))
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host.name)
+        near, far = hosts
+        link = ("type", "veth", "peer", "name", far.interface, "netns", far.name)
+        near.run("ip", "link", "add", near.interface, *link)
+        for host in hosts:
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
+            host.run("ip", "link", "set", "lo", "up")
+            host.run("ip", "link", "set", host.interface, "up")
+            if mbit is not None:
+                limits = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                host.run("tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *limits)
+        yield near, far
+    finally:
+        for host in hosts:
+            if Path(f"/run/netns/{host.name}").exists():
+                _run("ip", "netns", "delete", host.name)
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    host_of: Sequence[int],
+    fn: Callable[[int], _Result],
+    backend: str | None = "hybrid",
+    timeout: timedelta = timedelta(seconds=30),
+) -> list[_Result]:
+    """Run ``fn(rank)`` in processes, rank r on ``hosts[host_of[r]]``; return the results.
+
+    Each rank has a default group of all of them. They meet at a store on rank 0's host.
+    """
+
+    def body(rank: int) -> _Result:
+        with joined(hosts, host_of, rank, backend, timeout):
+            return fn(rank)
+
+    return run_ranks(len(host_of), body, kind="processes", init=False, timeout=timeout)
+
+
+@contextlib.contextmanager
+def joined(
+    hosts: Sequence[Host],
+    host_of: Sequence[int],
+    rank: int,
+    backend: str | None = "hybrid",
+    timeout: timedelta = timedelta(seconds=30),
+) -> Iterator[dist.Store]:
+    """Make this process, which must have no other thread, a rank of a group of all of them."""
+    hosts[host_of[rank]].enter()
+    address, size = hosts[host_of[0]].address, len(host_of)
+    with dist.TCPStore(address, _PORT, size, rank == 0, timeout, secret=b"two hosts") as store:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        yield store
+        dist.destroy_process_group()
+        if store.add("ended", 1) == size:
+            store.set("all ended", "")
+        if rank == 0:  # it serves the store, which the others need to the end
+            store.wait(["all ended"])
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout
