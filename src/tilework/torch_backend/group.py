@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
@@ -26,6 +28,7 @@ from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
 from tilework.torch_backend.options import is_async, reduction, root, time_limit
+from tilework.torch_backend.sparse import all_reduce_sparse
 from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork, SeveralWorks
 
 BACKEND_NAME = "tilework"
@@ -46,8 +49,16 @@ def _on_cpu(operation: _Operation) -> _Operation:
         elsewhere = self._devices.group_for(self, tensor.device)
         return getattr(elsewhere, name)(*args, **kwargs)
 
-    run.__name__, run.__doc__ = name, operation.__doc__
-    return run  # type: ignore[return-value]
+    # torch.compile does not look inside: it takes a group for a thing without parts.
+    untraced = _disable_dynamo(run)
+
+    def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return untraced(self, *args, **kwargs)
+        return run(self, *args, **kwargs)
+
+    call.__name__, call.__doc__ = name, operation.__doc__
+    return call  # type: ignore[return-value]
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
@@ -113,6 +124,9 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
         (tensor,) = tensors
         op, later = reduction(opts), is_async(opts)
+        if tensor.layout is not torch.strided:
+            all_reduce_sparse(tensor, op, self._group)
+            return DoneWork(tensors)
         return self._run(tensors, collectives.all_reduce, tensor, op, async_op=later)
 
     @_on_cpu
@@ -257,6 +271,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> AnyWork:
         return self._run_rooted(tensors, p2p.irecv, tensors[0], tag=tag)
 
+    @_on_cpu
     def barrier(self, opts: Any = None) -> AnyWork:
         options = Options(timeout=time_limit(opts), asyncOp=is_async(opts))
         return RunningWork(self._group.barrier(options), self._group)
