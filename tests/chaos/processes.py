@@ -137,6 +137,7 @@ class Processes:
     # -- in a rank -----------------------------------------------------------------------
 
     def _serve(self, rank: int, say: Say) -> None:
+        self._setting.prepare()
         warm_up(self._setting)
         while True:
             turn = self._orders[rank][0].recv()
@@ -156,9 +157,7 @@ class Processes:
 def warm_up(setting: Setting) -> Holdings:
     """Have a group once, so that only what every further group leaves behind counts."""
     with dist.HashStore() as store:
-        dist.init_process_group(
-            setting.backend, store=store, rank=0, world_size=1, pg_options=setting.pg_options
-        )
+        dist.init_process_group(setting.backend, store=store, rank=0, world_size=1)
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
         work.wait()

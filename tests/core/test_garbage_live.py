@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def in_a_child(seed: int) -> str:
         status = 1
         try:
             torch.set_num_threads(1)
-            used = int(open("/proc/self/statm").read().split()[0]) * mmap.PAGESIZE
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
             resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, used + SPARE_BYTES))
             live_through(seed)
             status = 0
