@@ -43,6 +43,15 @@ sanitize: install
 chaos: install
 	@$(bin)/python -m tests.chaos $(ARGS)
 
+# libFuzzer comes with clang, which nothing else here needs.
+fuzz:
+	@command -v clang++ >/dev/null || { echo "skipped: clang++ is needed (apt install clang)"; exit 0; }; \
+	mkdir -p build/fuzz/corpus && \
+	cmake -S . -B build/fuzz -DCMAKE_CXX_COMPILER=clang++ -DTILEWORK_FUZZ=ON >build/fuzz/log 2>&1 && \
+	cmake --build build/fuzz >>build/fuzz/log 2>&1 || { cat build/fuzz/log; exit 1; }; \
+	build/fuzz/fuzz_segment -timeout=5 -malloc_limit_mb=64 -max_len=512 -max_total_time=60 \
+	  -artifact_prefix=build/fuzz/ -print_final_stats=1 $(ARGS) build/fuzz/corpus
+
 # torch's annotations leave some of its functions untyped, which only programs on it notice.
 lint: install
 	@status=0; \

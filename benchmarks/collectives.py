@@ -1,8 +1,9 @@
-"""tilework's collectives on one host against its peers', as a table of times and ratios.
+"""tilework's collectives on one host against Gloo's and Open MPI's, and against memory's limit.
 
-    python benchmarks/collectives.py            # 2 and 4 ranks, a minute or two
-    python benchmarks/collectives.py --quick    # a rough look in half of that
+    python benchmarks/collectives.py            # 2 and 4 ranks, less than five minutes
+    python benchmarks/collectives.py --quick    # a rough look, about a minute
     python benchmarks/collectives.py --ranks 2 --operations all_reduce --json out.json
+    python benchmarks/collectives.py --ranks 2 4 8 16 --operations all_reduce barrier
 
 The same processes run all peers by turns, so that whatever else the machine does at the time
 slows all of them; only the ratios mean much. A call's time is the median on the slowest rank.
@@ -11,217 +12,113 @@ slows all of them; only the ratios mean much. A call's time is the median on the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
-import math
 import os
 import platform
-import statistics
+import shutil
+import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peers import PEERS, Call, Peer
+from drawing import (
+    comparison_lines,
+    limit_lines,
+    plot,
+    scaling_table,
+    segment_table,
+    times_table,
+)
+from figures import (
+    GLOO,
+    ITEM_BYTES,
+    KIB,
+    MIB,
+    OPEN_MPI,
+    OPERATIONS,
+    TILEWORK,
+    Cell,
+    Plan,
+    combine,
+    compare,
+    to_json,
+)
+from measuring import work
 from rich.console import Console
-from rich.table import Table
 
 import tilework
-from tilework.testing import run_ranks
+from tilework.launch.cores import usable_cores
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZES = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
-#: The largest size of each operation: all_gather's output is that times the number of ranks.
-LARGEST = {
-    "all_reduce": 64 * MIB,
-    "broadcast": 64 * MIB,
-    "all_gather": 16 * MIB,
-    "reduce_scatter": 16 * MIB,
-    "all_to_all": 16 * MIB,
-    "barrier": 0,
-}
-ITEM_BYTES = 4  # float32
-LEAST_CALLS, MOST_CALLS = 3, 200  # of one peer in one round
+#: In a fresh process, since MPI must not be started in this one.
+ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; \
+print(MPI.Get_library_version())"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How much is measured."""
-
-    operations: tuple[str, ...]
-    sizes: tuple[int, ...] = SIZES
-    rounds: int = 5
-    """Turns that each peer gets on each cell."""
-    seconds: float = 0.1
-    """What one turn may take, if that allows for the least number of calls."""
-
-    def cells(self) -> Iterator[tuple[str, int]]:
-        """Each (operation, bytes) of the table."""
-        for operation in self.operations:
-            for size in self.sizes if LARGEST[operation] else (0,):
-                if size <= LARGEST[operation]:
-                    yield operation, size
+def open_mpi() -> tuple[str, str]:
+    """(its version, ""), or ("", why it cannot be measured and what to do)."""
+    if shutil.which("mpirun") is None:
+        return "", "there is no mpirun: apt install openmpi-bin libopenmpi-dev; pip install mpi4py"
+    asked = [[sys.executable, "-c", ASK_MPI], ["mpirun", "--version"]]
+    done = [subprocess.run(c, capture_output=True, text=True, timeout=60) for c in asked]
+    if done[0].returncode:
+        return "", "mpi4py cannot be imported: apt install libopenmpi-dev; pip install mpi4py"
+    if not all("Open MPI" in answer.stdout for answer in done):
+        return "", "mpirun and mpi4py are not both Open MPI's: apt install openmpi-bin"
+    return done[0].stdout.split(",")[0].removeprefix("Open MPI ").strip(), ""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One line of the table for one number of ranks."""
-
-    operation: str
-    bytes: int
-    ranks: int
-    seconds: dict[str, float]
-    """Of one call, by peer."""
-
-    def ratio(self, peer: str) -> float:
-        """How many times as long as tilework the peer takes."""
-        return self.seconds[peer] / self.seconds[PEERS[0].name]
-
-
-# -- on each rank ------------------------------------------------------------------------------
-
-
-def measure(rank: int, ranks: int, plan: Plan, folder: Path) -> list[dict[str, float]]:
-    """For each cell this rank's median seconds of a call, by peer. Collective."""
-    peers = [peer(rank, ranks, folder) for peer in PEERS]
-    medians = []
-    for operation, size in plan.cells():
-        if rank == 0:
-            note(f"{ranks} ranks: {operation} {size_text(size)}")
-        medians.append(measure_cell(peers, operation, size, plan))
-    for peer in reversed(peers):
-        peer.close()
-    return medians
-
-
-def measure_cell(peers: Sequence[Peer], operation: str, size: int, plan: Plan) -> dict[str, float]:
-    """The peers by turns, on one operation and size."""
-    calls = [peer.prepare(operation, items(size, operation)) for peer in peers]
-    counts = [
-        peer.agree(affordable(call, plan.seconds)) for peer, call in zip(peers, calls, strict=True)
+def measure(ranks: int, plan: Plan, console: Console) -> tuple[list[Cell], list[Cell]]:
+    """Start the ranks and wait for them: the table's cells, and those of the segment."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        run(command(ranks, plan, folder), folder, console)
+        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    cases = [rank["cases"] for rank in found]
+    cells = [
+        combine(case, ranks, times)
+        for case, times in zip(plan.cases(ranks), zip(*cases, strict=True), strict=True)
     ]
-    taken: list[list[float]] = [[] for _ in peers]
-    for _ in range(plan.rounds):
-        for times, call, count in zip(taken, calls, counts, strict=True):
-            call()  # not counted: its processes come from the other peer's work
-            for _ in range(count):
-                begun = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - begun)
-    return {peer.name: statistics.median(times) for peer, times in zip(peers, taken, strict=True)}
+    segments = zip(*(rank["segment"] for rank in found), strict=True)
+    # Without group.empty there is none.
+    segment = [combine(c, ranks, times) for c, times in zip(plan.segment_cases(ranks), segments)]  # noqa: B905
+    return cells, segment
 
 
-def items(size: int, operation: str) -> int:
-    """Elements for a buffer of ``size`` bytes; all_to_all needs one for each of up to 4 ranks."""
-    count = size // ITEM_BYTES
-    return max(count, 4) if operation == "all_to_all" else count
+def command(ranks: int, plan: Plan, folder: Path) -> list[str]:
+    """What starts the ranks: mpirun with its own choice of cores, or tilework's launcher."""
+    script = [__file__, "--worker", str(folder)]
+    if OPEN_MPI not in plan.peers:
+        return [sys.executable, "-m", "tilework.cli", "run", "-n", str(ranks), *script]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return ["mpirun", "--oversubscribe", *root, "-n", str(ranks), sys.executable, *script]
 
 
-def affordable(call: Call, seconds: float) -> int:
-    """How many calls fit into ``seconds``."""
-    begun = time.perf_counter()
-    for _ in range(LEAST_CALLS):
-        call()
-    one = (time.perf_counter() - begun) / LEAST_CALLS
-    return min(MOST_CALLS, max(LEAST_CALLS, int(seconds / one)))
-
-
-def note(text: str) -> None:
-    """Say on a terminal's last line what is being measured."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
-
-
-# -- the result --------------------------------------------------------------------------------
-
-
-def run(ranks: int, plan: Plan) -> list[Cell]:
-    """Start the ranks, measure, and put their results together."""
-    with tempfile.TemporaryDirectory() as folder:
-        by_rank = run_ranks(
-            ranks,
-            lambda rank: measure(rank, ranks, plan, Path(folder)),
-            kind="processes",
-            timeout=timedelta(hours=1),
-        )
-    note("")
-    return [
-        Cell(operation, size, ranks, {name: max(m[name] for m in medians) for name in medians[0]})
-        for (operation, size), medians in zip(plan.cells(), zip(*by_rank, strict=True), strict=True)
-    ]
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """The mean that fits ratios: of 2 and 1/2 it is 1."""
-    return math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
-
-
-def table(cells: Sequence[Cell]) -> Table:
-    """Times in microseconds, and each peer's as a multiple of tilework's."""
-    drawn = Table(title="microseconds a call; x: times tilework's")
-    drawn.add_column("operation", no_wrap=True)
-    drawn.add_column("size", justify="right", no_wrap=True)
-    counts = sorted({cell.ranks for cell in cells})
-    for ranks in counts:
-        for peer in PEERS:
-            drawn.add_column(f"{peer.name}\n{ranks} ranks", justify="right")
-            if peer is not PEERS[0]:
-                drawn.add_column("x", justify="right")
-    lines: dict[tuple[str, int], list[str]] = {}
-    for cell in cells:
-        lines.setdefault((cell.operation, cell.bytes), []).extend(columns(cell))
-    before = ""
-    for (operation, size), texts in lines.items():
-        if before not in ("", operation):
-            drawn.add_section()
-        drawn.add_row("" if operation == before else operation, size_text(size), *texts)
-        before = operation
-    return drawn
-
-
-def columns(cell: Cell) -> list[str]:
-    """What one number of ranks adds to a line of the table."""
-    texts = []
-    for peer, seconds in cell.seconds.items():
-        texts.append(f"{seconds * 1e6:,.1f}")
-        if peer != PEERS[0].name:
-            ratio = cell.ratio(peer)
-            texts.append(f"[bold red]{ratio:.2f} SLOWER[/]" if ratio < 1 else f"{ratio:.1f}")
-    return texts
-
-
-def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What --json writes."""
-    others = [peer.name for peer in PEERS[1:]]
-    counts: list[int | None] = [*sorted({cell.ranks for cell in cells}), None]
-    return {
-        "machine": machine(),
-        "cells": [
-            {
-                "operation": cell.operation,
-                "bytes": cell.bytes,
-                "ranks": cell.ranks,
-                "microseconds": {k: round(v * 1e6, 2) for k, v in cell.seconds.items()},
-                "ratios": {name: round(cell.ratio(name), 3) for name in others},
-            }
-            for cell in cells
-        ],
-        "geometric_means": {
-            name: {
-                f"{ranks} ranks" if ranks else "all": round(
-                    geometric_mean([c.ratio(name) for c in cells if ranks in (None, c.ranks)]), 3
-                )
-                for ranks in counts
-            }
-            for name in others
-        },
-        "slower_cells": {name: sum(cell.ratio(name) < 1 for cell in cells) for name in others},
-    }
+def run(command: Sequence[str], folder: Path, console: Console) -> None:
+    """Run it to its end, saying on a terminal how far it is; exits with it if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment)
+    progress = folder / "progress"
+    try:
+        with console.status("starting the ranks") as status:
+            while process.poll() is None:
+                if progress.exists():
+                    status.update(progress.read_text())
+                try:
+                    process.wait(0.3)
+                except subprocess.TimeoutExpired:
+                    continue
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        sys.exit(f"the ranks failed: {' '.join(command)} ended with {process.returncode}")
 
 
 def machine() -> dict[str, Any]:
@@ -233,7 +130,7 @@ def machine() -> dict[str, Any]:
             break
     return {
         "processor": model,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -241,42 +138,46 @@ def machine() -> dict[str, Any]:
     }
 
 
-def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Time over size, one picture for each operation, all in one PNG."""
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    operations = [name for name in LARGEST if name != "barrier"]
-    figure, axes = pyplot.subplots(1, len(operations), figsize=(5 * len(operations), 4))
-    for axis, operation in zip(axes, operations, strict=True):
-        for ranks in sorted({cell.ranks for cell in cells}):
-            chosen = [c for c in cells if (c.operation, c.ranks) == (operation, ranks)]
-            for peer in PEERS if chosen else ():
-                times = [cell.seconds[peer.name] * 1e6 for cell in chosen]
-                label = f"{peer.name}, {ranks} ranks"
-                axis.loglog([cell.bytes for cell in chosen], times, marker="o", label=label)
-        axis.set(title=operation, xlabel="bytes", ylabel="microseconds")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def show(cells: Sequence[Cell], segment: Sequence[Cell], plan: Plan, console: Console) -> None:
+    """Tables and summary lines."""
+    for ranks in sorted({cell.ranks for cell in cells}):
+        console.print(times_table(cells, ranks))
+    if (scaling := scaling_table(cells, plan.cores)) is not None:
+        console.print(scaling)
+    if segment:
+        console.print(segment_table(segment))
+    lines = [*limit_lines(cells)]
+    for peer in plan.peers[1:]:
+        lines += comparison_lines(cells, peer)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
-def size_text(size: int) -> str:
-    """A number of bytes, as in the table."""
-    if size == 0:
-        return "-"
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            return f"{size // unit} {name}"
-    return f"{size} B"
+def report(cells: Sequence[Cell], segment: Sequence[Cell], plan: Plan) -> dict[str, Any]:
+    """What --json writes."""
+    limits = [cell for cell in [*cells, *segment] if cell.limit is not None]
+    return {
+        "plan": dataclasses.asdict(plan),
+        "cells": [to_json(cell) for cell in cells],
+        "segment": [to_json(cell) for cell in segment],
+        "shares_of_the_limit": [
+            {name: cell.share(name) for name in cell.seconds} | {"cell": str(cell)}
+            for cell in limits
+        ],
+        "comparisons": {peer: compare(cells, peer) for peer in plan.peers[1:]},
+    }
 
 
 def parse_options() -> argparse.Namespace:
     """The flags; ends the program with a message where they are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--operations", nargs="+", choices=LARGEST, default=list(LARGEST))
-    parser.add_argument("--quick", action="store_true", help="fewer calls, no 64 MiB")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
+    parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=list(ITEM_BYTES))
+    parser.add_argument("--quick", action="store_true", help="fewer calls and sizes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them (needs matplotlib)")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # this is one of the ranks
     options = parser.parse_args()
     if min(options.ranks) < 2:
         parser.error("--ranks: a collective needs at least 2 ranks")
@@ -288,21 +189,28 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = parse_options()
-    plan = Plan(tuple(options.operations))
+    if options.worker:
+        return work(options.worker)
+    version, lacking = open_mpi()
+    peers = (TILEWORK, GLOO, *([OPEN_MPI] if version else []))
+    plan = Plan(peers, usable_cores(), tuple(options.operations), tuple(options.dtypes))
     if options.quick:
-        plan = Plan(plan.operations, SIZES[:-1], rounds=3, seconds=0.03)
+        sizes = tuple(size for size in plan.sizes if size not in (4 * KIB, 16 * MIB))
+        plan = dataclasses.replace(plan, sizes=sizes, rounds=3, seconds=0.02)
     console = Console()
-    console.width = max(console.width, 100)  # a table in a file is not squeezed
-    about = machine()
+    console.width = max(console.width, 132)  # a table in a file is not squeezed
+    about = machine() | ({OPEN_MPI: version} if version else {})
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
-    cells = [cell for ranks in options.ranks for cell in run(ranks, plan)]
-    console.print(table(cells))
-    results = summary(cells) | {"machine": about}
-    for name, means in results["geometric_means"].items():
-        told = ", ".join(f"{where} {mean:.1f}" for where, mean in means.items())
-        slower = results["slower_cells"][name]
-        console.print(f"{name} takes {told} times as long (geometric mean); slower cells: {slower}")
+    if lacking:
+        console.print(f"[bold yellow]Open MPI is skipped:[/] {lacking}")
+    cells, segment = [], []
+    for ranks in options.ranks:
+        more, more_segment = measure(ranks, plan, Console(stderr=True))
+        cells += more
+        segment += more_segment
+    show(cells, segment, plan, console)
     if options.json:
+        results = {"machine": about} | report(cells, segment, plan)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.plot:
         plot(cells, options.plot)

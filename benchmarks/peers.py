@@ -1,34 +1,91 @@
 """What the benchmarks measure: implementations of collectives, behind one small interface.
 
-To add one (say, Open MPI through mpi4py): subclass :class:`Peer`, and add it to ``PEERS``.
+To add one: subclass :class:`Peer`, and add it to ``PEERS``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed
+from figures import GLOO, OPEN_MPI, TILEWORK, Case, parts
 from torch import Tensor
 
 import tilework.distributed
 
-Call = Callable[[], None]
+Call = Callable[[], object]
+#: Long enough for the slowest call of a loaded machine.
+TIMEOUT = timedelta(minutes=2)
+
+
+class Workload:
+    """A case's buffers on one rank, which peers use by turns, and what belongs into them.
+
+    Args:
+        case: What is to be run.
+        rank: This process's rank.
+        ranks: The number of ranks.
+        empty: Makes an uninitialised tensor, as torch.empty.
+    """
+
+    def __init__(
+        self, case: Case, rank: int, ranks: int, empty: Callable[..., Tensor] = torch.empty
+    ) -> None:
+        self.case, self.rank, self.ranks = case, rank, ranks
+        dtype = getattr(torch, "float32" if case.dtype == "-" else case.dtype)
+        count = case.bytes // dtype.itemsize
+        if case.operation == "all_to_all":  # an equal part for each rank
+            count = max(count - count % ranks, ranks)
+        whole = count * parts(case.operation, ranks)
+        self.source = empty(whole if case.operation == "reduce_scatter" else count, dtype=dtype)
+        if case.operation in ("all_reduce", "broadcast"):
+            self.target = self.source
+        else:
+            self.target = empty(whole if case.operation == "all_gather" else count, dtype=dtype)
+
+    def fill(self) -> None:
+        """Write the input."""
+        self.target.zero_()
+        if self.case.operation == "reduce_scatter":
+            for rank, part in enumerate(self.source.chunk(self.ranks)):
+                part.fill_(rank)
+        else:
+            self.source.fill_(self.rank + 1)
+
+    def check(self, peer: str) -> None:
+        """Raise unless the output is right; then zero it, so that repeated sums do not grow."""
+        total, ranks = sum(range(1, self.ranks + 1)), range(1, self.ranks + 1)
+        expected = {
+            "all_reduce": [total],
+            "broadcast": [1],
+            "all_gather": ranks,
+            "reduce_scatter": [self.rank * self.ranks],
+            "all_to_all": ranks,
+            "barrier": [],
+            "send_recv": [2 - self.rank],
+        }[self.case.operation]
+        for part, value in zip(self.target.chunk(max(1, len(expected))), expected, strict=False):
+            if not bool((part == value).all()):
+                raise ArithmeticError(f"{peer}: wrong result of {self.case} on rank {self.rank}")
+        self.target.zero_()
 
 
 class Peer(ABC):
     """One rank's end of one implementation; each rank of a measurement makes its own.
 
-    All methods are collective. Buffers are float32 on the CPU.
+    All methods are collective.
 
     Args:
         rank: This process's rank.
         ranks: The number of ranks.
-        folder: An empty folder that all ranks see, to meet in.
+        folder: A folder that all ranks see, to meet in.
     """
 
     name: ClassVar[str]
@@ -37,17 +94,11 @@ class Peer(ABC):
     def __init__(self, rank: int, ranks: int, folder: Path) -> None: ...
 
     @abstractmethod
-    def prepare(self, operation: str, count: int) -> Call:
-        """A call that runs ``operation`` once, on buffers that exist already.
+    def prepare(self, work: Workload) -> Call | None:
+        """A call that does ``work`` once; None where the peer lacks the operation or the dtype.
 
-        It has been run once, and its result was right. ``count`` is what a table calls the size:
-        float32 elements in each rank's input for all_gather, in each rank's output for
-        reduce_scatter, in each rank's whole buffer otherwise.
+        send_recv is there and back, between ranks 0 and 1.
         """
-
-    @abstractmethod
-    def agree(self, number: int) -> int:
-        """Rank 0's ``number``, on every rank."""
 
     @abstractmethod
     def close(self) -> None:
@@ -58,91 +109,123 @@ class TorchLike(Peer):
     """A module with torch.distributed's names."""
 
     dist: ClassVar[Any]
+    backend: ClassVar[str]
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        self.rank, self.ranks = rank, ranks
-        # Newer torch warns at each call by the older name, which would be measured too.
-        older = self.dist.all_gather_into_tensor, self.dist.reduce_scatter_tensor
-        self.gather = getattr(self.dist, "all_gather_single", older[0])
-        self.scatter = getattr(self.dist, "reduce_scatter_single", older[1])
+        place = f"file://{folder}/{self.backend}"
+        self.dist.init_process_group(
+            self.backend, init_method=place, rank=rank, world_size=ranks, timeout=TIMEOUT
+        )
 
-    def prepare(self, operation: str, count: int) -> Call:
-        call: Call = getattr(self, f"_{operation}")(count)
-        return call
+    def prepare(self, work: Workload) -> Call | None:
+        dist, source, target, other = self.dist, work.source, work.target, 1 - work.rank
+        # Newer torch warns at each call by the older names, which would be measured too.
+        older = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+        gather = getattr(dist, "all_gather_single", older[0])
+        scatter = getattr(dist, "reduce_scatter_single", older[1])
 
-    def agree(self, number: int) -> int:
-        message = torch.tensor([number])
-        self.dist.broadcast(message, 0)
-        return int(message)
+        def there_and_back() -> None:
+            dist.send(source, other)
+            dist.recv(target, other)
+
+        def back_and_there() -> None:
+            dist.recv(target, other)
+            dist.send(source, other)
+
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: dist.all_reduce(target),
+            "broadcast": lambda: dist.broadcast(target, 0),
+            "all_gather": lambda: gather(target, source),
+            "reduce_scatter": lambda: scatter(target, source),
+            "all_to_all": lambda: dist.all_to_all_single(target, source),
+            "barrier": lambda: dist.barrier(),
+            "send_recv": back_and_there if work.rank else there_and_back,
+        }
+        return calls[work.case.operation]
 
     def close(self) -> None:
         self.dist.destroy_process_group()
 
-    def _barrier(self, count: int) -> Call:
-        self.dist.barrier()
-        return lambda: self.dist.barrier()
-
-    def _all_reduce(self, count: int) -> Call:
-        buffer = torch.full((count,), self.rank + 1.0)
-        self.dist.all_reduce(buffer)
-        self._must_equal(buffer, self.ranks * (self.ranks + 1) / 2, "all_reduce")
-        buffer.zero_()  # or it would grow without bound
-        return lambda: self.dist.all_reduce(buffer)
-
-    def _broadcast(self, count: int) -> Call:
-        buffer = torch.full((count,), self.rank + 1.0)
-        self.dist.broadcast(buffer, 0)
-        self._must_equal(buffer, 1.0, "broadcast")
-        return lambda: self.dist.broadcast(buffer, 0)
-
-    def _all_gather(self, count: int) -> Call:
-        source = torch.full((count,), self.rank + 1.0)
-        target = torch.empty(count * self.ranks)
-        self.gather(target, source)
-        for rank, part in enumerate(target.chunk(self.ranks)):
-            self._must_equal(part, rank + 1.0, "all_gather")
-        return lambda: self.gather(target, source)
-
-    def _reduce_scatter(self, count: int) -> Call:
-        source = torch.arange(float(self.ranks)).repeat_interleave(count)
-        target = torch.empty(count)
-        self.scatter(target, source)
-        self._must_equal(target, self.rank * self.ranks, "reduce_scatter")
-        return lambda: self.scatter(target, source)
-
-    def _all_to_all(self, count: int) -> Call:
-        source = torch.full((count,), self.rank + 1.0)
-        target = torch.empty(count)
-        self.dist.all_to_all_single(target, source)
-        for rank, part in enumerate(target.chunk(self.ranks)):
-            self._must_equal(part, rank + 1.0, "all_to_all")
-        return lambda: self.dist.all_to_all_single(target, source)
-
-    def _must_equal(self, found: Tensor, expected: float, operation: str) -> None:
-        if not bool((found == expected).all()):
-            raise ArithmeticError(f"{self.name}: wrong result of {operation} on {len(found)} items")
-
 
 class Tilework(TorchLike):
-    """tilework over shared memory: the default group, which the launcher of the ranks made."""
+    """tilework over shared memory."""
 
-    name = "tilework"
+    name = TILEWORK
     dist: ClassVar[Any] = tilework.distributed
+    backend = "shm"
 
 
 class Gloo(TorchLike):
     """torch's own engine for CPUs, over loopback."""
 
-    name = "Gloo"
+    name = GLOO
     dist: ClassVar[Any] = torch.distributed
+    backend = "gloo"
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        super().__init__(rank, ranks, folder)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=ranks
-        )
+        super().__init__(rank, ranks, folder)
+
+    def prepare(self, work: Workload) -> Call | None:
+        call = super().prepare(work)
+        try:
+            call and call()
+        except RuntimeError as error:
+            if "scalar type" not in str(error):
+                raise
+            return None  # an older torch's Gloo lacks dtypes
+        return call
 
 
-#: The first is compared with all others.
-PEERS: tuple[type[Peer], ...] = (Tilework, Gloo)
+class OpenMPI(Peer):
+    """Open MPI through mpi4py's upper-case methods, on NumPy's views of the tensors.
+
+    The ranks must have been started by mpirun. MPI has no bfloat16: it moves it as uint16, and
+    cannot reduce it.
+    """
+
+    name = OPEN_MPI
+
+    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        # Open MPI takes locks if it is told that several threads may call it.
+        importlib.import_module("mpi4py").rc.thread_level = "funneled"
+        self.mpi: Any = importlib.import_module("mpi4py.MPI")
+        self.comm = self.mpi.COMM_WORLD
+        if (self.comm.rank, self.comm.size) != (rank, ranks):
+            raise RuntimeError(f"mpirun made rank {self.comm.rank} of {self.comm.size} ranks")
+
+    def prepare(self, work: Workload) -> Call | None:
+        comm, other = self.comm, 1 - work.rank
+        source, target = as_numpy(work.source), as_numpy(work.target)
+
+        def there_and_back() -> None:
+            comm.Send(source, other)
+            comm.Recv(target, other)
+
+        def back_and_there() -> None:
+            comm.Recv(target, other)
+            comm.Send(source, other)
+
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: comm.Allreduce(self.mpi.IN_PLACE, target),
+            "broadcast": lambda: comm.Bcast(target, 0),
+            "all_gather": lambda: comm.Allgather(source, target),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
+            "all_to_all": lambda: comm.Alltoall(source, target),
+            "barrier": comm.Barrier,
+            "send_recv": back_and_there if work.rank else there_and_back,
+        }
+        if work.case.dtype == "bfloat16":
+            del calls["all_reduce"], calls["reduce_scatter"]
+        return calls.get(work.case.operation)
+
+    def close(self) -> None:
+        """Nothing: MPI ends with the process."""
+
+
+def as_numpy(tensor: Tensor) -> Any:
+    """A view of the tensor's memory."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+PEERS: tuple[type[Peer], ...] = (Tilework, Gloo, OpenMPI)

@@ -9,6 +9,8 @@ from tests.chaos.part import Setting
 from tests.chaos.plan import FAULTS, Kind
 from tests.chaos.processes import Processes
 from tests.chaos.threads import Threads
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backends import hybrid_hosts
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,20 @@ class Arena:
         return tuple(kind for kind in FAULTS[self.kind] if kind not in self.without)
 
 
+def two_hosts() -> None:
+    """Take ranks 0 and 1 for one host, and the others for another."""
+
+    def identity(request: DistributedBackendOptions) -> str:
+        return f"host {request.global_ranks_in_group[request.group_rank] // 2}"
+
+    hybrid_hosts.host_identity = identity
+
+
 ARENAS = {
     "shm": Arena("processes", Setting("shm")),
     "threads": Arena("threads", Setting("threads")),
     # Threads of one process all end with it, so the core does not watch them one by one.
+    "hybrid": Arena("processes", Setting("hybrid", two_hosts)),
     "shm-threads": Arena("threads", Setting("shm"), without=("vanish",)),
 }
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -37,7 +36,8 @@ class Setting:
     """On what a trial runs."""
 
     backend: str
-    pg_options: Any = None
+    #: Called once in each rank's process.
+    prepare: Callable[[], object] = int
 
 
 @dataclass
@@ -105,12 +105,11 @@ class Part:
             rank=self.rank,
             world_size=trial.n,
             timeout=self._limit(0),
-            pg_options=setting.pg_options,
         )
         self._groups = [None]
         for index, ranks in enumerate(trial.groups[1:], 1):
             limit = self._limit(index)
-            self._groups.append(dist.new_group(ranks, limit, pg_options=setting.pg_options))
+            self._groups.append(dist.new_group(ranks, limit))
 
     def _limit(self, group: int) -> timedelta:
         doomed = group in self.trial.doomed or self.trial.fault.kind in EARLY
@@ -229,7 +228,6 @@ def sum_anew(setting: Setting, store: dist.Store, rank: int, size: int) -> float
         rank=rank,
         world_size=size,
         timeout=PATIENCE,
-        pg_options=setting.pg_options,
     )
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)

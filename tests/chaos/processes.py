@@ -93,7 +93,7 @@ class Processes:
                 outcome.reports[victim] = self._next(victim, Report)
         for rank in range(trial.n):
             if rank in trial.gone:
-                self._crew.replace(rank)
+                self._replace(rank)
             else:
                 outcome.anew[rank] = self._next(rank, Anew)
 
@@ -121,18 +121,23 @@ class Processes:
             time.sleep(5 * fault.after)
             self._crew[fault.victims[0]].kill(signal.SIGCONT)
 
+    def _replace(self, rank: int) -> None:
+        """A new process, with a new pipe: the old one may hold an order that was not read."""
+        for end in self._orders[rank]:
+            end.close()
+        self._orders[rank] = Pipe(duplex=False)
+        self._crew.replace(rank)
+
     def _start_over(self) -> None:
         """After trouble nobody knows where the ranks are."""
         for rank in range(MOST_RANKS):
             self._crew[rank].kill(signal.SIGKILL)
-            self._crew.replace(rank)
-            reader, _ = self._orders[rank]
-            while reader.poll():
-                reader.recv()
+            self._replace(rank)
 
     # -- in a rank -----------------------------------------------------------------------
 
     def _serve(self, rank: int, say: Say) -> None:
+        self._setting.prepare()
         warm_up(self._setting)
         while True:
             turn = self._orders[rank][0].recv()
@@ -152,9 +157,7 @@ class Processes:
 def warm_up(setting: Setting) -> Holdings:
     """Have a group once, so that only what every further group leaves behind counts."""
     with dist.HashStore() as store:
-        dist.init_process_group(
-            setting.backend, store=store, rank=0, world_size=1, pg_options=setting.pg_options
-        )
+        dist.init_process_group(setting.backend, store=store, rank=0, world_size=1)
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
         work.wait()

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tilework.distributed as dist
 from tests.comm import functional_model as model
 from tests.comm.functional_model import Case, Tensors, cases
 from tilework.comm.functional import running

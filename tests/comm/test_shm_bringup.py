@@ -53,8 +53,11 @@ def knock(store: dist.Store, hello: bytes) -> list[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(5.0)
         stranger.connect(f"\0{name}")
-        stranger.send(hello)
-        return socket.recv_fds(stranger, 1, 4)[1]
+        try:
+            stranger.send(hello)
+            return socket.recv_fds(stranger, 1, 4)[1]
+        except (BrokenPipeError, ConnectionResetError):  # hung up on before a word was said
+            return []
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "torch",
+        "torch._dynamo",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.distributed.optim",

@@ -62,7 +62,8 @@ def compare(rank: Rank, model: nn.Module, read: _Output = lambda y: y, **setting
         mine = slice(BATCH * rank.number, BATCH * (rank.number + 1))
         for each, batch, wanted in ((plain, x, target), (parallel, x[mine], target[mine])):
             each.zero_grad()
-            nn.functional.mse_loss(read(each(batch)), wanted).backward()
+            loss = nn.functional.mse_loss(read(each(batch)), wanted)
+            torch.autograd.backward(loss)
         for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
             if p.grad is None:
                 assert q.grad is None or not q.grad.any()
@@ -73,7 +74,7 @@ def compare(rank: Rank, model: nn.Module, read: _Output = lambda y: y, **setting
 def checkpointing(rank: Rank, reentrant: bool) -> None:
     with rank.joined():
         for view, static in itertools.product((False, True), (False, True)):
-            settings = {"gradient_as_bucket_view": view, "static_graph": static}
+            settings: dict[str, Any] = {"gradient_as_bucket_view": view, "static_graph": static}
             compare(rank, Checkpointed(-1, 2, reentrant=reentrant), **settings)
             if static or not reentrant:
                 compare(rank, Checkpointed(-1, 2, shared=True, reentrant=reentrant), **settings)

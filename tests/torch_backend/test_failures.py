@@ -78,7 +78,7 @@ def errors(rank: Rank) -> None:
     with pytest.raises(ValueError, match="as many elements"):
         dist.all_gather_into_tensor(torch.empty(3), x)
     with pytest.raises(ValueError, match="sparse"):
-        dist.all_reduce(torch.eye(2).to_sparse())
+        dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX)
     dist.barrier()  # misuse has harmed nothing
     call = dist.broadcast if rank.number else dist.all_reduce
     with pytest.raises(

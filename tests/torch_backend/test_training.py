@@ -129,6 +129,11 @@ def ddp_power_sgd(rank: Rank) -> list[float]:
     return train(model, rank.number, also=True)
 
 
+def ddp_compiled(rank: Rank) -> list[float]:
+    model: Any = torch.compile(DDP(Net()), backend="aot_eager")
+    return train(model, rank.number, also=True)
+
+
 def zero_optimizer(rank: Rank) -> list[float]:
     model = DDP(Net())
     optimizer = ZeroRedundancyOptimizer(
@@ -143,7 +148,7 @@ def test_ddp_with_unused_parameters(ranks: Launcher, program: Any) -> None:
     assert mean == pytest.approx(plain(2), rel=1e-5)
 
 
-@pytest.mark.parametrize("program", [ddp_all_used, ddp_builtin_hook])
+@pytest.mark.parametrize("program", [ddp_all_used, ddp_builtin_hook, ddp_compiled])
 def test_ddp(ranks: Launcher, program: Any) -> None:
     mean = same_on_both(ranks(2, Rank.on_both, program))
     assert mean == pytest.approx(plain(2, also=True), rel=1e-5)
@@ -153,6 +158,21 @@ def test_ddp(ranks: Launcher, program: Any) -> None:
 def test_what_changes_the_gradients_of_ddp(ranks: Launcher, program: Any) -> None:
     mean = same_on_both(ranks(2, Rank.on_both, program))
     assert len(set(mean)) == STEPS
+
+
+def sparse_embedding(rank: Rank) -> list[float]:
+    model = DDP(nn.Embedding(10, 4, sparse=True))
+    model(torch.tensor([rank.number, 2, 2])).sum().backward()
+    gradient = model.module.weight.grad
+    assert isinstance(gradient, Tensor)
+    assert gradient.is_sparse
+    found: list[float] = gradient.to_dense()[:, 0].tolist()
+    return found
+
+
+def test_gradients_of_sparse_embeddings(ranks: Launcher) -> None:
+    for by_backend in ranks(2, Rank.on_both, sparse_embedding):
+        assert by_backend["tilework"] == by_backend["gloo"] == [0.5, 0.5, 2.0] + [0.0] * 7
 
 
 def uneven_inputs(rank: Rank) -> list[float]:
@@ -206,9 +226,8 @@ def fsdp_and_tensor_parallel(rank: Rank) -> list[float]:
     return train(model, mesh["data"].get_local_rank(), also=False)
 
 
-@pytest.mark.parametrize("program", [fsdp])
-def test_fsdp(ranks: Launcher, program: Any) -> None:
-    mean = same_on_both(ranks(2, Rank.on_both, program))
+def test_fsdp(ranks: Launcher) -> None:
+    mean = same_on_both(ranks(2, Rank.on_both, fsdp))
     assert mean == pytest.approx(plain(2, also=True), rel=1e-5)
 
 

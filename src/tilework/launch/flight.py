@@ -26,7 +26,7 @@ class FlightFolder:
     temporary: bool
     #: Whether the user has asked for records.
     wanted: bool = False
-    _began: float = field(default_factory=time.time)
+    _began: float = field(default_factory=time.time, compare=False)
 
     @staticmethod
     def choose(log_dir: Path | None, environment: Mapping[str, str]) -> FlightFolder:

@@ -51,6 +51,7 @@ class Service:
         self._where = where
         self._listener = listener
         self._connections: set[Connection] = set()
+        self._told: set[str] = set()
 
     def open(self) -> None:
         """Start accepting."""
@@ -72,6 +73,12 @@ class Service:
     def forget(self, connection: Connection) -> None:
         """``connection`` was closed."""
         self._connections.discard(connection)
+
+    def tell_refusal(self, why: str) -> None:
+        """Log that a client was refused; each reason aloud once, lest a stranger fill the log."""
+        level = logging.INFO if why in self._told else logging.WARNING
+        self._told.add(why)
+        _log.log(level, "the store server at %s refused a client: %s", self._where, why)
 
     def join(self, worker: bytes) -> None:
         """One more worker has come (or the same one again)."""
@@ -255,6 +262,7 @@ class Connection:
 
     def _refuse(self, why: str) -> None:
         self._closing = True
+        self._service.tell_refusal(why)
         self.send(Code.REFUSED, (why.encode(),))
 
     def _welcome(self, fields: Sequence[bytes]) -> None:

@@ -15,17 +15,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.groups import _Plan
-from tilework.comm.world import World, own_world
+from tilework.comm.world import World
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
 from tilework.torch_backend.options import is_async, reduction, root, time_limit
+from tilework.torch_backend.sparse import all_reduce_sparse
 from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork, SeveralWorks
 
 BACKEND_NAME = "tilework"
@@ -46,8 +49,16 @@ def _on_cpu(operation: _Operation) -> _Operation:
         elsewhere = self._devices.group_for(self, tensor.device)
         return getattr(elsewhere, name)(*args, **kwargs)
 
-    run.__name__, run.__doc__ = name, operation.__doc__
-    return run  # type: ignore[return-value]
+    # torch.compile does not look inside: it takes a group for a thing without parts.
+    untraced = _disable_dynamo(run)
+
+    def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return untraced(self, *args, **kwargs)
+        return run(self, *args, **kwargs)
+
+    call.__name__, call.__doc__ = name, operation.__doc__
+    return call  # type: ignore[return-value]
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
@@ -102,10 +113,9 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             self._block.append(ours)
         return ours
 
-    def _run_rooted(self, *args: Any, **kwargs: Any) -> AnyWork:
-        """:meth:`_run` for calls that look a rank up in the World of the group."""
-        with own_world(self._world):
-            return self._run(*args, **kwargs)
+    def _global(self, rank: int) -> int:
+        """The global rank of a group rank, which is what tilework's operations are told."""
+        return self._group.global_ranks[rank]
 
     # -- operations ----------------------------------------------------------------------
 
@@ -113,6 +123,9 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
         (tensor,) = tensors
         op, later = reduction(opts), is_async(opts)
+        if tensor.layout is not torch.strided:
+            all_reduce_sparse(tensor, op, self._group)
+            return DoneWork(tensors)
         return self._run(tensors, collectives.all_reduce, tensor, op, async_op=later)
 
     @_on_cpu
@@ -123,12 +136,12 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     @_on_cpu
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
         (tensor,) = tensors
-        return self._run_rooted(
+        return self._run(
             tensors,
             collectives.reduce,
             tensor,
             op=reduction(opts),
-            group_dst=root(opts),
+            dst=self._global(root(opts)),
             async_op=is_async(opts),
         )
 
@@ -136,8 +149,8 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
         (tensor,) = tensors
         later = is_async(opts)
-        return self._run_rooted(
-            tensors, collectives.broadcast, tensor, group_src=root(opts), async_op=later
+        return self._run(
+            tensors, collectives.broadcast, tensor, src=self._global(root(opts)), async_op=later
         )
 
     @_on_cpu
@@ -176,12 +189,12 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> AnyWork:
         outputs = output_lists[0] if output_lists else []
-        return self._run_rooted(
+        return self._run(
             outputs,
             collectives.gather,
             inputs[0],
             outputs or None,
-            group_dst=root(opts),
+            dst=self._global(root(opts)),
             async_op=is_async(opts),
         )
 
@@ -190,12 +203,12 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
     ) -> AnyWork:
         sources = input_lists[0] if input_lists else []
-        return self._run_rooted(
+        return self._run(
             outputs,
             collectives.scatter,
             outputs[0],
             sources or None,
-            group_src=root(opts),
+            src=self._global(root(opts)),
             async_op=is_async(opts),
         )
 
@@ -247,16 +260,17 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     @_on_cpu
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> AnyWork:
-        return self._run_rooted([], p2p.isend, tensors[0], group_dst=dst, tag=tag)
+        return self._run([], p2p.isend, tensors[0], dst=self._global(dst), tag=tag)
 
     @_on_cpu
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> AnyWork:
-        return self._run_rooted(tensors, p2p.irecv, tensors[0], group_src=src, tag=tag)
+        return self._run(tensors, p2p.irecv, tensors[0], src=self._global(src), tag=tag)
 
     @_on_cpu
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> AnyWork:
-        return self._run_rooted(tensors, p2p.irecv, tensors[0], tag=tag)
+        return self._run(tensors, p2p.irecv, tensors[0], tag=tag)
 
+    @_on_cpu
     def barrier(self, opts: Any = None) -> AnyWork:
         options = Options(timeout=time_limit(opts), asyncOp=is_async(opts))
         return RunningWork(self._group.barrier(options), self._group)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -39,7 +39,6 @@ from tilework.comm.reduce_op import AnyReduceOp
 from tilework.errors import DistBackendError
 from tilework.store import PrefixStore
 
-_NUMBER = struct.Struct("=Q")
 #: How often a rank that waits for another host looks around.
 _LOOK_SECONDS = 0.05
 #: How long a rank that fails waits for other hosts to say why.
@@ -50,16 +49,26 @@ _LEADER_SECONDS = 1.5
 _COLLECTIVES = 0
 
 
+@dataclass(frozen=True)
+class Lines:
+    """A rank's connections to others, besides Gloo's."""
+
+    wires: Wires
+    #: On the first rank of a host: to the first ranks of the others, by host.
+    leaders: dict[int, socket.socket]
+
+
 class HybridEngine(OrderedEngine):
     """One rank's end: a group in shared memory, wires to all ranks, Gloo to other hosts."""
 
     name = "hybrid"
 
-    def __init__(self, hosts: Hosts, shared: NativeGroup, wires: Wires, backend: Any) -> None:
+    def __init__(self, hosts: Hosts, shared: NativeGroup, lines: Lines, backend: Any) -> None:
         super().__init__(hosts.me, sum(len(ranks) for ranks in hosts.ranks))
         self.hosts = hosts
         self._shm = shared.engine
-        self._wires = wires
+        self._wires = lines.wires
+        self._leaders = lines.leaders
         self._backend = backend
         self._mail = Mailbox(self)
         self._changed = threading.Condition()
@@ -67,14 +76,12 @@ class HybridEngine(OrderedEngine):
         self._deadline = 0.0
         self._sent_bytes = 0
         self._last = "nothing yet"
-        #: By (host, number of the operation).
-        self._headers: dict[tuple[int, int], bytes] = {}
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
         self._words: list[str | None] = [None] * self.size
         #: By host: who is missing there, as told by those who waited for them.
         self._missing: dict[int, list[int]] = {}
-        wires.start(self, f"tilework-wires-{hosts.me}")
+        self._wires.start(self, f"tilework-wires-{hosts.me}")
 
     # -- collectives ---------------------------------------------------------------------
 
@@ -111,34 +118,45 @@ class HybridEngine(OrderedEngine):
 
     def _exchange(self, gathered: Tensor, headers: Tensor) -> None:
         """A leader's part: its host's headers to the other leaders, theirs into ``headers``."""
-        hosts, number = self.hosts, self._performed
-        frame = _NUMBER.pack(number) + bytes(gathered.untyped_storage())
+        hosts = self.hosts
+        mine = bytes(gathered.untyped_storage())
         for host in hosts.others:
-            self._wires.send(hosts.ranks[host][0], Word.HEADER, frame)
+            with contextlib.suppress(OSError):  # whoever is gone is noticed while waiting
+                self._leaders[host].sendall(mine)
         headers[list(hosts.local)] = gathered
         for host in hosts.others:
-            self._await_header(host, number)
-            data = bytearray(self._headers.pop((host, number)))
-            rows = torch.frombuffer(data, dtype=torch.int64).view(len(hosts.ranks[host]), -1)
-            headers[list(hosts.ranks[host])] = rows
+            ranks = list(hosts.ranks[host])
+            theirs = bytearray(len(ranks) * header_bytes(self.size))
+            self._await_headers(host, memoryview(theirs))
+            headers[ranks] = torch.frombuffer(theirs, dtype=torch.int64).view(len(ranks), -1)
 
-    def _await_header(self, host: int, number: int) -> None:
-        leader, begun = self.hosts.ranks[host][0], time.monotonic()
-        with self._changed:
-            while (host, number) not in self._headers:
-                self.check_open()
-                now = time.monotonic()
-                lost = [leader] if leader in self._left or leader in self._died else []
-                # Another rank that died may have done its part before.
-                lost = lost or [r for r, t in self._died.items() if now - t > _ASK_SECONDS]
-                if lost:
-                    raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
-                if now > self._deadline:
-                    break
-                self._changed.wait(_LOOK_SECONDS)
-            else:
-                return
-        raise Fault("timeout", self._absent(()), f"waited {time.monotonic() - begun:.1f} s")
+    def _await_headers(self, host: int, memory: memoryview) -> None:
+        """Read what the leader of ``host`` sends, on this very thread: that is what is quick."""
+        line, begun = self._leaders[host], time.monotonic()
+        while memory:
+            self.check_open()
+            try:
+                count = line.recv_into(memory)
+            except TimeoutError:
+                count = 0
+            except OSError:
+                count = -1
+            memory = memory[max(count, 0) :]
+            now = time.monotonic()
+            if count <= 0:
+                self._check_alive(self.hosts.ranks[host][0], now)
+            if memory and now > self._deadline:
+                raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
+
+    def _check_alive(self, leader: int, now: float) -> None:
+        """Raise Fault if a rank that is needed is known to be gone."""
+        gone = self._left | set(self._died)
+        # Another rank that died may have done its part before.
+        lost = [leader] if leader in gone else [
+            rank for rank, when in self._died.items() if now - when > _ASK_SECONDS
+        ]  # fmt: skip
+        if lost:
+            raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
 
     def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
         """Everyone who is missing: ``here`` on this host, and what the other hosts say."""
@@ -273,10 +291,7 @@ class HybridEngine(OrderedEngine):
             kind, text = json.loads(payload)
             self._hear_abort_of(source, kind, text)
         with self._changed:
-            if word is Word.HEADER:
-                (number,) = _NUMBER.unpack_from(payload)
-                self._headers[self.hosts.host_of(source), number] = payload[_NUMBER.size :]
-            elif word is Word.LAST_WORDS:
+            if word is Word.LAST_WORDS:
                 self._words[source] = payload.decode()
             elif word is Word.MISSING:
                 self._missing[self.hosts.host_of(source)] = json.loads(payload)
@@ -332,6 +347,8 @@ class HybridEngine(OrderedEngine):
         self._shm.close()
         self._mail.sweep()
         self._wires.close()
+        for line in self._leaders.values():
+            line.close()
         self._backend = None
 
     def statistics(self) -> dict[str, int]:
@@ -398,31 +415,46 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
         shared.engine.name = HybridEngine.name
         return shared
     address = address_towards(request.store) or _own_address()
+    with contextlib.ExitStack() as undo:
+        undo.callback(shared.close)
+        wires = Wires(connect_all(request, address))
+        undo.callback(wires.close)
+        lines = Lines(wires, _connect_leaders(request, hosts, address))
+        for line in lines.leaders.values():
+            undo.callback(line.close)
+        link = _connect_gloo(request, address)
+        undo.pop_all()
+    return HybridGroup(HybridEngine(hosts, shared, lines, link), request)
+
+
+def _connect_leaders(
+    request: DistributedBackendOptions, hosts: Hosts, address: str
+) -> dict[int, socket.socket]:
+    if hosts.local_rank:
+        return {}
+    leaders = [ranks[0] for ranks in hosts.ranks]
+    among_leaders = replace(
+        request,
+        store=PrefixStore("leaders", request.store),
+        group_rank=hosts.index,
+        group_size=len(leaders),
+        global_ranks_in_group=tuple(request.global_ranks_in_group[rank] for rank in leaders),
+    )
+    lines = connect_all(among_leaders, address)
+    for line in lines.values():
+        line.settimeout(_LOOK_SECONDS)
+    return lines
+
+
+def _connect_gloo(request: DistributedBackendOptions, address: str) -> Any:
     try:
-        wires = connect_all(request, address)
-    except BaseException:
-        shared.close()
-        raise
-    try:
-        link = make_gloo_backend(_link_request(request), address)
+        return make_gloo_backend(
+            replace(request, store=PrefixStore("link", request.store)), address
+        )
     except RuntimeError as error:
-        shared.close()
-        wires.close()
         raise DistBackendError(
             f"gloo could not connect the hosts of group {request.group_id!r}: {error}"
         ) from error
-    return HybridGroup(HybridEngine(hosts, shared, wires, link), request)
-
-
-def _link_request(request: DistributedBackendOptions) -> DistributedBackendOptions:
-    return DistributedBackendOptions(
-        PrefixStore("link", request.store),
-        request.group_rank,
-        request.group_size,
-        request.timeout,
-        request.group_id,
-        request.global_ranks_in_group,
-    )
 
 
 def _own_address() -> str:

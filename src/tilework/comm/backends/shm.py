@@ -30,6 +30,9 @@ except ImportError:  # installed without the core: make_backend says so when ask
 
 _HELLO = struct.Struct("=16sI")
 _READY, _GO = b"R", b"G"
+#: How many may be connected that have not said who they are, and for how long if there are more.
+_MAX_NEWCOMERS = 256
+_HELLO_SECONDS = 1.0
 # Verdicts: all is well; ranks that cannot share memory; anything else, each with its reason.
 _FINE, _ELSEWHERE, _FAILED = "fine", "elsewhere", "failed"
 #: Rank 0 gives its verdict before it hangs up, unless it died.
@@ -68,7 +71,7 @@ def _host(request: DistributedBackendOptions) -> _core.Group:
         group = _core.Group(fd, 0, request.group_size, nonce)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{name}")
-            listener.listen(request.group_size)
+            listener.listen(_MAX_NEWCOMERS)
             request.store.set("shm/host", f"{name} {nonce.hex()} {_host_identity()}")
             reception = _Reception(request, listener, fd, nonce)
             verdict = reception.receive_all()
@@ -98,6 +101,8 @@ class _Reception:
         self._listener = listener
         self._fd = fd
         self._nonce = nonce
+        #: Connected, and silent so far: since when, oldest first.
+        self._newcomers: dict[socket.socket, float] = {}
         self._joined: dict[int, socket.socket] = {}
         self._ready: set[int] = set()
 
@@ -111,8 +116,9 @@ class _Reception:
             selector.register(self._listener, selectors.EVENT_READ, None)
             while len(self._ready) < request.group_size - 1:
                 for key, _ in selector.select(0.1):
-                    if not self._serve(selector, key.data):
-                        rank = request.global_ranks_in_group[key.data]
+                    lost = self._serve(selector, key)
+                    if lost is not None:
+                        rank = request.global_ranks_in_group[lost]
                         return self._refusal() or f"{_FAILED}:rank {rank} ended while joining"
                 refusal = self._refusal()
                 if refusal:
@@ -128,40 +134,72 @@ class _Reception:
             return ""
         return f"{_ELSEWHERE}:{store.get('shm/refused').decode()}"
 
-    def _serve(self, selector: selectors.BaseSelector, rank: int | None) -> bool:
-        """Serve a newcomer or a joined rank; return whether all is well."""
-        if rank is None:
+    def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> int | None:
+        """Serve whoever did something; return the rank that was lost by it, if one was."""
+        connection, rank = key.fileobj, key.data
+        assert isinstance(connection, socket.socket)
+        if connection is self._listener:
             self._welcome(selector)
-            return True
-        try:
-            well = self._joined[rank].recv(1) == _READY
-        except OSError:
-            well = False
-        if not well:
-            return False
-        self._ready.add(rank)
-        selector.unregister(self._joined[rank])
-        return True
+        elif rank is None:
+            selector.unregister(connection)
+            del self._newcomers[connection]
+            self._greet(selector, connection)
+        elif not _is_ready(connection):
+            return int(rank)
+        else:
+            self._ready.add(rank)
+            selector.unregister(connection)
+        return None
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
+        """Take connections. Any user may have made them, so nobody is waited for.
+
+        All of them at once: strangers that filled the queue would keep ranks out.
+        """
+        self._drop_silent(selector)
+        for _ in range(_MAX_NEWCOMERS - len(self._newcomers)):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # there is none, or there are no descriptors left for now
+            connection.setblocking(False)
+            if _peer_uid(connection) == os.geteuid():
+                self._greet(selector, connection)
+            else:
+                connection.close()
+
+    def _greet(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         """Hand the segment to who proves to be one of us; close on anyone else."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(1.0)
         try:
-            hello = connection.recv(_HELLO.size)
-            nonce, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
-            trusted = _peer_uid(connection) == os.geteuid() and secrets.compare_digest(
-                nonce, self._nonce
-            )
-            if not trusted or not 0 < rank < self._request.group_size or rank in self._joined:
+            rank = self._rank_of(connection.recv(_HELLO.size))
+            if rank is None:
                 connection.close()
                 return
             socket.send_fds(connection, [b"S"], [self._fd])
+        except BlockingIOError:  # it has not said anything yet
+            self._newcomers[connection] = time.monotonic()
+            selector.register(connection, selectors.EVENT_READ, None)
         except OSError:
             connection.close()
+        else:
+            self._joined[rank] = connection
+            selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _drop_silent(self, selector: selectors.BaseSelector) -> None:
+        """Make room for newcomers, if there is none, by hanging up on those that say nothing."""
+        if len(self._newcomers) < _MAX_NEWCOMERS:
             return
-        self._joined[rank] = connection
-        selector.register(connection, selectors.EVENT_READ, rank)
+        latest = time.monotonic() - _HELLO_SECONDS
+        for connection in [c for c, since in self._newcomers.items() if since < latest]:
+            del self._newcomers[connection]
+            selector.unregister(connection)
+            connection.close()
+
+    def _rank_of(self, hello: bytes) -> int | None:
+        """The rank that says hello; None if it is none that is awaited."""
+        nonce, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        awaited = 0 < rank < self._request.group_size and rank not in self._joined
+        return int(rank) if awaited and secrets.compare_digest(nonce, self._nonce) else None
 
     def _late(self, limit: float) -> str:
         ranks = self._request.global_ranks_in_group
@@ -172,7 +210,9 @@ class _Reception:
         )
 
     def dismiss(self, go: bool) -> None:
-        """Let the joined ranks go on (or read the verdict)."""
+        """Let the joined ranks go on (or read the verdict), and the others go."""
+        for connection in self._newcomers:
+            connection.close()
         for connection in self._joined.values():
             try:
                 if go:
@@ -180,6 +220,14 @@ class _Reception:
             except OSError:
                 pass  # it ended just now: the group's first operation will say so
             connection.close()
+
+
+def _is_ready(connection: socket.socket) -> bool:
+    """Whether a rank that did something has mapped the segment; else it has ended."""
+    try:
+        return connection.recv(1) == _READY
+    except OSError:
+        return False
 
 
 def _join(request: DistributedBackendOptions) -> _core.Group:

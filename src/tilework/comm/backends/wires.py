@@ -25,19 +25,18 @@ from tilework.store import Store
 _FRAME = struct.Struct("=IB")
 _HELLO = struct.Struct("=32sI")
 #: A frame is written at once unless its reader is stopped and the kernel's buffers are full.
-_SEND_SECONDS = 5.0
+SEND_SECONDS = 5.0
 _CHUNK = 1 << 16
 
 
 class Word(enum.IntEnum):
     """What a frame is."""
 
-    HEADER = 1
-    MAIL = 2
-    ABORT = 3
-    LAST_WORDS = 4
-    MISSING = 5
-    GOODBYE = 6
+    MAIL = 1
+    ABORT = 2
+    LAST_WORDS = 3
+    MISSING = 4
+    GOODBYE = 5
 
 
 class Listener(Protocol):
@@ -125,8 +124,8 @@ class Wires:
         return bool(data)
 
 
-def connect_all(request: DistributedBackendOptions, address: str) -> Wires:
-    """Connect this rank with every other. Collective; blocks until all came.
+def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, socket.socket]:
+    """A connection to every other rank, by its rank. Collective; blocks until all came.
 
     Only who read the group's token in the store is let in.
 
@@ -158,9 +157,9 @@ def connect_all(request: DistributedBackendOptions, address: str) -> Wires:
                 ranks=missing,
             ) from error
     for sock in sockets.values():
-        sock.settimeout(_SEND_SECONDS)
+        sock.settimeout(SEND_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Wires(sockets)
+    return sockets
 
 
 def _listen(address: str, backlog: int) -> socket.socket:
@@ -194,7 +193,7 @@ def _accept(
     while len(sockets) < wanted:
         listener.settimeout(_left(deadline))
         sock, _ = listener.accept()
-        sock.settimeout(min(_SEND_SECONDS, _left(deadline)))
+        sock.settimeout(min(SEND_SECONDS, _left(deadline)))
         try:
             hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
         except OSError:

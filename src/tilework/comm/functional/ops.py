@@ -19,7 +19,7 @@ from torch.fx.node import has_side_effect
 
 from tilework.comm.contract import Work
 from tilework.comm.functional.kinds import KINDS
-from tilework.comm.functional.running import Collective, begin, group_named
+from tilework.comm.functional.running import Collective, begin, check_batched, group_named
 
 _library = torch.library.Library("tilework", "DEF")  # type: ignore[no-untyped-call]
 
@@ -33,8 +33,7 @@ def _register(kind: type[Collective]) -> None:
     _define(f"{kind.name}(Tensor x{between}, str group) -> Tensor", _implementation(kind))
     torch.library.register_fake(name, _fake(kind), lib=_library)
     torch.library.register_autograd(name, _backward(kind), setup_context=_setup(kind), lib=_library)
-    if kind.elementwise:
-        torch.library.register_vmap(name, _batched(name), lib=_library)
+    torch.library.register_vmap(name, _batched(kind), lib=_library)
     if not kind.local:
         operator = getattr(torch.ops.tilework, kind.name).default
         _register_effectful_op(operator, _EffectType.ORDERED)
@@ -52,7 +51,8 @@ def _implementation(kind: type[Collective]) -> Callable[..., Tensor]:
         *given, group = args
         out, work = begin(kind(*given), group_named(group), x)
         if kind.local:
-            return out.clone() if out._is_view() else out
+            shared = out.untyped_storage()._cdata == x.untyped_storage()._cdata
+            return out.clone() if shared else out
         return _ticket(out, work)
 
     return start
@@ -66,12 +66,12 @@ def _fake(kind: type[Collective]) -> Callable[..., Tensor]:
     return fake
 
 
-def _batched(name: str) -> Callable[..., tuple[Tensor, int | None]]:
+def _batched(kind: type[Collective]) -> Callable[..., tuple[Tensor, int | None]]:
     def batched(
         info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[Tensor, int | None]:
-        operator = getattr(torch.ops.tilework, name.removeprefix("tilework::"))
-        return operator(*args), in_dims[0]
+        check_batched(kind)
+        return getattr(torch.ops.tilework, kind.name)(*args), in_dims[0]
 
     return batched
 
@@ -123,7 +123,11 @@ def _register_wait() -> None:
     _define("wait(Tensor ticket) -> Tensor", _wait)
     torch.library.register_fake("tilework::wait", lambda ticket: _like(ticket), lib=_library)
     torch.library.register_autograd("tilework::wait", lambda ctx, grad: grad, lib=_library)
-    torch.library.register_vmap("tilework::wait", _batched("tilework::wait"), lib=_library)
+    torch.library.register_vmap(
+        "tilework::wait",
+        lambda info, in_dims, ticket: (torch.ops.tilework.wait(ticket), in_dims[0]),
+        lib=_library,
+    )
 
 
 def _like(ticket: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Which way a functional collective goes: run now, or written into a trace.
 
 Without a trace a call goes straight to the group, through one autograd function if a gradient
-may be asked for. Under torch.compile, torch.export, make_fx, torch.func and for tensors of
-foreign classes it goes through the operators of :mod:`.ops`, which are these same collectives.
+may be asked for. Under torch.compile, torch.export, make_fx and for tensors of foreign classes
+it goes through the operators of :mod:`.ops`, which are these same collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.functional.tracing import constant, traced
+from tilework.comm.functional.tracing import constant, traced, transformed
 from tilework.comm.functional.waiting import AsyncTensor, attached
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank
 
@@ -70,19 +70,28 @@ def run(kind: type[Collective], x: Tensor, group: Named, *args: Any) -> Tensor:
     """``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
-    if traced(x):
-        name = group if isinstance(group, str) else group.group_name
-        result: Tensor = getattr(torch.ops.tilework, kind.name)(x, *args, name)
-        return result if kind.local else torch.ops.tilework.wait(result)
+    if torch.compiler.is_compiling():
+        return _operators(kind, x, group, args)
+    transforms = transformed()
+    if traced(x) and not transforms:
+        return _operators(kind, x, group, args)
     if isinstance(x, AsyncTensor):
         x = x.wait()
     members = group_named(group) if isinstance(group, str) else group
-    call = _Call(kind(*args), members)
-    if x.requires_grad and torch.is_grad_enabled():
+    call = _Call(kind, args, members, wait=transforms)
+    if transforms or (x.requires_grad and torch.is_grad_enabled()):
         out: Tensor = _Differentiable.apply(x, call)  # type: ignore[no-untyped-call]
     else:
         out = call.start(x)
     return out if call.work is None else attached(out, call.work)
+
+
+def _operators(kind: type[Collective], x: Tensor, group: Named, args: tuple[Any, ...]) -> Tensor:
+    name = group if isinstance(group, str) else group.group_name
+    result: Tensor = getattr(torch.ops.tilework, kind.name)(x, *args, name)
+    if not kind.local:
+        result = torch.ops.tilework.wait(result)
+    return result
 
 
 def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
@@ -97,34 +106,73 @@ def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tenso
 
 
 class _Call:
-    """One eager call, as its backward needs it: with the group, whichever World that runs in."""
+    """One call, as its backward needs it: with the group, whichever World that runs in."""
 
-    __slots__ = ("collective", "group", "work")
+    __slots__ = ("args", "collective", "group", "kind", "wait", "work")
 
-    def __init__(self, collective: Collective, group: ProcessGroup) -> None:
-        self.collective = collective
-        self.group = group
+    def __init__(
+        self, kind: type[Collective], args: tuple[Any, ...], group: ProcessGroup, wait: bool
+    ) -> None:
+        self.kind, self.args, self.group = kind, args, group
+        self.collective = kind(*args)
+        #: Whether to wait whatever the size.
+        self.wait = wait
         self.work: Work | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        out, self.work = begin(self.collective, self.group, x)
+        """The result, its values there once ``work`` is done."""
+        if self.wait and traced(x):  # a transform within a trace
+            return _operators(self.kind, x, self.group, self.args)
+        out, work = begin(self.collective, self.group, x)
+        if work is not None and self.wait:
+            work.wait()
+        else:
+            self.work = work
         return out
 
 
 class _Differentiable(torch.autograd.Function):
-    """Any collective, for autograd."""
+    """Any collective, for autograd and torch.func."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
-        ctx.collective, ctx.group = call.collective, call.group
-        if call.collective.keeps_input:
-            ctx.save_for_backward(x)
+    def forward(x: Tensor, call: _Call) -> Tensor:
         return call.start(x)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Call], output: Tensor) -> None:
+        x, ctx.call = inputs
+        if ctx.call.collective.keeps_input:
+            ctx.save_for_backward(x)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x = ctx.saved_tensors[0] if ctx.collective.keeps_input else None
-        return ctx.collective.adjoint(grad, x, ctx.group), None
+        collective = ctx.call.collective
+        x = ctx.saved_tensors[0] if collective.keeps_input else None
+        return collective.adjoint(grad, x, ctx.call.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        call = ctx.call
+        if call.collective.keeps_input:
+            raise NotImplementedError(
+                f"forward-mode derivatives of {call.kind.name} are there for linear reductions "
+                f"only (sum, avg, premul_sum); use reverse mode"
+            )
+        return run(call.kind, tangent, call.group, *call.args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, call: _Call) -> Any:
+        check_batched(call.kind)
+        return run(call.kind, x, call.group, *call.args), in_dims[0]
+
+
+def check_batched(kind: type[Collective]) -> None:
+    """Raise unless ``kind`` may be mapped by doing the same to the whole batch at once."""
+    if not kind.elementwise:
+        raise NotImplementedError(
+            f"torch.vmap of {kind.name} is not implemented; call it outside the mapped function, "
+            f"on the whole batch with its dims shifted by one"
+        )
 
 
 # -- groups, by name -------------------------------------------------------------------------

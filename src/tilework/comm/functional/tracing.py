@@ -21,8 +21,13 @@ def traced(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or x.__class__ not in _PLAIN
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def transformed() -> bool:
+    """Whether a call is within a transform of torch.func, or within forward-mode autograd."""
+    return (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
 
 

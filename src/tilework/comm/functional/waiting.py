@@ -28,7 +28,7 @@ class AsyncTensor(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor, work: Work) -> AsyncTensor:
         """A tensor that looks like ``value`` and is it once ``work`` is done."""
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(
             cls,
             value.shape,
             strides=value.stride(),

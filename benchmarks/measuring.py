@@ -1,0 +1,139 @@
+"""What each rank of ``collectives.py`` does: run the peers by turns, and write down the times."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import ADD, COPY, LARGEST, SEGMENT, TILEWORK, Case, Plan
+from peers import PEERS, Call, Workload
+
+import tilework.distributed as dist
+
+LEAST_CALLS, MOST_CALLS = 3, 200  # of one peer in one round
+
+#: What each contestant does on this rank; None: nothing. A contestant without rank 0 has none.
+Calls = Mapping[str, Call | None]
+
+
+def work(folder: Path) -> None:
+    """Measure the plan in ``folder`` as one of its ranks, and write the times there."""
+    try:
+        # mpirun's names, else those of tilework run.
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+        ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+        measure(Measurement(rank, ranks, folder))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # MPI's own end would wait for ranks that wait for this one
+
+
+def measure(measurement: Measurement) -> None:
+    """All sections of the plan. Collective."""
+    m = measurement
+    torch.set_num_threads(1)
+    cases = [m.by_turns(m.peers_calls(case)) for case in m.told(m.plan.cases(m.ranks))]
+    segment: list[Any] = []
+    if m.has_segment():
+        cases_there = m.told(m.plan.segment_cases(m.ranks))
+        segment = [m.by_turns(m.segment_calls(case)) for case in cases_there]
+    m.write(f"{m.rank}.json", json.dumps({"cases": cases, "segment": segment}))
+    for peer in reversed(m.peers):
+        peer.close()
+
+
+class Measurement:
+    """One rank's part of measuring the plan that is in ``folder``."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        self.rank, self.ranks, self.folder = rank, ranks, folder
+        self.plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
+        self.peers = [p(rank, ranks, folder) for p in PEERS if p.name in self.plan.peers]
+
+    def peers_calls(self, case: Case) -> Calls:
+        """What the peers do, checked once; and memory alone where the limit is asked for."""
+        work = Workload(case, self.rank, self.ranks)
+        calls: dict[str, Call | None] = {}
+        for peer in self.peers:
+            work.fill()
+            calls[peer.name] = call = peer.prepare(work)
+            if call:
+                work.fill()
+                call()
+                work.check(peer.name)
+        return {**calls, **(self.memory_calls() if case.has_limit else {})}
+
+    def segment_calls(self, case: Case) -> Calls:
+        """Time tilework on tensors of torch's, and on tensors that live in the group's segment."""
+        group: Any = dist.get_default_group()
+        makers = {TILEWORK: torch.empty, SEGMENT: group.empty}
+        calls: dict[str, Call | None] = {}
+        for name, empty in makers.items():
+            work = Workload(case, self.rank, self.ranks, empty)
+            work.fill()
+            calls[name] = call = self.peers[0].prepare(work)
+            assert call is not None
+            call()
+            work.check(name)
+        return {**calls, **(self.memory_calls() if case.has_limit else {})}
+
+    def has_segment(self) -> bool:
+        """Whether this tilework can make tensors in the segment."""
+        return hasattr(dist.get_default_group(), "empty")
+
+    def memory_calls(self) -> Calls:
+        """Copying and adding, on as many ranks at once as there are cores."""
+        if self.rank >= self.plan.cores:
+            return {COPY: None, ADD: None}
+        # Written, since memory that only was allocated is one page of zeros, read from the cache.
+        a, b = torch.ones(LARGEST // 4), torch.ones(LARGEST // 4)
+        return {COPY: lambda: b.copy_(a), ADD: lambda: b.add_(a)}
+
+    def by_turns(self, calls: Calls) -> dict[str, float | None]:
+        """This rank's median seconds of each call."""
+        counts = {name: self.affordable(call) for name, call in calls.items()}
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(self.plan.rounds):
+            # Another order in each round, the same on all ranks: nobody always follows the slowest.
+            for name in random.Random(number).sample(list(calls), len(calls)):
+                taken[name] += self.turn(calls[name], counts[name])
+        return {name: statistics.median(ts) if ts else None for name, ts in taken.items()}
+
+    def turn(self, call: Call | None, count: int) -> list[float]:
+        """Seconds of each of ``count`` calls."""
+        dist.barrier()
+        if call is None:
+            return []
+        call()  # not counted: its processes come from something else
+        taken = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begun)
+        return taken
+
+    def affordable(self, call: Call | None) -> int:
+        """How many calls fit into a turn, as rank 0 sees it."""
+        mean = statistics.fmean(self.turn(call, LEAST_CALLS) or [1.0])
+        count = torch.tensor([int(self.plan.seconds / mean)])
+        dist.broadcast(count, 0)
+        return min(MOST_CALLS, max(LEAST_CALLS, int(count)))
+
+    def told(self, cases: Iterator[Case]) -> Iterator[Case]:
+        """The same cases; rank 0 writes down which one it has come to."""
+        for case in cases:
+            if self.rank == 0:
+                self.write("progress", f"{self.ranks} ranks: {case}")
+            yield case
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.new").write_text(text)
+        os.replace(self.folder / f"{name}.new", self.folder / name)

@@ -1,0 +1,50 @@
+"""torch.compile leaves operations that write in place, and waiting, alone.
+
+It ends its graph there, calls them, and compiles nothing of what they call: their writes happen
+in the group, where no compiler sees them. Collectives to be traced are in
+:mod:`tilework.comm.functional`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from tilework.comm import collectives, groups, objects, p2p
+from tilework.comm.backends.native import Call
+from tilework.comm.functional.waiting import AsyncTensor
+
+_REASON = (
+    "tilework's operations that write in place are not traced; in a compiled function use those "
+    "of tilework.distributed.functional"
+)
+
+
+def _leave(module: ModuleType) -> None:
+    for name, function in vars(module).items():
+        here = inspect.isfunction(function) and function.__code__.co_filename == module.__file__
+        if here and not name.startswith("_"):
+            _leave_function(function)
+
+
+def _leave_function(function: FunctionType) -> None:
+    # What torch.compiler.disable does, which takes a second to import and a frame in each call.
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = _REASON
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+for _module in (collectives, groups, objects, p2p):
+    _leave(_module)
+for _method in (
+    *(Call.wait, AsyncTensor.wait, AsyncTensor.is_completed),
+    *(AsyncTensor.__torch_function__, AsyncTensor.__torch_dispatch__),
+):
+    _leave_function(inspect.unwrap(getattr(_method, "__func__", _method)))

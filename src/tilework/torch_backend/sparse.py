@@ -1,0 +1,39 @@
+"""all_reduce of sparse tensors, for DDP's gradients of sparse embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilework.comm import collectives
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
+
+
+def all_reduce_sparse(tensor: Tensor, op: AnyReduceOp, group: ProcessGroup) -> None:
+    """Sum COO tensors of one shape over all ranks, each with entries of its own. Blocks.
+
+    Every rank receives all ranks' entries, so that it costs as much as they are many.
+
+    Raises:
+        ValueError: ``op`` is not SUM, or the layout is another one.
+    """
+    if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
+        raise ValueError(
+            f"all_reduce of sparse tensors sums tensors of layout sparse_coo, got {op} of "
+            f"{str(tensor.layout).removeprefix('torch.')}; use dense tensors (to_dense())"
+        )
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+    collectives.all_gather(counts, torch.tensor([values.shape[0]]), group)
+    entries = [int(count) for count in counts]
+    all_indices = [indices.new_empty((n, indices.shape[0])) for n in entries]
+    all_values = [values.new_empty((n, *values.shape[1:])) for n in entries]
+    collectives.all_gather(all_indices, indices.t().contiguous(), group)
+    collectives.all_gather(all_values, values, group)
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, check_invariants=True
+    )
+    with torch.no_grad():
+        tensor.copy_(total.coalesce())  # not its detach(), which has entries of its own
