@@ -239,7 +239,7 @@ def sum_anew(setting: Setting, store: dist.Store, rank: int, size: int) -> float
 def settled(before: Holdings, seconds: float = 2.0) -> Holdings:
     """What is held once threads that were told to end have ended."""
     deadline = time.monotonic() + seconds
-    while (now := Holdings.now()) != before and time.monotonic() < deadline:
+    while not (now := Holdings.now()).within(before) and time.monotonic() < deadline:
         time.sleep(0.005)
         gc.collect()
     return now

@@ -69,7 +69,7 @@ class Outcome:
         for rank, anew in self.anew.items():
             if anew.total != n * (n + 1) / 2:
                 yield f"rank {rank}: the sum in the new group of {n} is {anew.total}"
-            if anew.before != anew.after:
+            if not anew.after.within(anew.before):
                 yield f"rank {rank} held {anew.before} before and {anew.after} afterwards"
         if len(self.anew) != n:
             yield f"only ranks {sorted(self.anew)} made a new group"

@@ -146,6 +146,14 @@ class Holdings:
     segments: int
     threads: int
 
+    def within(self, other: Holdings) -> bool:
+        """Whether it is no more than ``other`` of anything."""
+        return (
+            self.descriptors <= other.descriptors
+            and self.segments <= other.segments
+            and self.threads <= other.threads
+        )
+
     @staticmethod
     def now() -> Holdings:
         mapped = Path("/proc/self/maps").read_text().splitlines()

@@ -1,0 +1,390 @@
+"""One rank's end of a hybrid group: what it does, and what it hears from the others.
+
+See :mod:`.hybrid`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backends.engine import Fault, Kind, Operation, Parts, Ticket
+from tilework.comm.backends.engines import end_connections
+from tilework.comm.backends.hybrid_header import disagreement, header_bytes, header_of
+from tilework.comm.backends.hybrid_hosts import Hosts
+from tilework.comm.backends.hybrid_mail import Mailbox
+from tilework.comm.backends.hybrid_steps import STEPS
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.ordered import Errand, FaultArgs, OrderedEngine, until
+from tilework.comm.backends.torch_ticket import TorchTicket
+from tilework.comm.backends.wires import Wires, Word
+from tilework.comm.reduce_op import AnyReduceOp
+
+#: How often a rank that waits for another host looks around.
+LOOK_SECONDS = 0.05
+#: How long a rank that fails waits for other hosts to say why, or who is missing there.
+_ASK_SECONDS = 0.3
+_MISSING_SECONDS = 0.15
+#: A rank whose leader waits for other hosts leaves it to the leader to give up first.
+_LEADER_SECONDS = 1.5
+#: Gloo's tags: collectives use one, messages one each from the next on.
+_COLLECTIVES = 0
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A rank's connections to others, besides Gloo's."""
+
+    wires: Wires
+    #: On the first rank of a host: to the first ranks of the others, by host.
+    leaders: dict[int, socket.socket]
+
+
+class HybridEngine(OrderedEngine):
+    """One rank's end: a group in shared memory, wires to all ranks, Gloo to other hosts."""
+
+    name = "hybrid"
+
+    def __init__(self, hosts: Hosts, shared: NativeGroup, lines: Lines, backend: Any) -> None:
+        super().__init__(hosts.me, sum(len(ranks) for ranks in hosts.ranks))
+        self.hosts = hosts
+        self._shm = shared.engine
+        self._wires = lines.wires
+        self._leaders = lines.leaders
+        self._backend = backend
+        self._mail = Mailbox(self)
+        self._changed = threading.Condition()
+        self._performed = 0
+        self._deadline = 0.0
+        self._sent_bytes = 0
+        self._last = "nothing yet"
+        self._left: set[int] = set()
+        self._died: dict[int, float] = {}
+        self._words: list[str | None] = [None] * self.size
+        #: By host: who is missing there, as told by those who waited for them.
+        self._missing: dict[int, list[int]] = {}
+        self._wires.start(self, f"tilework-wires-{hosts.me}")
+
+    # -- collectives ---------------------------------------------------------------------
+
+    def perform(self, operation: Operation) -> None:
+        self.check_open()
+        self._deadline = time.monotonic() + operation.timeout
+        self._performed += 1
+        with torch.inference_mode():
+            self._meet(operation)
+            STEPS[operation.kind](self, operation)
+
+    def _meet(self, operation: Operation) -> None:
+        """Exchange headers with every rank, and make sure that all agree."""
+        hosts, length = self.hosts, header_bytes(self.size) // 8
+        gathered = torch.empty((len(hosts.local), length), dtype=torch.int64)
+        mine = header_of(operation, self.rank, self.size)
+        try:
+            self.local("all_gather", [mine], gathered)
+        except Fault as fault:
+            kind, ranks, detail = fault.args
+            if kind != "timeout":
+                raise
+            raise Fault(kind, self._absent(ranks), detail) from None
+        headers = torch.empty((self.size, length), dtype=torch.int64)
+        if hosts.local_rank == 0:
+            self._exchange(gathered, headers)
+        else:
+            self._deadline += _LEADER_SECONDS
+        self.local("broadcast", (), [headers], root=0)
+        at_fault, why = disagreement(headers)
+        if at_fault:
+            raise Fault("mismatch", tuple(at_fault), why)
+        self._last = f"#{self._performed} {operation.title or operation.kind}"
+
+    def _exchange(self, gathered: Tensor, headers: Tensor) -> None:
+        """A leader's part: its host's headers to the other leaders, theirs into ``headers``."""
+        hosts = self.hosts
+        mine = bytes(gathered.untyped_storage())
+        for host in hosts.others:
+            with contextlib.suppress(OSError):  # whoever is gone is noticed while waiting
+                self._leaders[host].sendall(mine)
+        headers[list(hosts.local)] = gathered
+        for host in hosts.others:
+            ranks = list(hosts.ranks[host])
+            theirs = bytearray(len(ranks) * header_bytes(self.size))
+            self._await_headers(host, memoryview(theirs))
+            headers[ranks] = torch.frombuffer(theirs, dtype=torch.int64).view(len(ranks), -1)
+
+    def _await_headers(self, host: int, memory: memoryview) -> None:
+        """Read what the leader of ``host`` sends, on this very thread: that is what is quick."""
+        line, begun = self._leaders[host], time.monotonic()
+        while memory:
+            self.check_open()
+            count = _read(line, memory)
+            memory = memory[count:]
+            now = time.monotonic()
+            if not count:
+                self._check_alive(self.hosts.ranks[host][0], now)
+            if memory and now > self._deadline:
+                raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
+
+    def _check_alive(self, leader: int, now: float) -> None:
+        """Raise Fault if a rank that is needed is known to be gone."""
+        gone = self._left | set(self._died)
+        # Another rank that died may have done its part before.
+        lost = [leader] if leader in gone else [
+            rank for rank, when in self._died.items() if now - when > _ASK_SECONDS
+        ]  # fmt: skip
+        if lost:
+            raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
+
+    def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
+        """Everyone who is missing: ``here`` on this host, and what the other hosts say."""
+        others = self.hosts.others
+        self._wires.send_all(Word.MISSING, json.dumps(list(here)).encode())
+        until(
+            lambda: self.abortion is not None or len(self._missing) == len(others), _MISSING_SECONDS
+        )
+        self.check_open()
+        missing = set(here)
+        for host in others:
+            missing.update(self._missing.get(host, self.hosts.ranks[host]))
+        return tuple(sorted(missing))
+
+    def local(
+        self,
+        kind: Kind,
+        inputs: Parts,
+        outputs: Parts,
+        reduce_op: AnyReduceOp | None = None,
+        root: int = 0,
+    ) -> None:
+        limit = max(self._deadline - time.monotonic(), 0.001)
+        operation = Operation(kind, inputs, outputs, reduce_op, root, limit)
+        try:
+            self._shm.run(operation)
+        except self._shm.fault_type as fault:
+            raise Fault(*self._from_local(fault.args)) from None
+
+    def _from_local(self, fault: tuple[Any, ...]) -> FaultArgs:
+        """A fault in shared memory as one of the group."""
+        kind, ranks, detail = fault
+        if self.closed or kind == "closed":
+            return ("closed", (self.rank,), "")
+        told = self._shm.aborted()
+        if kind == "aborted" and told is not None:
+            by, _, text = told[2].partition(":")
+            self.hear_abort(int(by), told[1], text)
+        if self.abortion is not None:
+            return ("aborted", (self.abortion[0],), self.abortion[2])
+        return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
+
+    def start(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> _Transfers:
+        transfers = _Transfers(self)
+        for rank, tensor in receives:
+            if tensor.numel():
+                transfers.add(rank, tensor, self._backend.recv)
+        for rank, tensor in sends:
+            if tensor.numel():
+                self._sent_bytes += tensor.nbytes
+                transfers.add(rank, tensor, self._backend.send)
+        return transfers
+
+    def left_seconds(self) -> float:
+        """What is left of the running operation's time."""
+        return max(self._deadline - time.monotonic(), 0.1)
+
+    def blocking(self, act: Callable[[], object], peer: int = -1) -> None:
+        """Call into Gloo, with its failures as faults."""
+        try:
+            act()
+        except RuntimeError as error:
+            raise Fault(*self._why(error, peer)) from error
+
+    def _why(self, error: RuntimeError, peer: int) -> FaultArgs:
+        until(lambda: self.closed or self.abortion is not None, 2 * _ASK_SECONDS)
+        try:
+            self.check_open()
+        except Fault as fault:
+            return fault.args
+        detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
+        ranks = tuple(self._died) or ((peer,) if peer >= 0 else ())
+        late = "timed out" in str(error).lower() and not self._died
+        return ("timeout" if late else "peer_lost", ranks, f"gloo: {detail}")
+
+    # -- messages ------------------------------------------------------------------------
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Errand:
+        return self._mail.send(tensor, dst, tag, timeout)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Errand:
+        return self._mail.receive(tensor, src, tag, timeout)
+
+    def announce(self, rank: int, announcement: bytes) -> None:
+        self._wires.send(rank, Word.MAIL, announcement)
+
+    def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+        return self._message("send", tensor, rank, number, timeout)
+
+    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+        return self._message("recv", tensor, rank, number, timeout)
+
+    def _message(self, way: str, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+        if rank in self.hosts.local:
+            move = self._shm.isend if way == "send" else self._shm.irecv
+            try:
+                return move(tensor, self.hosts.local.index(rank), number, timeout)
+            except self._shm.fault_type as fault:
+                raise Fault(*self._from_local(fault.args)) from None
+        if way == "send":
+            self._sent_bytes += tensor.nbytes
+        memory = _bytes(tensor)
+        tag = _COLLECTIVES + 1 + number
+        try:
+            work = getattr(self._backend, way)([memory], rank, tag)
+        except RuntimeError as error:
+            raise Fault(*self._why(error, rank)) from error
+        return TorchTicket(self, work, memory, timeout)
+
+    def settled(self, ticket: Ticket) -> FaultArgs | None:
+        fault = ticket.fault()
+        if fault is None or isinstance(ticket, Errand):
+            return fault
+        return self._from_local(fault)
+
+    def unreachable(self, source: int) -> list[int]:
+        gone = self._left | set(self._died)
+        if source >= 0:
+            return [source] if source in gone else []
+        return sorted(gone) if len(gone) == self.size - 1 else []
+
+    def wake(self) -> None:
+        self._wires.wake()
+
+    # -- what comes over the wires -------------------------------------------------------
+
+    def hear(self, source: int, word: Word, payload: bytes) -> None:
+        if word is Word.MAIL:
+            self._mail.hear(source, payload)
+            return
+        if word is Word.ABORT:
+            kind, text = json.loads(payload)
+            self._hear_abort_of(source, kind, text)
+        with self._changed:
+            if word is Word.LAST_WORDS:
+                self._words[source] = payload.decode()
+            elif word is Word.MISSING:
+                self._missing[self.hosts.host_of(source)] = json.loads(payload)
+            elif word is Word.GOODBYE:
+                self._left.add(source)
+            self._changed.notify_all()
+
+    def _hear_abort_of(self, source: int, kind: str, text: str) -> None:
+        if self.hear_abort(source, kind, text):
+            self._abort_locally(source, kind, text)
+            self.interrupt()
+
+    def lose(self, source: int) -> None:
+        with self._changed:
+            if source not in self._left:
+                self._died[source] = time.monotonic()
+            self._changed.notify_all()
+
+    def tick(self) -> bool:
+        return self._mail.sweep()
+
+    # -- the end -------------------------------------------------------------------------
+
+    def last_entered(self) -> list[str]:
+        return [self._last] * self.size
+
+    def say(self, text: str) -> None:
+        with self._changed:
+            self._words[self.rank] = text
+        self._wires.send_all(Word.LAST_WORDS, text.encode())
+
+    def heard(self, timeout: float) -> list[str | None]:
+        with self._changed:
+            self._changed.wait_for(lambda: None not in self._words, timeout)
+            return list(self._words)
+
+    def tell(self, kind: str, text: str) -> None:
+        self._abort_locally(self.rank, kind, text)
+        self._wires.send_all(Word.ABORT, json.dumps([kind, text]).encode())
+
+    def _abort_locally(self, by: int, kind: str, text: str) -> None:
+        with contextlib.suppress(self._shm.fault_type):  # closed here meanwhile
+            self._shm.abort(kind, f"{by}:{text}")
+
+    def interrupt(self) -> None:
+        self._wires.wake()
+        if self._backend is not None:
+            end_connections(self._backend, self.rank, self.size)
+
+    def release(self) -> None:
+        self._wires.send_all(Word.GOODBYE)
+        self.interrupt()
+        self._shm.close()
+        self._mail.sweep()
+        self._wires.close()
+        for line in self._leaders.values():
+            line.close()
+        self._backend = None
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            **super().statistics(),
+            "hosts": len(self.hosts.ranks),
+            "link_bytes": self._sent_bytes,
+            "segment_bytes": self._shm.statistics()["segment_bytes"],
+        }
+
+
+def _read(line: socket.socket, memory: memoryview) -> int:
+    """Read what is there, after waiting a moment; 0 if nothing came."""
+    try:
+        count = line.recv_into(memory)
+    except TimeoutError:
+        return 0
+    except OSError:
+        count = 0
+    if not count:  # the other end is gone, which the wires will say
+        time.sleep(LOOK_SECONDS)
+    return count
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class _Transfers:
+    """Tensors on their way to and from other hosts."""
+
+    def __init__(self, engine: HybridEngine) -> None:
+        self._engine = engine
+        #: (rank at the other end, torch's Work, the memory that it uses)
+        self._works: list[tuple[int, Any, Tensor]] = []
+
+    def add(self, rank: int, tensor: Tensor, move: Callable[..., Any]) -> None:
+        memory = _bytes(tensor)
+
+        def begin() -> None:
+            self._works.append((rank, move([memory], rank, _COLLECTIVES), memory))
+
+        self._engine.blocking(begin, rank)
+
+    def wait(self) -> None:
+        """Block until all have arrived, or the operation's time is up."""
+        for rank, work, _ in self._works:
+            limit = timedelta(seconds=self._engine.left_seconds())
+            self._engine.blocking(partial(work.wait, limit), rank)
