@@ -7,6 +7,10 @@
 // sides of a choice, which it must to vectorise it; results stay the same.
 #include "reduce.h"
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #if defined(__clang__)
 #define TILEWORK_VECTORISE _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -271,6 +275,70 @@ struct Loops {
     }
   }
 };
+
+#if defined(__F16C__)
+/// float16 by the processor's own conversions, which compilers do not vectorise by themselves.
+/// They round as Float16 does.
+template <class Op, class Around>
+struct Loops<Float16, Op, Around> {
+  using Stored = uint16_t;
+  static constexpr size_t kBlock = 2048;
+
+  static void widen(float* to, const Stored* from, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(to + i,
+                       _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+    for (; i < count; ++i) to[i] = Float16::load(from[i]);
+  }
+  static void narrow(Stored* to, const float* from, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < count; ++i) to[i] = Float16::store(from[i]);
+  }
+
+  TILEWORK_NOINLINE static void first(float* sum, double factor, size_t count) {
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i) sum[i] = Around::before(sum[i], factor);
+  }
+  TILEWORK_NOINLINE static void add(float* sum, const float* next, double factor, size_t count) {
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], Around::before(next[i], factor));
+  }
+  TILEWORK_NOINLINE static void last(float* sum, int ranks, size_t count) {
+    TILEWORK_VECTORISE
+    for (size_t i = 0; i < count; ++i) sum[i] = Around::after(sum[i], ranks);
+  }
+
+  static void many(Stored* to, const void* const* sources, const double* factors, int ranks,
+                   size_t count) {
+    alignas(64) float sum[kBlock], next[kBlock];
+    for (size_t at = 0; at < count; at += kBlock) {
+      const size_t block = count - at < kBlock ? count - at : kBlock;
+      for (int rank = 0; rank < ranks; ++rank) {
+        widen(rank ? next : sum, static_cast<const Stored*>(sources[rank]) + at, block);
+        if (rank == 0)
+          first(sum, factors[0], block);
+        else
+          add(sum, next, factors[rank], block);
+      }
+      last(sum, ranks, block);
+      narrow(to + at, sum, block);
+    }
+  }
+  static void one(Stored* to, const Stored* a, const double* factors, size_t count) {
+    const void* source = a;
+    many(to, &source, factors, 1, count);
+  }
+  static void two(Stored* to, const Stored* a, const Stored* b, const double* factors,
+                  size_t count) {
+    const void* sources[] = {a, b};
+    many(to, sources, factors, 2, count);
+  }
+};
+#endif
 
 template <class Type, class Op, class Around = AsIs>
 void reduce(void* destination, const void* const* sources, const double* factors, int ranks,
