@@ -1,0 +1,200 @@
+"""The short way of shm groups (csrc/direct.h) is the long way, only shorter."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tilework.distributed as dist
+from tilework.testing import run_ranks
+
+LIMIT = timedelta(seconds=30)
+
+
+def on_shm(size: int, program: Callable[[int], Any]) -> list[Any]:
+    return run_ranks(size, program, kind="threads", backend="shm", timeout=LIMIT)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values with a gap after each: too much for the short way."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+class Watched(Tensor):
+    """A subclass: not for the short way."""
+
+
+class Counted:
+    """A group's short way, with the number of operations that it took and refused."""
+
+    def __init__(self, short_way: Any) -> None:
+        self.short_way = short_way
+        self.taken = self.refused = 0
+
+    def __call__(self, *args: Any) -> bool:
+        done = bool(self.short_way(*args))
+        self.taken += done
+        self.refused += not done
+        return done
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    long_ranks=st.integers(0, 3),
+    shape=st.sampled_from([(), (0,), (7,), (4, 6), (2, 1, 3)]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.bool]),
+)
+def test_ranks_may_take_different_ways(
+    long_ranks: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """``long_ranks`` says for each rank, as a bit, whether its tensors are strided."""
+
+    def program(rank: int, mask: int) -> list[Tensor]:
+        take = strided if mask >> rank & 1 else torch.Tensor.contiguous
+        counted = Counted(dist.get_default_group().direct)
+        dist.get_default_group().direct = counted  # type: ignore[assignment]
+        count = torch.Size(shape).numel()
+        x = take((torch.arange(count) % 3 + rank).to(dtype).reshape(shape))
+        both, swapped = (take(torch.zeros(2, *shape, dtype=dtype)) for _ in range(2))
+        first, second, reduced = (take(torch.zeros(shape, dtype=dtype)) for _ in range(3))
+        dist.all_gather_into_tensor(both, x)
+        dist.all_gather([first, second], x)
+        dist.reduce_scatter_tensor(reduced, both)
+        dist.all_reduce(x)
+        dist.all_to_all_single(swapped, both)
+        dist.broadcast(reduced, 1)
+        assert counted.taken + counted.refused == 6
+        return [tensor.clone() for tensor in (both, first, second, x, swapped, reduced)]
+
+    found = on_shm(2, lambda rank: program(rank, long_ranks))
+    truth = on_shm(2, lambda rank: program(rank, 3))
+    for mine, expected in zip(found, truth, strict=True):
+        for a, b in zip(mine, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_dense_tensors_take_it_and_others_do_not() -> None:
+    def program(rank: int) -> list[tuple[int, int]]:
+        pg = dist.get_default_group()
+        figures = []
+        for tensor in (
+            torch.ones(3),
+            torch.nn.Parameter(torch.ones(3)),
+            strided(torch.ones(3)),
+            torch.ones(3).as_subclass(Watched),
+            torch.ones(3, dtype=torch.complex64),
+            torch._neg_view(torch.ones(3)),
+        ):
+            counted = Counted(pg.direct)
+            pg.direct, short_way = counted, pg.direct  # type: ignore[assignment]
+            dist.all_reduce(tensor)
+            pg.direct = short_way
+            assert tensor.tolist() == ([-2] * 3 if tensor.is_neg() else [2] * 3)
+            figures.append((counted.taken, counted.refused))
+        return figures
+
+    taken, refused = (1, 0), (0, 1)
+    assert on_shm(2, program) == [[taken, taken, *[refused] * 4]] * 2
+
+
+def test_what_it_writes_looks_written_to_autograd() -> None:
+    def program(rank: int) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        saved = weight * 1
+        loss = (saved * saved).sum()
+        with torch.no_grad():
+            dist.all_reduce(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        with torch.inference_mode():
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor)
+        assert tensor.tolist() == [2, 2]
+
+    on_shm(2, program)
+
+
+def test_uneven_rows() -> None:
+    def program(rank: int) -> list[float]:
+        sent, received = ([1, 3], [1, 0]) if rank == 0 else ([0, 2], [3, 2])
+        source = torch.arange(float(sum(sent))) + 10 * rank
+        target = torch.zeros(sum(received))
+        dist.all_to_all_single(target, source, received, sent)
+        return target.tolist()
+
+    assert on_shm(2, program) == [[0], [1, 2, 3, 10, 11]]
+
+
+def test_the_flight_record_tells_both_ways_alike() -> None:
+    def program(rank: int) -> list[tuple[int, str, str, str]]:
+        pg = dist.get_default_group()
+        here = inspect.currentframe()
+        assert here is not None
+        for take in (torch.Tensor.contiguous, strided):
+            x, both = take(torch.ones(3)), take(torch.ones(2, 3))
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(both, x)
+            dist.broadcast(x, 1)
+            (dist.send if rank == 0 else dist.recv)(x, 1 - rank, tag=4)
+        entries = pg.flight_entries()
+        assert all(e.ended is not None and e.ended >= e.entered > 1e9 for e in entries)
+        assert {e.site.rpartition(":")[0] for e in entries} == {__file__}
+        assert {e.site.rpartition(" in ")[2] for e in entries} == {"program"}
+        assert [e.peer for e in entries] == [None, None, None, 1 - rank] * 2
+        return [(e.number, e.what, str(e.tag), e.outcome) for e in entries]
+
+    for told in on_shm(2, program):
+        assert [number for number, *_ in told] == [1, 2, 3, 0, 4, 5, 6, 0]
+        assert [rest for _, *rest in told[:4]] == [rest for _, *rest in told[4:]]
+
+
+def test_an_interrupted_recv_ends_the_group() -> None:
+    def program(rank: int) -> str:
+        if rank == 0:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(InterruptedError):
+                dist.recv(torch.ones(1), 1)
+            return "interrupted"
+        with pytest.raises(dist.PeerLostError, match="InterruptedError in recv"):
+            dist.all_reduce(torch.ones(1))
+        return "told"
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError(f"signal {number} in {os.getpid()}")
+
+    outcomes = run_ranks(2, program, kind="processes", backend="shm", timeout=LIMIT)
+    assert outcomes == ["interrupted", "told"]
+
+
+def test_threads_of_one_rank_may_call_at_once() -> None:
+    def program(rank: int) -> list[float]:
+        groups = [dist.new_group() for _ in range(4)]
+        tensors = [torch.full((1000,), 1.0) for _ in groups]
+
+        def work(tensor: Tensor, group: Any) -> None:
+            for _ in range(50):
+                dist.all_reduce(tensor.fill_(1.0), group=group)
+
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(tensors, groups, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [tensor[0].item() for tensor in tensors]
+
+    outcomes = run_ranks(2, program, kind="processes", backend="shm", timeout=LIMIT)
+    assert outcomes == [[2.0] * 4] * 2
