@@ -99,6 +99,12 @@ class Options:
     asyncOp: bool = False
 
 
+def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
+    """The shape that the arguments of a creation function give: numbers, or one sequence."""
+    given: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return torch.Size(given)
+
+
 class Direct:
     """The short way to run blocking operations. This one is for backends that have none.
 
@@ -344,7 +350,7 @@ class ProcessGroup:
             >>> run_ranks(2, program)[0]
             (torch.Size([2, 3]), 1.0)
         """
-        return torch.empty(*size, dtype=dtype)
+        return torch.empty(shape_of(size), dtype=dtype)
 
     # -- its life ------------------------------------------------------------------------
 

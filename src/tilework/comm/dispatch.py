@@ -72,7 +72,7 @@ class DispatchGroup(ProcessGroup):
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         end = self.by_device.get("cpu")
-        return (super() if end is None else end).empty(*size, dtype=dtype)
+        return super().empty(*size, dtype=dtype) if end is None else end.empty(*size, dtype=dtype)
 
     def barrier(self, opts: Options | None = None) -> Work:
         return self.ends[0].barrier(opts)

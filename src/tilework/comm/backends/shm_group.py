@@ -23,6 +23,7 @@ from tilework.comm.backends.engine import (
 )
 from tilework.comm.backends.native import NativeGroup, told
 from tilework.comm.callsite import call_site, in_library
+from tilework.comm.contract import shape_of
 from tilework.comm.flight.ring import (
     ANY_PEER,
     Entry,
@@ -193,7 +194,7 @@ class ShmGroup(NativeGroup):
             self.direct = direct  # type: ignore[assignment]  # the same methods
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        shape = shape_of(size)
         dtype = dtype or torch.get_default_dtype()
         if min(shape, default=1) < 0 or shape.numel() == 0:
             return super().empty(*shape, dtype=dtype)
