@@ -342,6 +342,8 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
                 f"new_group"
             )
         self._group.timeout = timeout.total_seconds()
+        # The short way has kept the timeout that it was made with.
+        self._group.direct = ProcessGroup.direct
 
     _set_default_timeout = set_timeout
 
