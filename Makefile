@@ -34,7 +34,10 @@ demo: install
 test: install
 	@$(bin)/python -m pytest $(ARGS)
 
+# Open MPI is measured where it is installed; mpi4py finds it at run time.
 bench: install
+	@! command -v mpirun >/dev/null || $(bin)/python -c 'import mpi4py' 2>/dev/null || \
+	  $(pip) mpi4py || true
 	@$(bin)/python benchmarks/collectives.py $(ARGS)
 
 sanitize: install

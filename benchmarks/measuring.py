@@ -18,7 +18,7 @@ from peers import PEERS, Call, Workload
 
 import tilework.distributed as dist
 
-LEAST_CALLS, MOST_CALLS = 3, 200  # of one peer in one round
+LEAST_CALLS, MOST_CALLS = 2, 200  # of one peer in one round
 
 #: What each contestant does on this rank; None: nothing. A contestant without rank 0 has none.
 Calls = Mapping[str, Call | None]

@@ -272,13 +272,11 @@ def check(found: list[Figures]) -> None:
 
 def show(found: list[Figures], ranks: int, threads: int) -> None:
     table = Table(
-        title=f"A training step, {ranks} ranks of {threads} thread(s), {os.cpu_count()} cores"
+        title=f"Milliseconds a step, {ranks} ranks x {threads} thread(s), {os.cpu_count()} cores"
     )
     table.add_column("program", no_wrap=True)
-    for column in ("parameters", "alone ms", "Gloo ms", "tilework ms", "x"):
+    for column in ("size", "alone", "Gloo", "tilework", "x", "waits: Gloo", "tilework"):
         table.add_column(column, justify="right")
-    table.add_column("not own work: Gloo", justify="right")
-    table.add_column("tilework", justify="right")
     for figures in found:
         table.add_row(
             figures.program,

@@ -16,6 +16,7 @@ import torch
 import tilework.distributed as dist
 from tests.comm.flight_scene import Scene, doze
 from tests.faults.crew import Crew
+from tilework.cli import dispatch
 from tilework.comm.flight.diagnosis import Finding, Kind
 from tilework.launch.explain import explain
 
@@ -241,6 +242,25 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["findings"][0]["awaited"] == [1]
     assert [rank["rank"] for rank in told["ranks"]] == [0]
     assert "rank-1.json is left out: it is no JSON, or is cut off" in told["problems"][0]
+
+
+def test_on_a_terminal_it_is_in_colour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    put(tmp_path, 0)
+    assert explain(tmp_path) == 1
+    assert capsys.readouterr().out.startswith("\x1b[1;33mgroup 'default', operation #1: rank 0")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, 0)
+    assert dispatch(["explain", "--json", str(tmp_path)]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"]
+    with pytest.raises(SystemExit) as caught:
+        dispatch(["explain"])
+    assert caught.value.code == 2
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,19 +18,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-#: Ranks as threads on the core, and for what looks at bytes also as processes.
-CORE = ["tests/core"]
-THREADS = [
-    *CORE,
-    *("tests/comm/test_contract.py", "tests/comm/test_properties.py"),
-    *("--deselect", "tests/comm/test_properties.py::test_random_programs_between_processes"),
-    *("-k", "not TestThreads and not TestShmBetweenProcesses and not threads]"),
-]
-PROCESSES = [
-    *CORE,
-    *("tests/comm/test_contract.py", "tests/comm/test_properties.py", "tests/comm/test_native.py"),
-    *("-k", "not TestThreads and not threads]"),
-]
+#: Ranks as threads on the core.
+THREADS = (
+    "tests/core",
+    "tests/comm/test_contract.py::TestShmBetweenThreads",
+    "tests/comm/test_properties.py::test_random_programs_on_shm",
+    "tests/chaos/test_chaos.py::test_every_fault[shm-threads]",
+)
+#: Also as processes, which the thread sanitizer cannot see together.
+PROCESSES = (
+    *THREADS,
+    "tests/comm/test_contract.py::TestShmBetweenProcesses",
+    "tests/comm/test_properties.py::test_random_programs_between_processes",
+    "tests/chaos/test_chaos.py::test_every_fault[shm]",
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Sanitizer:
 
 SANITIZERS = (
     # libstdc++ too: the runtime looks for what it is to intercept before Python has loaded it.
-    Sanitizer("address,undefined", ("libasan.so", "libstdc++.so"), tuple(PROCESSES)),
-    Sanitizer("thread", ("libtsan.so",), tuple(THREADS)),
+    Sanitizer("address,undefined", ("libasan.so", "libstdc++.so"), PROCESSES),
+    Sanitizer("thread", ("libtsan.so",), THREADS),
 )
 
 

@@ -259,6 +259,12 @@ def details(rank: Rank) -> None:
         dist.all_reduce(torch.ones(1))
         assert group._get_sequence_number_for_group() == before + 1
         group.monitored_barrier(timedelta(seconds=5))
+        x = torch.ones(1)
+        group.allreduce(x, op=dist.ReduceOp.PRODUCT).wait()
+        group.allreduce([x], op=dist.ReduceOp.SUM).wait()
+        group.broadcast(x, root=1).wait()
+        group.barrier(timeout=timedelta(seconds=5)).wait()
+        assert x.item() == N
         group.set_timeout(timedelta(seconds=9))
         dist.all_reduce(torch.ones(1))
         assert group._get_backend(torch.device("cpu")).name() == "tilework"

@@ -25,7 +25,7 @@ x = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(x)
 dist.destroy_process_group()
 dist.init_process_group("tilework")  # once more, where the ranks met before
-dist.all_reduce(x)
+dist.all_reduce(x, group=dist.new_group())
 print(f"{{dist.get_backend()}} {{x.item():g}}", flush=True)
 {end}
 """

@@ -35,12 +35,15 @@ BACKEND_NAME = "tilework"
 
 _c10d: Any = torch._C._distributed_c10d
 _CPU = torch.device("cpu")
+#: ``group.allreduce(tensor, op=…)``: torch's groups take these as well.
+_INSTEAD_OF_OPTS = {"op", "root", "timeout"}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
 def _on_cpu(operation: _Operation) -> _Operation:
     """Leave calls with tensors of other devices to torch's own engines."""
     name = operation.__name__
+    lists = name in ("allreduce", "broadcast")
 
     def run(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
         tensor = _first_tensor(args)
@@ -55,6 +58,9 @@ def _on_cpu(operation: _Operation) -> _Operation:
     def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return untraced(self, *args, **kwargs)
+        if kwargs.keys() & _INSTEAD_OF_OPTS or (lists and isinstance(args[0], Tensor)):
+            # torch turns these into a list and opts, and calls here again.
+            return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
         return run(self, *args, **kwargs)
 
     call.__name__, call.__doc__ = name, operation.__doc__
@@ -342,6 +348,8 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
                 f"new_group"
             )
         self._group.timeout = timeout.total_seconds()
+        # The short way has kept the timeout that it was made with.
+        self._group.direct = ProcessGroup.direct
 
     _set_default_timeout = set_timeout
 

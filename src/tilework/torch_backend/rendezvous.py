@@ -10,10 +10,13 @@ from typing import Any
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from tilework.rendezvous.handlers import env_rendezvous
+from tilework.store import Store
 from tilework.store.torch_bridge import as_torch_store
 
 _Meeting = Iterator[tuple[Any, int, int]]
 _handlers: dict[str, Any] = _rendezvous_handlers
+#: torch keeps the C++ half of a store alone, and needs it whenever a group is made.
+_held: list[Store] = []
 
 
 def install_env_rendezvous() -> None:
@@ -27,6 +30,7 @@ def install_env_rendezvous() -> None:
             yield from theirs(url, timeout=timeout, **kwargs)
             return
         store, rank, world_size = next(env_rendezvous(url, timeout))
+        _held.append(store)
         yield as_torch_store(store), rank, world_size
 
     _handlers["env"] = env

@@ -22,7 +22,7 @@ from tilework.comm.backend import DistributedBackendOptions, is_backend_availabl
 from tilework.comm.backends.engine import Fault, Kind, Operation, Parts
 from tilework.comm.backends.interfaces import address_towards
 from tilework.comm.backends.native import NativeGroup
-from tilework.comm.backends.ordered import OrderedEngine
+from tilework.comm.backends.ordered import FaultArgs, OrderedEngine
 from tilework.comm.backends.story import Story
 from tilework.comm.backends.torch_ticket import TorchTicket
 from tilework.comm.contract import Options, ProcessGroup, Work
@@ -187,6 +187,9 @@ class TorchEngine(OrderedEngine):
     def perform(self, operation: Operation) -> None:
         self.blocking(lambda: _CALLS[operation.kind](self._backend, operation, self.rank).wait())
 
+    def _attempt(self, act: Callable[[], object]) -> FaultArgs | None:
+        return self.outcome(lambda: self.blocking(act))
+
     def blocking(self, act: Callable[[], object]) -> None:
         """Call into torch's backend, with its failures as faults."""
         try:
@@ -225,7 +228,7 @@ class TorchEngine(OrderedEngine):
 
     def _message(self, start: Callable[[], Any], memory: Tensor, timeout: float) -> TorchTicket:
         try:
-            return TorchTicket(self, start(), memory, timeout)
+            return TorchTicket(start(), memory, timeout, self._attempt)
         except RuntimeError as error:
             raise self._fault(error) from error
 
@@ -271,7 +274,7 @@ class StreamEngine(TorchEngine):
         self.check_open()
         self._entered += 1
         work = _CALLS[operation.kind](self._backend, operation, self.rank)
-        return TorchTicket(self, work, operation, operation.timeout)
+        return TorchTicket(work, operation, operation.timeout, self._attempt)
 
     def interrupt(self) -> None:
         if self._backend is not None:

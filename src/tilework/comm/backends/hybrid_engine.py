@@ -138,6 +138,7 @@ class HybridEngine(OrderedEngine):
 
     def _check_alive(self, leader: int, now: float) -> None:
         """Raise Fault if a rank that is needed is known to be gone."""
+        self.check_open()  # the group ended first, and then that rank left
         gone = self._left | set(self._died)
         # Another rank that died may have done its part before.
         lost = [leader] if leader in gone else [
@@ -191,25 +192,26 @@ class HybridEngine(OrderedEngine):
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> _Transfers:
         transfers = _Transfers(self)
-        for rank, tensor in receives:
-            if tensor.numel():
-                transfers.add(rank, tensor, self._backend.recv)
-        for rank, tensor in sends:
-            if tensor.numel():
-                self._sent_bytes += tensor.nbytes
-                transfers.add(rank, tensor, self._backend.send)
+        transfers.add("recv", receives)
+        transfers.add("send", sends)
+        self._sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         return transfers
+
+    def post(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
+        """Hand memory to Gloo, to ``send`` or to ``recv``; return torch's Work."""
+        return getattr(self._backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
         """What is left of the running operation's time."""
         return max(self._deadline - time.monotonic(), 0.1)
 
-    def blocking(self, act: Callable[[], object], peer: int = -1) -> None:
-        """Call into Gloo, with its failures as faults."""
+    def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
+        """Call into Gloo; return why that failed."""
         try:
             act()
         except RuntimeError as error:
-            raise Fault(*self._why(error, peer)) from error
+            return self._why(error, peer)
+        return None
 
     def _why(self, error: RuntimeError, peer: int) -> FaultArgs:
         until(lambda: self.closed or self.abortion is not None, 2 * _ASK_SECONDS)
@@ -249,12 +251,13 @@ class HybridEngine(OrderedEngine):
         if way == "send":
             self._sent_bytes += tensor.nbytes
         memory = _bytes(tensor)
-        tag = _COLLECTIVES + 1 + number
-        try:
-            work = getattr(self._backend, way)([memory], rank, tag)
-        except RuntimeError as error:
-            raise Fault(*self._why(error, rank)) from error
-        return TorchTicket(self, work, memory, timeout)
+        works: list[Any] = []
+        why = self.attempt(
+            lambda: works.append(self.post(way, memory, rank, _COLLECTIVES + 1 + number)), rank
+        )
+        if why is not None:
+            raise Fault(*why)
+        return TorchTicket(works.pop(), memory, timeout, partial(self.attempt, peer=rank))
 
     def settled(self, ticket: Ticket) -> FaultArgs | None:
         fault = ticket.fault()
@@ -368,23 +371,43 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class _Transfers:
-    """Tensors on their way to and from other hosts."""
+    """Tensors on their way to and from other hosts.
+
+    Failures are handed on as values: a traceback would hold torch's objects, and they Gloo's
+    connections, for as long as somebody holds the error.
+    """
 
     def __init__(self, engine: HybridEngine) -> None:
         self._engine = engine
         #: (rank at the other end, torch's Work, the memory that it uses)
         self._works: list[tuple[int, Any, Tensor]] = []
 
-    def add(self, rank: int, tensor: Tensor, move: Callable[..., Any]) -> None:
-        memory = _bytes(tensor)
-
-        def begin() -> None:
-            self._works.append((rank, move([memory], rank, _COLLECTIVES), memory))
-
-        self._engine.blocking(begin, rank)
+    def add(self, way: str, tensors: Sequence[tuple[int, Tensor]]) -> None:
+        """Begin to move ``tensors`` to or from the ranks beside them."""
+        self._raise(next(filter(None, (self._begin(way, *pair) for pair in tensors)), None))
 
     def wait(self) -> None:
         """Block until all have arrived, or the operation's time is up."""
-        for rank, work, _ in self._works:
-            limit = timedelta(seconds=self._engine.left_seconds())
-            self._engine.blocking(partial(work.wait, limit), rank)
+        self._raise(next(filter(None, map(self._end, self._works)), None))
+        self._works.clear()
+
+    def _begin(self, way: str, rank: int, tensor: Tensor) -> FaultArgs | None:
+        if not tensor.numel():
+            return None
+        memory = _bytes(tensor)
+
+        def begin() -> None:
+            work = self._engine.post(way, memory, rank, _COLLECTIVES)
+            self._works.append((rank, work, memory))
+
+        return self._engine.attempt(begin, rank)
+
+    def _end(self, transfer: tuple[int, Any, Tensor]) -> FaultArgs | None:
+        rank, work, _ = transfer
+        limit = timedelta(seconds=self._engine.left_seconds())
+        return self._engine.attempt(partial(work.wait, limit), rank)
+
+    def _raise(self, why: FaultArgs | None) -> None:
+        if why is not None:
+            self._works.clear()
+            raise Fault(*why)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from tilework.comm.backends.ordered import Errand, FaultArgs
 
-
-class _Owner(Protocol):
-    def blocking(self, act: Callable[[], object]) -> None: ...
-    def outcome(self, act: Callable[[], object]) -> FaultArgs | None: ...
+#: Calls into an engine, and returns why that failed.
+Attempt = Callable[[Callable[[], object]], "FaultArgs | None"]
 
 
 class TorchTicket(Errand):
@@ -21,30 +19,34 @@ class TorchTicket(Errand):
     torch's own waits for a message cannot be tried for a moment: one that gives up closes all
     connections. So the wait is one call, on the thread of whoever waits without a limit, or on
     one of its own where somebody only looks.
+
+    Args:
+        work: torch's Work.
+        memory: Kept while the engine may touch it.
+        timeout: How long the message may take, in seconds from the first wait.
+        attempt: Runs the wait.
     """
 
-    def __init__(self, owner: _Owner, work: Any, memory: object, timeout: float) -> None:
+    def __init__(self, work: Any, memory: object, timeout: float, attempt: Attempt) -> None:
         super().__init__()
-        self._owner = owner
-        self._work = work
-        #: Kept while the engine may touch it.
-        self._memory = memory
+        self._kept: tuple[Any, object] | None = (work, memory)
         self._limit = timedelta(seconds=timeout)
+        self._attempt = attempt
         self._started = threading.Lock()
 
     def _finish(self) -> None:
-        def wait() -> None:
-            self._work.wait(self._limit)
-            self.found_source = int(self._work._source_rank()) if self._is_receive() else -1
-
-        fault = self._owner.outcome(lambda: self._owner.blocking(wait))
+        fault = self._attempt(self._wait)
+        self._kept = None
         self.complete(fault)
 
-    def _is_receive(self) -> bool:
+    def _wait(self) -> None:
+        assert self._kept is not None
+        work = self._kept[0]
+        work.wait(self._limit)
         try:
-            return int(self._work._source_rank()) >= 0
-        except RuntimeError:
-            return False
+            self.found_source = int(work._source_rank())
+        except RuntimeError:  # it was a send
+            return
 
     def _watch(self) -> None:
         if self._started.acquire(blocking=False):

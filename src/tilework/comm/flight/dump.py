@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Final
 
@@ -39,59 +39,80 @@ def note_fault(cause: BaseException | str) -> None:
         return
     text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
     fault = Fault(time.time(), text, tuple(getattr(cause, "ranks", ())))
-    # A completion may come on a thread of the core, which is no rank's.
-    mine = current_world()
-    for world in [mine] if mine.records else _ranks():
-        world.notes.add(fault)
-        write(world, folder)
+    # A completion may come on a thread of the core, which is no rank's: then all are told.
+    mine = _rank_of(current_world())
+    for rank, worlds in _ranks().items():
+        if mine is None or rank == mine:
+            worlds[0].notes.add(fault)
+            _write(rank, worlds, folder)
 
 
 def write_all() -> None:
     """Write the records of all ranks of this process; nothing without a folder. Never raises."""
     folder = os.environ.get(DIRECTORY_VARIABLE)
-    for world in _ranks() if folder else ():
-        write(world, folder or "")
+    if folder:
+        for rank, worlds in _ranks().items():
+            _write(rank, worlds, folder)
 
 
-def write(world: World, folder: str) -> None:
+def _ranks() -> dict[int, list[World]]:
+    """The ranks that live in this process, each with its Worlds (torch's groups have their own).
+
+    Before it has a group, the rank that the environment says this process will be.
+    """
+    found: dict[int, list[World]] = {}
+    for world in sorted(live_worlds(), key=lambda world: world.default_group is None):
+        rank = _rank_of(world)
+        if rank is not None:
+            found.setdefault(rank, []).append(world)
+    text = os.environ.get("RANK", "")
+    if not found and text.isdecimal():
+        found[int(text)] = [current_world()]
+    return found
+
+
+def _rank_of(world: World) -> int | None:
+    """The global rank that a World belongs to; None while it has no groups."""
+    group = next(iter(list(world.records)), None)
+    return None if group is None else group.global_ranks[group.rank()]
+
+
+def _write(rank: int, worlds: Sequence[World], folder: str) -> None:
     """Write one rank's record into ``folder``, in one step; or say why not, once. Never raises."""
+    path = os.path.join(folder, file_name(rank))
     try:
-        record = take(world)
-        if record is None or (world.notes.told_groups and not record.groups):
-            return  # a rank that has left its groups tells less than it did before
-        _replace(os.path.join(folder, file_name(record.rank)), document.encode(record))
-        world.notes.told_groups |= bool(record.groups)
+        record = _record(rank, worlds)
+        if record.groups or not _told_before(path):
+            _replace(path, document.encode(record))
     except Exception as error:
-        _complain(world, folder, error)
+        _complain(worlds[0], folder, error)
 
 
-def take(world: World) -> Record | None:
-    """One rank's record as of now; None if it is not known which rank it is."""
-    default = world.default_group
-    rank = default.rank() if default is not None else _rank_setting()
-    if rank is None:
-        return None
+def _record(rank: int, worlds: Sequence[World]) -> Record:
+    """One rank's record as of now."""
+    faults = sorted((f for world in worlds for f in world.notes.faults), key=lambda f: f.time)
+    groups = [group for world in worlds for group in list(world.records)]
     return Record(
         rank=rank,
-        world_size=0 if default is None else default.size(),
+        world_size=1 + max((max(group.global_ranks) for group in groups), default=-1),
         host=socket.gethostname(),
         pid=os.getpid(),
         job=_job(),
         written=time.time(),
-        faults=tuple(world.notes.faults),
-        stacks=tuple(_stacks(world.notes.thread)),
-        groups=tuple(_groups(world)),
+        faults=tuple(faults[: document.MAX_FAULTS]),
+        stacks=tuple(_stacks(worlds[0].notes.thread)),
+        groups=tuple(_groups(groups)),
     )
 
 
-def _ranks() -> list[World]:
-    """The ranks that live in this process; before it has a group, the one that it will be."""
-    return [world for world in live_worlds() if world.records] or [current_world()]
-
-
-def _rank_setting() -> int | None:
-    text = os.environ.get("RANK", "")
-    return int(text) if text.isdecimal() else None
+def _told_before(path: str) -> bool:
+    """Whether this process has left a record there when it still had groups."""
+    try:
+        with open(path, "rb") as file:
+            before = document.decode(file.read(document.MAX_FILE_BYTES + 1))
+    except (OSError, document.FlightRecordError):
+        return False
+    return before.pid == os.getpid() and before.job == _job() and bool(before.groups)
 
 
 def _job() -> str:
@@ -100,9 +121,8 @@ def _job() -> str:
     return hashlib.blake2b(secret.encode(), digest_size=8).hexdigest() if secret else ""
 
 
-def _groups(world: World) -> Iterator[GroupLog]:
-    ends = [end for group in list(world.records) for end in _ends(group)]
-    ends = ends[: document.MAX_GROUPS]
+def _groups(groups: Sequence[ProcessGroup]) -> Iterator[GroupLog]:
+    ends = [end for group in groups for end in _ends(group)][: document.MAX_GROUPS]
     for end in ends:
         entries = document.latest(end.flight_entries(), document.MAX_ENTRIES // len(ends) // 2)
         yield GroupLog(end.group_name, end.name(), end.group_desc, end.global_ranks, entries)

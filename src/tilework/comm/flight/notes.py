@@ -17,8 +17,6 @@ class Notes:
     thread: threading.Thread | None = None
     #: The first faults: what follows them is rarely the cause.
     faults: deque[Fault] = field(default_factory=deque)
-    #: Whether a record that tells of groups was written.
-    told_groups: bool = False
     #: Whether it was said that no record can be written.
     complained: bool = False
 
