@@ -8,12 +8,13 @@ import random
 import statistics
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from figures import ADD, COPY, LARGEST, SEGMENT, TILEWORK, Case, Plan
 from peers import PEERS, Call, Workload
+from torch import Tensor
 
 import tilework.distributed as dist
 
@@ -69,6 +70,7 @@ class Measurement:
 
     def segment_calls(self, case: Case) -> Calls:
         """Time tilework on tensors of torch's, and on tensors that live in the group's segment."""
+        makers: dict[str, Callable[..., Tensor]]
         makers = {TILEWORK: torch.empty, SEGMENT: dist.get_default_group().empty}
         calls: dict[str, Call | None] = {}
         for name, empty in makers.items():
