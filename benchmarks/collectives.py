@@ -79,14 +79,11 @@ def measure(ranks: int, plan: Plan, console: Console) -> tuple[list[Cell], list[
         (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
         run(command(ranks, plan, folder), folder, console)
         found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    cases = [rank["cases"] for rank in found]
-    cells = [
-        combine(case, ranks, times)
-        for case, times in zip(plan.cases(ranks), zip(*cases, strict=True), strict=True)
-    ]
-    segments = zip(*(rank["segment"] for rank in found), strict=True)
-    # Without group.empty there is none.
-    segment = [combine(c, ranks, times) for c, times in zip(plan.segment_cases(ranks), segments)]  # noqa: B905
+    sections = {"cases": plan.cases(ranks), "segment": plan.segment_cases(ranks)}
+    cells, segment = (
+        [combine(case, ranks, [rank[name][i] for rank in found]) for i, case in enumerate(cases)]
+        for name, cases in sections.items()
+    )
     return cells, segment
 
 

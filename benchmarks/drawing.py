@@ -182,6 +182,6 @@ def draw_panel(axis: Any, cells: Sequence[Cell]) -> None:
                 axis.plot(*zip(*points, strict=True), label=f"{peer}, {dtype}", **look)
     for cell in cells:
         if cell.limit is not None:
-            sizes = [LARGEST // 64, LARGEST]  # below, caches are faster than memory
+            sizes = [LARGEST // 16, LARGEST]  # below, caches are faster than memory
             limits = [cell.limit * 1e6 * size / LARGEST for size in sizes]
             axis.plot(sizes, limits, "k:", linewidth=1.8, label="memory's limit")

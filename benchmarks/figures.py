@@ -48,7 +48,7 @@ class Case:
 
     @property
     def has_limit(self) -> bool:
-        """Whether memory's limit is measured with it."""
+        """Whether memory's limit is measured with it, on two ranks."""
         return self == Case("all_reduce", "float32", LARGEST)
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ def combine(case: Case, ranks: int, by_rank: Sequence[Times]) -> Cell:
         else:
             seconds[name] = max(known) if known else None
     copy, add = seconds.pop(COPY, None), seconds.pop(ADD, None)
-    limit = None if copy is None or add is None or ranks != 2 else limit_seconds(copy, add)
+    limit = None if copy is None or add is None else limit_seconds(copy, add)
     return Cell(case, ranks, seconds, limit)
 
 

@@ -8,19 +8,19 @@ import random
 import statistics
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from figures import ADD, COPY, LARGEST, SEGMENT, TILEWORK, Case, Plan
 from peers import PEERS, Call, Workload
+from torch import Tensor
 
 import tilework.distributed as dist
 
 LEAST_CALLS, MOST_CALLS = 2, 200  # of one peer in one round
 
-#: What each contestant does on this rank; None: nothing. A contestant without rank 0 has none.
+#: What each contestant does; None: it lacks the operation, on all ranks.
 Calls = Mapping[str, Call | None]
 
 
@@ -41,10 +41,7 @@ def measure(measurement: Measurement) -> None:
     m = measurement
     torch.set_num_threads(1)
     cases = [m.by_turns(m.peers_calls(case)) for case in m.told(m.plan.cases(m.ranks))]
-    segment: list[Any] = []
-    if m.has_segment():
-        cases_there = m.told(m.plan.segment_cases(m.ranks))
-        segment = [m.by_turns(m.segment_calls(case)) for case in cases_there]
+    segment = [m.by_turns(m.segment_calls(c)) for c in m.told(m.plan.segment_cases(m.ranks))]
     m.write(f"{m.rank}.json", json.dumps({"cases": cases, "segment": segment}))
     for peer in reversed(m.peers):
         peer.close()
@@ -59,7 +56,7 @@ class Measurement:
         self.peers = [p(rank, ranks, folder) for p in PEERS if p.name in self.plan.peers]
 
     def peers_calls(self, case: Case) -> Calls:
-        """What the peers do, checked once; and memory alone where the limit is asked for."""
+        """What the peers do, checked once; and what memory alone does."""
         work = Workload(case, self.rank, self.ranks)
         calls: dict[str, Call | None] = {}
         for peer in self.peers:
@@ -69,12 +66,12 @@ class Measurement:
                 work.fill()
                 call()
                 work.check(peer.name)
-        return {**calls, **(self.memory_calls() if case.has_limit else {})}
+        return {**calls, **self.memory_calls(case)}
 
     def segment_calls(self, case: Case) -> Calls:
         """Time tilework on tensors of torch's, and on tensors that live in the group's segment."""
-        group: Any = dist.get_default_group()
-        makers = {TILEWORK: torch.empty, SEGMENT: group.empty}
+        makers: dict[str, Callable[..., Tensor]]
+        makers = {TILEWORK: torch.empty, SEGMENT: dist.get_default_group().empty}
         calls: dict[str, Call | None] = {}
         for name, empty in makers.items():
             work = Workload(case, self.rank, self.ranks, empty)
@@ -83,16 +80,12 @@ class Measurement:
             assert call is not None
             call()
             work.check(name)
-        return {**calls, **(self.memory_calls() if case.has_limit else {})}
+        return {**calls, **self.memory_calls(case)}
 
-    def has_segment(self) -> bool:
-        """Whether this tilework can make tensors in the segment."""
-        return hasattr(dist.get_default_group(), "empty")
-
-    def memory_calls(self) -> Calls:
-        """Copying and adding, on as many ranks at once as there are cores."""
-        if self.rank >= self.plan.cores:
-            return {COPY: None, ADD: None}
+    def memory_calls(self, case: Case) -> Calls:
+        """Copying and adding on both cores at once, where the limit is asked for."""
+        if not (case.has_limit and self.ranks == 2 <= self.plan.cores):
+            return {}
         # Written, since memory that only was allocated is one page of zeros, read from the cache.
         a, b = torch.ones(LARGEST // 4), torch.ones(LARGEST // 4)
         return {COPY: lambda: b.copy_(a), ADD: lambda: b.add_(a)}

@@ -136,14 +136,25 @@ def ddp(rank: int, ranks: int, way: str) -> Step:
 
 def fsdp(rank: int, ranks: int, way: str) -> Step:
     """FSDP (fully_shard): the transformer, each layer and the rest sharded."""
-    # It warns of views, which nothing here writes to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    model = GPT()
+    return stepper(model if way == ALONE else sharded(model), tokens(rank))
+
+
+def fsdp_shared(rank: int, ranks: int, way: str) -> Step:
+    """FSDP with buffers from the group: tilework has shared memory for them, Gloo nothing."""
     model = GPT()
     if way != ALONE:
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        sharded(model).set_allocate_memory_from_process_group_for_comm(True)
     return stepper(model, tokens(rank))
+
+
+def sharded(model: GPT) -> Any:
+    """``model`` itself, its layers and the rest each sharded over all ranks."""
+    # It warns of views, which nothing here writes to.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def tensor_parallel(rank: int, ranks: int, way: str) -> Step:
@@ -183,7 +194,10 @@ def accelerate(rank: int, ranks: int, way: str) -> Step:
     return step
 
 
-PROGRAMS = {make.__name__: make for make in (calls, mlp, ddp, fsdp, tensor_parallel, accelerate)}
+PROGRAMS = {
+    make.__name__: make
+    for make in (calls, mlp, ddp, fsdp, fsdp_shared, tensor_parallel, accelerate)
+}
 
 
 @dataclass

@@ -67,13 +67,6 @@ def test_share_of_the_limit() -> None:
     assert cell.seconds == {TILEWORK: 5.0}
 
 
-def test_more_ranks_have_no_limit() -> None:
-    times: list[Times] = [{TILEWORK: 4.0, COPY: 1.0, ADD: 2.0}] + [
-        {TILEWORK: 4.0, COPY: None, ADD: None}
-    ] * 3
-    assert combine(Case("all_reduce", "float32", LARGEST), 4, times).limit is None
-
-
 def test_comparison() -> None:
     result = compare(cells([(8, 0.5), (4096, 2.0), (MIB, 8.0), (LARGEST, None)]), OPEN_MPI)
     assert result["cells"] == 3

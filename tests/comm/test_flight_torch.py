@@ -25,10 +25,9 @@ def test_all_groups_of_a_rank_are_in_one_record(tmp_path: Path) -> None:
 
     def story(rank: int, say: Say) -> None:
         os.environ["TILEWORK_FLIGHT_DIR"] = str(folder)
-        store = torch_dist.FileStore(str(tmp_path / "store"), 3)
-        torch_dist.init_process_group(
-            "tilework", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20)
-        )
+        url = f"file://{tmp_path / 'store'}"
+        limit = timedelta(seconds=20)
+        torch_dist.init_process_group("tilework", url, limit, world_size=3, rank=rank)
         pair = torch_dist.new_group([1, 2])
         torch_dist.barrier()
         if rank > 0:

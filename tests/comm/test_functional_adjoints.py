@@ -24,7 +24,7 @@ LIMIT = timedelta(seconds=15)
 WAYS = ("at once", "later", "operators")
 
 
-class Bystander(TorchDispatchMode):
+class Bystander(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does nothing, but has collectives go through their operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,8 +87,8 @@ def expected(case: Case, xs: Tensors, ws: Tensors, vs: Tensors) -> tuple[Tensors
 
 def found(case: Case, way: str, xs: Tensors, ws: Tensors, vs: Tensors) -> list[tuple[Tensor, ...]]:
     def body(rank: int) -> tuple[Tensor, ...]:
-        mode = Bystander() if way == "operators" else contextlib.nullcontext()
-        with mode:
+        mode: Any = Bystander if way == "operators" else contextlib.nullcontext
+        with mode():
             x, w = xs[rank].clone().requires_grad_(), ws[rank].clone().requires_grad_()
             y = case.call(x)
             (first,) = grads([y], [x], [w], again=True)
@@ -109,9 +109,8 @@ def check(case: Case, way: str, dtype: torch.dtype, seed: int) -> None:
     names = ("result", "gradient", "second gradient by input", "second gradient by weight")
     for name, of_all, column in zip(names, wanted, zip(*got, strict=True), strict=True):
         for rank, (want, have) in enumerate(zip(of_all, column, strict=True)):
-            torch.testing.assert_close(
-                have, want.detach(), msg=lambda m, r=rank, n=name: f"{case}, rank {r}, {n}: {m}"
-            )
+            note = f"{case}, rank {rank}, {name}: got {have}, expected {want}"
+            torch.testing.assert_close(have, want.detach(), msg=note)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,3 +125,64 @@ def test_real_gradients_and_their_gradients(way: str, case: Case, seed: int) -> 
 @examples(25)
 def test_complex_gradients_are_conjugated(way: str, case: Case, seed: int) -> None:
     check(case, way, torch.complex128, seed)
+
+
+# -- numerically -------------------------------------------------------------------------------
+
+
+class Joint(torch.autograd.Function):
+    """A collective on all ranks as one function of all their tensors, run by the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, case: Case, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.case = case
+        ctx.save_for_backward(*xs)
+        return tuple(run_ranks(case.n, lambda rank: case.call(xs[rank].detach()), timeout=LIMIT))
+
+    @staticmethod
+    def backward(ctx: Any, *ws: Tensor) -> tuple[Tensor | None, ...]:
+        xs = ctx.saved_tensors
+
+        def body(rank: int) -> Tensor:
+            # Autograd runs backward without grad mode, and ranks are other threads.
+            with torch.enable_grad():
+                x = xs[rank].detach().requires_grad_()
+                (grad,) = grads([ctx.case.call(x)], [x], [ws[rank]], again=False)
+            return grad
+
+        return (None, *run_ranks(ctx.case.n, body, timeout=LIMIT))
+
+
+NUMERIC = (
+    *(model.all_reduce(2, (2,), op) for op in model.OPS),
+    model.reduce_scatter(2, (2,), 0, [1, 2], "product"),
+    model.all_gather(2, (2, 2), 1, [1, 2]),
+    model.all_to_all(2, (1,), [[1, 0], [2, 1]]),
+    model.broadcast(2, (2,), 1),
+    model.reduce(2, (2,), "avg", 1),
+    model.gather(2, (2,), 0, [1, 2], 1),
+    model.scatter(2, (2,), 0, [1, 2], 0),
+    model.permute(3, (2,), [1, -1, 0]),
+)
+
+
+@pytest.mark.parametrize("case", NUMERIC, ids=repr)
+def test_gradients_are_those_of_finite_differences(case: Case) -> None:
+    """Of the joint function of all ranks: no formula of ours on either side."""
+    generator = torch.Generator().manual_seed(3)
+    xs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in case.shapes
+    ]
+    assert torch.autograd.gradcheck(lambda *xs: Joint.apply(case, *xs), xs)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("op", ["sum", "product"])
+def test_complex_gradients_are_those_of_finite_differences(op: str) -> None:
+    case = model.all_reduce(2, (2,), op)
+    generator = torch.Generator().manual_seed(4)
+    xs = [
+        torch.randn(shape, generator=generator, dtype=torch.complex128).requires_grad_()
+        for shape in case.shapes
+    ]
+    assert torch.autograd.gradcheck(lambda *xs: Joint.apply(case, *xs), xs)  # type: ignore[no-untyped-call]

@@ -267,7 +267,11 @@ def details(rank: Rank) -> None:
         assert x.item() == N
         group.set_timeout(timedelta(seconds=9))
         dist.all_reduce(torch.ones(1))
-        assert group._get_backend(torch.device("cpu")).name() == "tilework"
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.name() == "tilework"
+        shared = backend.allocate_tensor(6, dtype=torch.int64, device=torch.device("cpu")).fill_(1)
+        dist.all_reduce(shared)
+        assert shared.tolist() == [N] * 6
         with pytest.raises(RuntimeError, match="not safe to split"):  # as on Gloo
             dist.split_group(split_ranks=[[0, 1, 2]])
     dist.set_debug_level(dist.DebugLevel.OFF)

@@ -203,6 +203,13 @@ def fsdp(rank: Rank) -> list[float]:
     return train(model, rank.number, also=True)
 
 
+def fsdp_in_shared_memory(rank: Rank) -> list[float]:
+    model: Any = Net()
+    fully_shard(model)
+    model.set_allocate_memory_from_process_group_for_comm(True)  # Gloo has none, and is as before
+    return train(model, rank.number, also=True)
+
+
 def fsdp_bfloat16(rank: Rank) -> list[float]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = Net()
@@ -226,8 +233,9 @@ def fsdp_and_tensor_parallel(rank: Rank) -> list[float]:
     return train(model, mesh["data"].get_local_rank(), also=False)
 
 
-def test_fsdp(ranks: Launcher) -> None:
-    mean = same_on_both(ranks(2, Rank.on_both, fsdp))
+@pytest.mark.parametrize("program", [fsdp, fsdp_in_shared_memory])
+def test_fsdp(ranks: Launcher, program: Any) -> None:
+    mean = same_on_both(ranks(2, Rank.on_both, program))
     assert mean == pytest.approx(plain(2, also=True), rel=1e-5)
 
 

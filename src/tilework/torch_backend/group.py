@@ -337,8 +337,14 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._devices.group_for(self, torch.device(device))._get_backend(device)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """No: torch's memory serves."""
-        return False
+        """Whether :meth:`allocate_tensor` has memory for it: on the CPU."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype | None = None, device: torch.device = _CPU
+    ) -> Tensor:
+        """Memory that the group's operations need not copy, where the backend has such."""
+        return self._group.empty(size, dtype=dtype)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations that start from now on may wait for other ranks."""

@@ -398,6 +398,9 @@ class Call(Work):
             error = self._group._explain(fault.args, self._title, self._site)
             self._group._note_failure(self._slot, error)
             raise error from None
+        except BaseException as error:
+            self._group.flight.end(self._slot, f"{type(error).__name__}: {error}")
+            raise
         self._group.flight.follow(self._slot, self._ticket)
         return self
 
