@@ -38,7 +38,7 @@ void Exchange::await() {
   int next = 0;
   wait_until(
       segment_.control(rank).turn_bell, station_.sleeps, patience_, [&] { return all_arrived(next); },
-      [&](bool slice_over) { return trouble(slice_over); });
+      [&](bool thorough) { return trouble(thorough); });
   if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.terms);
 }
 
@@ -47,13 +47,13 @@ bool Exchange::all_arrived(int& next) const {
   return next == size;
 }
 
-std::optional<Fault> Exchange::trouble(bool slice_over) const {
+std::optional<Fault> Exchange::trouble(bool thorough) const {
   if (cancelled_.load()) return Fault("aborted", {rank}, "the operation was cancelled");
   if (auto fault = station_.stopped()) return fault;
   std::vector<int> missing;
   for (int peer = 0; peer < size; ++peer)
     if (!arrived(peer)) missing.push_back(peer);
-  if (auto fault = station_.lost(missing, slice_over)) return fault;
+  if (auto fault = station_.lost(missing, thorough)) return fault;
   if (now_ns() >= patience_.deadline) return late(missing);
   return std::nullopt;
 }

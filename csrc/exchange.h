@@ -73,7 +73,7 @@ class Exchange {
   unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
   bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
   bool all_arrived(int& next) const;
-  std::optional<Fault> trouble(bool slice_over) const;
+  std::optional<Fault> trouble(bool thorough) const;
   char* in_arena(int peer, uint64_t place, size_t offset, size_t bytes) const;
   Fault late(const std::vector<int>& missing) const;
 

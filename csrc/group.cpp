@@ -288,12 +288,13 @@ bool Group::everybody_spoke(bool thorough) const {
 std::vector<std::optional<std::string>> Group::heard(double timeout, SignalCheck signals) {
   Entry entry(*this);
   const Patience bounds = patience(timeout, signals, pace());
+  Lookout lookout;
   bool thorough = true;
   while (!closing_) {
     Sleeper sleeper(control(rank_).turn_bell, engine_->station.sleeps);
     if (everybody_spoke(thorough) || now_ns() >= bounds.deadline) break;
     const Woken woken = sleeper.sleep(bounds.deadline);
-    thorough = woken == Woken::kTimeout;
+    thorough = lookout.due();
     if (woken != Woken::kBell) bounds.check_signals();
   }
   std::vector<std::optional<std::string>> result;

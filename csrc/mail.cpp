@@ -133,7 +133,6 @@ void Mail::announce(std::vector<Completion>& completions) {
 /// happen (see Care) before each sleep, and once a slice however much moves.
 template <class Finished>
 bool Mail::drive_until(Finished&& finished, const Patience& patience) {
-  bool slice_over = false;
   int64_t looked = now_ns();
   for (;;) {
     const bool moved = spin(patience.pace, [&] { return drive(Care::kQuick) || finished(); });
@@ -141,11 +140,10 @@ bool Mail::drive_until(Finished&& finished, const Patience& patience) {
     if (moved && now_ns() - looked < kSlice) continue;
     looked = now_ns();
     Sleeper sleeper(segment_.control(rank_).mail_bell, station_.sleeps);
-    drive(slice_over ? Care::kThorough : Care::kUsual);
+    drive(lookout_.due() ? Care::kThorough : Care::kUsual);
     if (finished()) return true;
     if (now_ns() >= patience.deadline) return false;
     const Woken woken = sleeper.sleep(std::min(patience.deadline, next_deadline()));
-    slice_over = woken == Woken::kTimeout;
     if (woken != Woken::kBell) patience.check_signals();
   }
 }

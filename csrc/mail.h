@@ -156,6 +156,7 @@ class Mail {
   uint64_t fragments_ = 0;  // moved so far
   std::atomic<size_t> pending_{0};  // length of requests_, for those without the lock
   std::atomic<int> waiters_{0};
+  Lookout lookout_;  // one for all waits: many short ones must not hide a death
   std::atomic<bool> stopping_{false};
   std::condition_variable wake_thread_;
   std::thread thread_;

@@ -97,23 +97,37 @@ bool spin(const Pace& pace, Ready&& ready) {
   return false;
 }
 
-/// Return once ready() is true. trouble(slice_over) is asked before each sleep and says why
-/// waiting is in vain; slice_over is true after a sleep in which no bell rang. A fault counts only
-/// if ready() is still false after it was seen: what a peer did before it failed comes first.
+/// Says when to look whether peers are alive: once a slice, however often bells and signals wake
+/// the threads that wait meanwhile.
+class Lookout {
+ public:
+  bool due() {
+    const int64_t now = now_ns();
+    if (now - looked_.load(std::memory_order_relaxed) < kSlice) return false;
+    looked_.store(now, std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  std::atomic<int64_t> looked_{now_ns()};
+};
+
+/// Return once ready() is true. trouble(thorough) is asked before each sleep and says why waiting
+/// is in vain; thorough once a slice. A fault counts only if ready() is still false after it was
+/// seen: what a peer did before it failed comes first.
 template <class Ready, class Trouble>
 void wait_until(Bell& bell, std::atomic<uint64_t>& sleeps, const Patience& patience, Ready&& ready,
                 Trouble&& trouble) {
   if (spin(patience.pace, ready)) return;
-  bool slice_over = false;
+  Lookout lookout;
   for (;;) {
     Sleeper sleeper(bell, sleeps);
     if (ready()) return;
-    if (std::optional<Fault> fault = trouble(slice_over)) {
+    if (std::optional<Fault> fault = trouble(lookout.due())) {
       if (ready()) return;
       throw *fault;
     }
     const Woken woken = sleeper.sleep(patience.deadline);
-    slice_over = woken == Woken::kTimeout;
     if (woken != Woken::kBell) patience.check_signals();
   }
 }

@@ -119,11 +119,16 @@ def test_a_group_has_no_name_anywhere(tmp_path: Path) -> None:
         dist.barrier()
         descriptors = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         links = [os.readlink(path) for path in descriptors if path.is_symlink()]
+        inherited = [
+            os.readlink(path)
+            for path in descriptors
+            if path.is_symlink() and os.get_inheritable(int(path.name))
+        ]
         sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         say(
             (
                 [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines()],
-                links,
+                inherited,
                 [name for *_, inode, name in sockets if f"socket:[{inode}]" in links],
             )
         )
@@ -132,11 +137,12 @@ def test_a_group_has_no_name_anywhere(tmp_path: Path) -> None:
 
     with Crew(2, story) as crew:
         for rank in crew:
-            mapped, links, sockets = rank.hear()
-            # Mapped, but with no descriptor to copy, no socket to ask at, and no file to open.
+            mapped, inherited, sockets = rank.hear()
+            # Mapped, but with no descriptor for programs that it starts, no socket to ask at, and
+            # no file to open.
             assert any("/memfd:" in name for line in mapped for name in line)
             assert not any("/dev/shm/" in name for line in mapped for name in line)
-            assert not any("memfd" in link for link in links)
+            assert not any("memfd" in link for link in inherited)
             assert not any("tilework" in name for name in sockets)
 
 

@@ -232,33 +232,43 @@ def _is_ready(connection: socket.socket) -> bool:
 
 def _join(request: DistributedBackendOptions) -> _core.Group:
     """Any other rank's side."""
-    store, rank = request.store, request.group_rank
+    store = request.store
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
-    nonce = bytes.fromhex(nonce_hex)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.connect(f"\0{name}")
-        if _peer_uid(connection) != os.geteuid():
-            raise PermissionError("the other side runs as another user")
-        connection.send(_HELLO.pack(nonce, rank))
-        connection.settimeout(request.timeout.total_seconds())
-        group = _map(connection, rank, request.group_size, nonce)
-        connection.send(_READY)
-        if connection.recv(1) == _GO:
-            return group
-        group.close()
-    except TimeoutError:
-        pass  # rank 0 gives up at the same time, and says why
-    except (OSError, ValueError) as error:
-        _refuse(request, identity, error)
-    finally:
-        connection.close()  # after the reason is told: rank 0 takes a silent end for a death
+    group = None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            group = _enter(connection, name, bytes.fromhex(nonce_hex), request)
+            if connection.recv(1) == _GO:
+                return group
+        except TimeoutError:
+            pass  # rank 0's time is up, too: it says why, or has just gone on
+        except (OSError, ValueError) as error:
+            # Told before the connection ends: rank 0 takes a silent end for a death.
+            _refuse(request, identity, error)
     try:
         store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
         verdict = store.get("shm/verdict").decode()
     except DistStoreError:
         verdict = f"{_FAILED}:rank 0 ended while the group was made"
+    if group is not None and verdict == _FINE:
+        return group
+    if group is not None:
+        group.close()
     raise _error_of(verdict)
+
+
+def _enter(
+    connection: socket.socket, name: str, nonce: bytes, request: DistributedBackendOptions
+) -> _core.Group:
+    """Connect to rank 0, prove to be one of the job's, and map what it hands over."""
+    connection.connect(f"\0{name}")
+    if _peer_uid(connection) != os.geteuid():
+        raise PermissionError("the other side runs as another user")
+    connection.send(_HELLO.pack(nonce, request.group_rank))
+    connection.settimeout(request.timeout.total_seconds())
+    group = _map(connection, request.group_rank, request.group_size, nonce)
+    connection.send(_READY)
+    return group
 
 
 def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _core.Group:
