@@ -37,6 +37,14 @@ _c10d: Any = torch._C._distributed_c10d
 _CPU = torch.device("cpu")
 #: ``group.allreduce(tensor, op=…)``: torch's groups take these as well.
 _INSTEAD_OF_OPTS = {"op", "root", "timeout"}
+#: What operations were called before torch 2.13, and are called in programs that still are so.
+_FORMER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
@@ -50,7 +58,8 @@ def _on_cpu(operation: _Operation) -> _Operation:
         if tensor is None or tensor.is_cpu:
             return operation(self, *args, **kwargs)
         elsewhere = self._devices.group_for(self, tensor.device)
-        return getattr(elsewhere, name)(*args, **kwargs)
+        known = name if hasattr(elsewhere, name) else _FORMER_NAMES[name]
+        return getattr(elsewhere, known)(*args, **kwargs)
 
     # torch.compile does not look inside: it takes a group for a thing without parts.
     untraced = _disable_dynamo(run)
@@ -286,13 +295,6 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         self._group.monitored_barrier(timeout)
 
-    # The names that these had before torch 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
     def _start_coalescing(self, device: torch.device) -> None:
         self._block = []
 
@@ -374,6 +376,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         """Leave the group. Does not wait for other ranks."""
         self._leave()
         self._devices.shutdown()
+
+
+for _new, _former in _FORMER_NAMES.items():
+    setattr(TorchProcessGroup, _former, getattr(TorchProcessGroup, _new))
 
 
 def _together(works: Sequence[AnyWork]) -> AnyWork:
