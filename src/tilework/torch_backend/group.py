@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.compiler import is_dynamo_compiling
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.groups import _Plan
+from tilework.comm.uncompiled import leave_function
 from tilework.comm.world import World
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
@@ -53,7 +52,10 @@ def _on_cpu(operation: _Operation) -> _Operation:
     name = operation.__name__
     lists = name in ("allreduce", "broadcast")
 
-    def run(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() & _INSTEAD_OF_OPTS or (lists and isinstance(args[0], Tensor)):
+            # torch turns these into a list and opts, and calls here again.
+            return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
         tensor = _first_tensor(args)
         if tensor is None or tensor.is_cpu:
             return operation(self, *args, **kwargs)
@@ -61,17 +63,8 @@ def _on_cpu(operation: _Operation) -> _Operation:
         known = name if hasattr(elsewhere, name) else _FORMER_NAMES[name]
         return getattr(elsewhere, known)(*args, **kwargs)
 
-    # torch.compile does not look inside: it takes a group for a thing without parts.
-    untraced = _disable_dynamo(run)
-
-    def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return untraced(self, *args, **kwargs)
-        if kwargs.keys() & _INSTEAD_OF_OPTS or (lists and isinstance(args[0], Tensor)):
-            # torch turns these into a list and opts, and calls here again.
-            return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
-        return run(self, *args, **kwargs)
-
+    # It would look inside, where it takes a group for a thing without parts.
+    leave_function(call)
     call.__name__, call.__doc__ = name, operation.__doc__
     return call  # type: ignore[return-value]
 
