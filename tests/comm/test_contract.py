@@ -58,7 +58,7 @@ class TestThreads(ProcessGroupContract):
 
 class TestGlooBetweenThreads(ProcessGroupContract):
     group_type = GlooGroup
-    world_sizes = (1, 3)
+    world_sizes = (3,)
     large = 50_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:

@@ -55,7 +55,7 @@ class OnTwoHosts(GroupSuite):
 
 
 class TestTwoHosts(OnTwoHosts, ProcessGroupContract):
-    world_sizes = (2, 5)
+    world_sizes = (5,)
     large = 50_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -152,6 +154,22 @@ def aborted(rank: Rank) -> str:
 
 def test_abort_reaches_every_rank(ranks: Launcher) -> None:
     assert all("rank 0" in text for text in ranks(3, aborted))
+
+
+def forks(rank: Rank) -> float:
+    join(rank)
+    child = os.fork()
+    if not child:
+        atexit._run_exitfuncs()  # the parent is still in its group
+        os._exit(0)
+    os.waitpid(child, 0)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_a_forked_child_that_ends_is_no_rank(ranks: Launcher) -> None:
+    assert ranks(2, forks) == [2.0, 2.0]
 
 
 def leaves_without_a_word(rank: Rank) -> str:

@@ -27,10 +27,11 @@ def _leave(module: ModuleType) -> None:
     for name, function in vars(module).items():
         here = inspect.isfunction(function) and function.__code__.co_filename == module.__file__
         if here and not name.startswith("_"):
-            _leave_function(function)
+            leave_function(function)
 
 
-def _leave_function(function: FunctionType) -> None:
+def leave_function(function: FunctionType) -> None:
+    """Have torch.compile end its graph at ``function``, call it, and compile nothing in it."""
     # What torch.compiler.disable does, which takes a second to import and a frame in each call.
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -47,4 +48,4 @@ for _method in (
     *(Call.wait, AsyncTensor.wait, AsyncTensor.is_completed),
     *(AsyncTensor.__torch_function__, AsyncTensor.__torch_dispatch__),
 ):
-    _leave_function(inspect.unwrap(getattr(_method, "__func__", _method)))
+    leave_function(inspect.unwrap(getattr(_method, "__func__", _method)))

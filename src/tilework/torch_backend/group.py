@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.compiler import is_dynamo_compiling
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.groups import _Plan
+from tilework.comm.uncompiled import leave_function
 from tilework.comm.world import World
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
@@ -37,6 +36,14 @@ _c10d: Any = torch._C._distributed_c10d
 _CPU = torch.device("cpu")
 #: ``group.allreduce(tensor, op=…)``: torch's groups take these as well.
 _INSTEAD_OF_OPTS = {"op", "root", "timeout"}
+#: What operations were called before torch 2.13, and are called in programs that still are so.
+_FORMER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
@@ -45,24 +52,19 @@ def _on_cpu(operation: _Operation) -> _Operation:
     name = operation.__name__
     lists = name in ("allreduce", "broadcast")
 
-    def run(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() & _INSTEAD_OF_OPTS or (lists and isinstance(args[0], Tensor)):
+            # torch turns these into a list and opts, and calls here again.
+            return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
         tensor = _first_tensor(args)
         if tensor is None or tensor.is_cpu:
             return operation(self, *args, **kwargs)
         elsewhere = self._devices.group_for(self, tensor.device)
-        return getattr(elsewhere, name)(*args, **kwargs)
+        known = name if hasattr(elsewhere, name) else _FORMER_NAMES[name]
+        return getattr(elsewhere, known)(*args, **kwargs)
 
-    # torch.compile does not look inside: it takes a group for a thing without parts.
-    untraced = _disable_dynamo(run)
-
-    def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return untraced(self, *args, **kwargs)
-        if kwargs.keys() & _INSTEAD_OF_OPTS or (lists and isinstance(args[0], Tensor)):
-            # torch turns these into a list and opts, and calls here again.
-            return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
-        return run(self, *args, **kwargs)
-
+    # It would look inside, where it takes a group for a thing without parts.
+    leave_function(call)
     call.__name__, call.__doc__ = name, operation.__doc__
     return call  # type: ignore[return-value]
 
@@ -286,13 +288,6 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         self._group.monitored_barrier(timeout)
 
-    # The names that these had before torch 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
     def _start_coalescing(self, device: torch.device) -> None:
         self._block = []
 
@@ -374,6 +369,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         """Leave the group. Does not wait for other ranks."""
         self._leave()
         self._devices.shutdown()
+
+
+for _new, _former in _FORMER_NAMES.items():
+    setattr(TorchProcessGroup, _former, getattr(TorchProcessGroup, _new))
 
 
 def _together(works: Sequence[AnyWork]) -> AnyWork:

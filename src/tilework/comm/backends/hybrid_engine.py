@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -69,6 +69,8 @@ class HybridEngine(OrderedEngine):
         self._deadline = 0.0
         self._sent_bytes = 0
         self._last = "nothing yet"
+        #: Those of the running operation.
+        self._under_way: list[_Transfers] = []
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
         self._words: list[str | None] = [None] * self.size
@@ -83,13 +85,21 @@ class HybridEngine(OrderedEngine):
         self._deadline = time.monotonic() + operation.timeout
         self._performed += 1
         with torch.inference_mode():
-            self._meet(operation)
-            STEPS[operation.kind](self, operation)
+            step = STEPS[operation.kind](self, operation)
+            try:
+                next(step)
+                self._meet(operation)
+                next(step, None)
+            finally:
+                for transfers in self._under_way:
+                    transfers.forget()
+                self._under_way.clear()
 
     def _meet(self, operation: Operation) -> None:
         """Exchange headers with every rank, and make sure that all agree."""
         hosts, length = self.hosts, header_bytes(self.size) // 8
-        gathered = torch.empty((len(hosts.local), length), dtype=torch.int64)
+        memory = bytearray(8 * length * len(hosts.local))
+        gathered = torch.frombuffer(memory, dtype=torch.int64).view(-1, length)
         mine = header_of(operation, self.rank, self.size)
         try:
             self.local("all_gather", [mine], gathered)
@@ -100,7 +110,8 @@ class HybridEngine(OrderedEngine):
             raise Fault(kind, self._absent(ranks), detail) from None
         headers = torch.empty((self.size, length), dtype=torch.int64)
         if hosts.local_rank == 0:
-            self._exchange(gathered, headers)
+            headers[list(hosts.local)] = gathered
+            self._exchange(memory, headers)
         else:
             self._deadline += _LEADER_SECONDS
         self.local("broadcast", (), [headers], root=0)
@@ -109,14 +120,12 @@ class HybridEngine(OrderedEngine):
             raise Fault("mismatch", tuple(at_fault), why)
         self._last = f"#{self._performed} {operation.title or operation.kind}"
 
-    def _exchange(self, gathered: Tensor, headers: Tensor) -> None:
+    def _exchange(self, mine: bytearray, headers: Tensor) -> None:
         """A leader's part: its host's headers to the other leaders, theirs into ``headers``."""
         hosts = self.hosts
-        mine = bytes(gathered.untyped_storage())
         for host in hosts.others:
             with contextlib.suppress(OSError):  # whoever is gone is noticed while waiting
                 self._leaders[host].sendall(mine)
-        headers[list(hosts.local)] = gathered
         for host in hosts.others:
             ranks = list(hosts.ranks[host])
             theirs = bytearray(len(ranks) * header_bytes(self.size))
@@ -188,17 +197,13 @@ class HybridEngine(OrderedEngine):
             return ("aborted", (self.abortion[0],), self.abortion[2])
         return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
 
-    def start(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> _Transfers:
-        transfers = _Transfers(self)
-        transfers.add("recv", receives)
-        transfers.add("send", sends)
-        self._sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        return transfers
+    def transfers(self) -> _Transfers:
+        self._under_way.append(_Transfers(self))
+        return self._under_way[-1]
 
     def post(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
         """Hand memory to Gloo, to ``send`` or to ``recv``; return torch's Work."""
+        self._sent_bytes += memory.nbytes if way == "send" else 0
         return getattr(self._backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
@@ -248,8 +253,6 @@ class HybridEngine(OrderedEngine):
                 return move(tensor, self.hosts.local.index(rank), number, timeout)
             except self._shm.fault_type as fault:
                 raise Fault(*self._from_local(fault.args)) from None
-        if way == "send":
-            self._sent_bytes += tensor.nbytes
         memory = _bytes(tensor)
         works: list[Any] = []
         why = self.attempt(
@@ -382,13 +385,21 @@ class _Transfers:
         #: (rank at the other end, torch's Work, the memory that it uses)
         self._works: list[tuple[int, Any, Tensor]] = []
 
-    def add(self, way: str, tensors: Sequence[tuple[int, Tensor]]) -> None:
-        """Begin to move ``tensors`` to or from the ranks beside them."""
+    def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        self._begin_all("recv", tensors)
+
+    def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        self._begin_all("send", tensors)
+
+    def _begin_all(self, way: str, tensors: Iterable[tuple[int, Tensor]]) -> None:
         self._raise(next(filter(None, (self._begin(way, *pair) for pair in tensors)), None))
 
     def wait(self) -> None:
         """Block until all have arrived, or the operation's time is up."""
         self._raise(next(filter(None, map(self._end, self._works)), None))
+
+    def forget(self) -> None:
+        """Let go of torch's objects, done or not."""
         self._works.clear()
 
     def _begin(self, way: str, rank: int, tensor: Tensor) -> FaultArgs | None:
@@ -409,5 +420,4 @@ class _Transfers:
 
     def _raise(self, why: FaultArgs | None) -> None:
         if why is not None:
-            self._works.clear()
             raise Fault(*why)

@@ -1,14 +1,17 @@
 """How collectives cross hosts: each byte once, and only the bytes that must.
 
-Each step is what one rank does once all ranks agree. ``local`` runs a collective among the
-ranks of this host, through shared memory; ``Transfers`` go to other hosts. A host's ranks carry
-what crosses in equal shares, their lanes. Reductions combine the ranks of each host first, then
-the hosts in order, so every rank gets the same bits. docs/algorithms/hybrid.md has the figures.
+Each step is what one rank does, in two parts: before the ranks meet it says what it will receive
+from other hosts, and once all agree (after its one ``yield``) data moves. Whoever sends then
+finds the other side ready, and nothing is sent where they do not agree. ``local`` runs a
+collective among the ranks of this host, through shared memory; ``Transfers`` go to other hosts. A
+host's ranks carry what crosses in equal shares, their lanes. Reductions combine the ranks of each
+host first, then the hosts in order, so every rank gets the same bits. docs/algorithms/hybrid.md
+has the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -26,9 +29,13 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class Transfers(Protocol):
-    """Messages under way between hosts."""
+    """Contiguous tensors on their way between hosts, each to or from the (group) rank beside it."""
 
-    def wait(self) -> None: ...
+    def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
+    def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
+    def wait(self) -> None:
+        """Block until all have arrived."""
+        ...
 
 
 class Ways(Protocol):
@@ -48,11 +55,13 @@ class Ways(Protocol):
         """Run a collective among the ranks of this host; ``root`` counts within it."""
         ...
 
-    def start(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Transfers:
-        """Begin to move contiguous tensors to and from (group) ranks of other hosts."""
+    def transfers(self) -> Transfers:
+        """None under way yet."""
         ...
+
+
+#: Yields once, where the ranks meet.
+Step = Iterator[None]
 
 
 def _parts(parts: Parts, size: int) -> list[Tensor]:
@@ -90,96 +99,99 @@ def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Te
     return total
 
 
-def _shares_of_host(ways: Ways, operation: Operation) -> list[Tensor]:
-    """This host's partial result of a whole tensor: in each lane's rank, its share."""
-    hosts = ways.hosts
-    shares = _shares(operation.inputs[0].view(-1), hosts)
-    mine = torch.empty_like(shares[hosts.local_rank])
+def _partial(ways: Ways, operation: Operation, shares: list[Tensor], mine: Tensor) -> None:
+    """Into ``mine``, in each lane's rank its share of this host's partial result."""
     op = _within(operation.reduce_op, mine.dtype, ways.size)
     ways.local("reduce_scatter", shares, [mine], op)
-    return [mine]
 
 
-def all_reduce(ways: Ways, operation: Operation) -> None:
-    """Reduce-scatter on each host, all-reduce in each lane, all-gather on each host."""
-    hosts = ways.hosts
-    (mine,) = _shares_of_host(ways, operation)
-    if hosts.lane is not None and mine.numel():
-        if len(hosts.ranks) == 2 or mine.nbytes <= _SMALL:
-            mine = _combined_everywhere(ways, mine, operation.reduce_op)
-        else:
-            mine = _combined_in_shares(ways, mine, operation.reduce_op)
-    ways.local("all_gather", [mine], _shares(operation.outputs[0].view(-1), hosts))
-
-
-def _combined_everywhere(ways: Ways, mine: Tensor, op: AnyReduceOp | None) -> Tensor:
-    """Every host sends its partial result to every other: one step."""
-    hosts = ways.hosts
-    partials = [mine if h == hosts.index else torch.empty_like(mine) for h in _all(hosts)]
-    ways.start(
-        [(hosts.peer(h), mine) for h in hosts.others],
-        [(hosts.peer(h), partials[h]) for h in hosts.others],
-    ).wait()
-    return _across(partials, op, ways.size)
-
-
-def _combined_in_shares(ways: Ways, mine: Tensor, op: AnyReduceOp | None) -> Tensor:
-    """Every host combines a share and sends the result to all: two steps, fewer bytes."""
-    hosts = ways.hosts
-    pieces = list(torch.tensor_split(mine, len(hosts.ranks)))
-    own = pieces[hosts.index]
-    partials = [own if h == hosts.index else torch.empty_like(own) for h in _all(hosts)]
-    ways.start(
-        [(hosts.peer(h), pieces[h]) for h in hosts.others],
-        [(hosts.peer(h), partials[h]) for h in hosts.others],
-    ).wait()
-    own.copy_(_across(partials, op, ways.size))
-    ways.start(
-        [(hosts.peer(h), own) for h in hosts.others],
-        [(hosts.peer(h), pieces[h]) for h in hosts.others],
-    ).wait()
-    return mine
+def _blanks(hosts: Hosts, mine: Tensor) -> list[Tensor]:
+    """Room for every host's partial result; this host's is ``mine``."""
+    return [mine if h == hosts.index else torch.empty_like(mine) for h in _all(hosts)]
 
 
 def _all(hosts: Hosts) -> range:
     return range(len(hosts.ranks))
 
 
-def reduce(ways: Ways, operation: Operation) -> None:
+def _beside(hosts: Hosts, by_host: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """The tensors of the other hosts, each with this lane's rank there."""
+    if hosts.lane is None:
+        return []
+    return [(hosts.peer(h), by_host[h]) for h in hosts.others]
+
+
+def all_reduce(ways: Ways, operation: Operation) -> Step:
+    """Reduce-scatter on each host, all-reduce in each lane, all-gather on each host."""
+    hosts, op = ways.hosts, operation.reduce_op
+    shares = _shares(operation.inputs[0].view(-1), hosts)
+    mine = torch.empty_like(shares[hosts.local_rank])
+    at_once = len(hosts.ranks) == 2 or mine.nbytes <= _SMALL
+    pieces = [mine] * len(hosts.ranks) if at_once else list(mine.tensor_split(len(hosts.ranks)))
+    partials = _blanks(hosts, pieces[hosts.index])
+    transfers = ways.transfers()
+    transfers.receive(_beside(hosts, partials))
+    yield
+    _partial(ways, operation, shares, mine)
+    transfers.send(_beside(hosts, pieces))
+    transfers.wait()
+    total = _across(partials, op, ways.size)
+    if not at_once:
+        total = _collected(ways, pieces, total, mine)
+    ways.local("all_gather", [total], _shares(operation.outputs[0].view(-1), hosts))
+
+
+def _collected(ways: Ways, pieces: list[Tensor], own: Tensor, whole: Tensor) -> Tensor:
+    """Each host's combined piece, in ``whole``: the second step, which moves fewer bytes."""
+    hosts, transfers = ways.hosts, ways.transfers()
+    transfers.receive(_beside(hosts, pieces))
+    transfers.send(_beside(hosts, [own] * len(hosts.ranks)))
+    transfers.wait()
+    pieces[hosts.index].copy_(own)
+    return whole
+
+
+def reduce(ways: Ways, operation: Operation) -> Step:
     """Reduce-scatter on each host, each lane to the root's host, gather there."""
-    hosts = ways.hosts
-    (mine,) = _shares_of_host(ways, operation)
-    home = hosts.host_of(operation.root)
+    hosts, home = ways.hosts, ways.hosts.host_of(operation.root)
+    shares = _shares(operation.inputs[0].view(-1), hosts)
+    mine = torch.empty_like(shares[hosts.local_rank])
+    partials, transfers = _blanks(hosts, mine), ways.transfers()
+    if hosts.index == home:
+        transfers.receive(_beside(hosts, partials))
+    yield
+    _partial(ways, operation, shares, mine)
     if hosts.index != home:
-        if hosts.lane is not None:
-            ways.start([(hosts.peer(home), mine)], []).wait()
+        transfers.send([(hosts.peer(home), mine)] if hosts.lane is not None else [])
+        transfers.wait()
         return
-    if hosts.lane is not None:
-        partials = [mine if h == home else torch.empty_like(mine) for h in _all(hosts)]
-        ways.start([], [(hosts.peer(h), partials[h]) for h in hosts.others]).wait()
-        mine = _across(partials, operation.reduce_op, ways.size)
+    transfers.wait()
+    total = _across(partials, operation.reduce_op, ways.size)
     at_root = hosts.me == operation.root
     outputs = _shares(operation.outputs[0].view(-1), hosts) if at_root else []
-    ways.local("gather", [mine], outputs, root=hosts.local.index(operation.root))
+    ways.local("gather", [total], outputs, root=hosts.local.index(operation.root))
 
 
-def reduce_scatter(ways: Ways, operation: Operation) -> None:
+def reduce_scatter(ways: Ways, operation: Operation) -> Step:
     """Reduce each host's parts here, send each lane's partial results there, combine."""
-    hosts = ways.hosts
+    hosts, op = ways.hosts, operation.reduce_op
     parts, output = _parts(operation.inputs, ways.size), operation.outputs[0].view(-1)
-    sends = []
+    carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
+    #: By turn and host: the partial results of the parts that this lane combines.
+    partials = [_blanks(hosts, parts[rank]) for rank in carried]
+    transfers = ways.transfers()
+    for of_turn in partials:
+        transfers.receive(_beside(hosts, of_turn))
+    yield
     for host in hosts.others:
-        partials = _partials_for(ways, parts, host, operation.reduce_op)
-        sends += [(hosts.peer(host), partial) for partial in partials]
-    own = _partials_for(ways, parts, hosts.index, operation.reduce_op)
-    theirs = {host: [torch.empty_like(part) for part in own] for host in hosts.others}
-    receives = [(hosts.peer(host), part) for host, came in theirs.items() for part in came]
-    ways.start(sends, receives).wait()
-    theirs[hosts.index] = own
-    totals = [
-        _across([theirs[host][turn] for host in _all(hosts)], operation.reduce_op, ways.size)
-        for turn in range(len(own))
-    ]
+        leaving = _partials_for(ways, parts, host, op)
+        transfers.send((hosts.peer(host), partial) for partial in leaving)
+    own = _partials_for(ways, parts, hosts.index, op)
+    transfers.wait()
+    totals = []
+    for of_turn, mine in zip(partials, own, strict=True):
+        of_turn[hosts.index] = mine
+        totals.append(_across(of_turn, op, ways.size))
     _hand_out(ways, totals, output)
 
 
@@ -228,46 +240,60 @@ def _hand_out(ways: Ways, totals: Sequence[Tensor], output: Tensor) -> None:
 # -- copies ---------------------------------------------------------------------------------
 
 
-def broadcast(ways: Ways, operation: Operation) -> None:
+def broadcast(ways: Ways, operation: Operation) -> Step:
     """Broadcast on the root's host, then each lane its share along a tree of hosts."""
     hosts, flat = ways.hosts, operation.outputs[0].view(-1)
     home = hosts.host_of(operation.root)
+    shares = _shares(flat, hosts)
+    share, in_lane = shares[hosts.local_rank], hosts.lane is not None
+    above, below = _tree(hosts, home)
+    coming = ways.transfers()
+    coming.receive((hosts.peer(host), share) for host in above if in_lane)
+    yield
     if hosts.index == home:
         ways.local("broadcast", (), [flat], root=hosts.local.index(operation.root))
-    shares = _shares(flat, hosts)
-    share = shares[hosts.local_rank]
-    if hosts.lane is not None:
-        _down_the_tree(ways, home, share)
+    coming.wait()
+    leaving = ways.transfers()
+    leaving.send((hosts.peer(host), share) for host in below if in_lane)
     if hosts.index != home:
         ways.local("all_gather", [share], shares)
+    leaving.wait()
 
 
-def _down_the_tree(ways: Ways, home: int, share: Tensor) -> None:
-    """In each round every host that has the share sends it to one that has not."""
-    hosts, count = ways.hosts, len(ways.hosts.ranks)
+def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
+    """Whom this host hears from (nobody, at ``home``), and to whom it sends, in that order.
+
+    In each round every host that has the data sends it to one that has not.
+    """
+    count = len(hosts.ranks)
     me = (hosts.index - home) % count
+    above, below = [], []
     step = 1
     while step < count:
-        if me < step and me + step < count:
-            ways.start([(hosts.peer((me + step + home) % count), share)], []).wait()
-        elif step <= me < 2 * step:
-            ways.start([], [(hosts.peer((me - step + home) % count), share)]).wait()
+        if step <= me < 2 * step:
+            above.append((me - step + home) % count)
+        elif me < step and me + step < count:
+            below.append((me + step + home) % count)
         step *= 2
+    return above, below
 
 
-def all_gather(ways: Ways, operation: Operation) -> None:
+def all_gather(ways: Ways, operation: Operation) -> Step:
     """All-gather on each host; each lane exchanges its ranks' tensors; all-gather those."""
     hosts, source = ways.hosts, operation.inputs[0].view(-1)
     outputs = _parts(operation.outputs, ways.size)
-    ways.local("all_gather", [source], [outputs[rank] for rank in hosts.local])
-    sends, receives = [], []
+    transfers = ways.transfers()
     if hosts.lane is not None:
-        carried = hosts.local[hosts.lane :: hosts.lanes]
         for host in hosts.others:
-            sends += [(hosts.peer(host), outputs[rank]) for rank in carried]
             coming = hosts.ranks[host][hosts.lane :: hosts.lanes]
-            receives += [(hosts.peer(host), outputs[rank]) for rank in coming]
-    ways.start(sends, receives).wait()
+            transfers.receive((hosts.peer(host), outputs[rank]) for rank in coming)
+    yield
+    ways.local("all_gather", [source], [outputs[rank] for rank in hosts.local])
+    if hosts.lane is not None:
+        for host in hosts.others:
+            carried = hosts.local[hosts.lane :: hosts.lanes]
+            transfers.send((hosts.peer(host), outputs[rank]) for rank in carried)
+    transfers.wait()
     nothing = source[:0]
     for host in hosts.others:
         for turn in _turns(hosts, host):
@@ -275,43 +301,49 @@ def all_gather(ways: Ways, operation: Operation) -> None:
             ways.local("all_gather", [pieces[hosts.local_rank]], pieces)
 
 
-def gather(ways: Ways, operation: Operation) -> None:
+def gather(ways: Ways, operation: Operation) -> Step:
     """Gather on the root's host; the ranks of other hosts send to the root."""
     hosts, root, source = ways.hosts, operation.root, operation.inputs[0].view(-1)
-    if hosts.index != hosts.host_of(root):
-        ways.start([(root, source)], []).wait()
-        return
     outputs = _parts(operation.outputs, ways.size) if hosts.me == root else []
-    coming = [(rank, outputs[rank]) for rank in _remote(hosts)] if outputs else []
-    transfers = ways.start([], coming)
-    mine = [outputs[rank] for rank in hosts.local] if outputs else []
-    ways.local("gather", [source], mine, root=hosts.local.index(root))
+    transfers = ways.transfers()
+    transfers.receive((rank, outputs[rank]) for rank in _remote(hosts) if outputs)
+    yield
+    if hosts.index != hosts.host_of(root):
+        transfers.send([(root, source)])
+    else:
+        mine = [outputs[rank] for rank in hosts.local] if outputs else []
+        ways.local("gather", [source], mine, root=hosts.local.index(root))
     transfers.wait()
 
 
-def scatter(ways: Ways, operation: Operation) -> None:
+def scatter(ways: Ways, operation: Operation) -> Step:
     """Scatter on the root's host; the root sends to the ranks of other hosts."""
     hosts, root, target = ways.hosts, operation.root, operation.outputs[0].view(-1)
-    if hosts.index != hosts.host_of(root):
-        ways.start([], [(root, target)]).wait()
-        return
     inputs = _parts(operation.inputs, ways.size) if hosts.me == root else []
-    leaving = [(rank, inputs[rank]) for rank in _remote(hosts)] if inputs else []
-    transfers = ways.start(leaving, [])
-    mine = [inputs[rank] for rank in hosts.local] if inputs else []
-    ways.local("scatter", mine, [target], root=hosts.local.index(root))
+    transfers, at_home = ways.transfers(), hosts.index == hosts.host_of(root)
+    transfers.receive([] if at_home else [(root, target)])
+    yield
+    transfers.send((rank, inputs[rank]) for rank in _remote(hosts) if inputs)
+    if at_home:
+        mine = [inputs[rank] for rank in hosts.local] if inputs else []
+        ways.local("scatter", mine, [target], root=hosts.local.index(root))
     transfers.wait()
 
 
-def all_to_all(ways: Ways, operation: Operation) -> None:
+def all_to_all(ways: Ways, operation: Operation) -> Step:
     """All-to-all on each host; between hosts every rank sends to every other."""
     hosts = ways.hosts
     inputs, outputs = _parts(operation.inputs, ways.size), _parts(operation.outputs, ways.size)
     taken = {output.data_ptr() for output in outputs if output.numel()}
     # In place, what comes would overwrite what has not left yet.
-    leaving = {r: inputs[r].clone() if inputs[r].data_ptr() in taken else inputs[r]
-               for r in _remote(hosts)}  # fmt: skip
-    transfers = ways.start(list(leaving.items()), [(r, outputs[r]) for r in _remote(hosts)])
+    leaving = [
+        (rank, inputs[rank].clone() if inputs[rank].data_ptr() in taken else inputs[rank])
+        for rank in _remote(hosts)
+    ]
+    transfers = ways.transfers()
+    transfers.receive((rank, outputs[rank]) for rank in _remote(hosts))
+    yield
+    transfers.send(leaving)
     ways.local("all_to_all", [inputs[r] for r in hosts.local], [outputs[r] for r in hosts.local])
     transfers.wait()
 
@@ -321,11 +353,12 @@ def _remote(hosts: Hosts) -> list[int]:
     return [rank for host in hosts.others for rank in hosts.ranks[host]]
 
 
-def barrier(ways: Ways, operation: Operation) -> None:
-    """Nothing: every rank has come, or they would not agree."""
+def barrier(ways: Ways, operation: Operation) -> Step:
+    """Nothing: when they have met, every rank has come."""
+    yield
 
 
-STEPS: dict[Kind, Callable[[Ways, Operation], None]] = {
+STEPS: dict[Kind, Callable[[Ways, Operation], Step]] = {
     "barrier": barrier,
     "broadcast": broadcast,
     "all_reduce": all_reduce,
