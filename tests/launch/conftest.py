@@ -40,6 +40,7 @@ class Launch:
         self.environment = {**os.environ, "PYTHONPATH": f"{STUB}{os.pathsep}{SOURCES}"}
         for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"):
             self.environment.pop(name, None)
+        self.environment["TILEWORK_FLIGHT_DIR"] = str(folder / "flight")
         self._started: list[subprocess.Popen[bytes]] = []
 
     def with_torch(self) -> None:
