@@ -11,7 +11,8 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -64,9 +65,9 @@ def _on_cpu(operation: _Operation) -> _Operation:
         return getattr(elsewhere, known)(*args, **kwargs)
 
     # It would look inside, where it takes a group for a thing without parts.
-    leave_function(call)
+    leave_function(cast(FunctionType, call))
     call.__name__, call.__doc__ = name, operation.__doc__
-    return call  # type: ignore[return-value]
+    return cast(_Operation, call)
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
