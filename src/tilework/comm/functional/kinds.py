@@ -39,6 +39,8 @@ class AllReduce(Collective):
         op = reduction(self.op)
         check_reduction(op, x.dtype)
         out = _copy(x)
+        if not later and group.direct("all_reduce", out, out, op):
+            return out, None
         return out, group.allreduce([out], Options(op, asyncOp=later))
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
@@ -98,6 +100,8 @@ class ReduceScatter(Collective):
         target = _rows_first(out, self.dim)
         options = Options(op, asyncOp=later)
         if _even(self.rows):
+            if not later and group.direct("reduce_scatter_tensor", source, target, op):
+                return out, None
             work = group.reduce_scatter_tensor(target, source, options)
         else:
             work = group.reduce_scatter([target], [_parts(source, self.rows)], options)
@@ -166,6 +170,8 @@ class AllGather(Collective):
         target = _rows_first(out, self.dim)
         options = Options(asyncOp=later)
         if _even(self.rows):
+            if not later and group.direct("all_gather_into_tensor", source, target):
+                return out, None
             work = group.allgather_into_tensor(target, source, options)
         else:
             work = group.allgather([_parts(target, self.rows)], [source], options)
@@ -191,10 +197,11 @@ class AllToAll(Collective):
         _check_rows(self.sent, group, x.shape[0])
         source = _front(x, 0, later)
         out = _with_rows(x, 0, sum(self.received))
-        work = group.alltoall_single(
-            out, source, list(self.received), list(self.sent), Options(asyncOp=later)
-        )
-        return out, work
+        received, sent = list(self.received), list(self.sent)
+        direct = ("all_to_all_single", source, out, None, 0, sent, received)
+        if not later and group.direct(*direct):
+            return out, None
+        return out, group.alltoall_single(out, source, received, sent, Options(asyncOp=later))
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         return _with_rows(x, 0, sum(self.received))
@@ -213,6 +220,8 @@ class Broadcast(Collective):
 
     def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
         out = _copy(x) if group.rank() == self.root else _empty_like(x)
+        if not later and group.direct("broadcast", None, out, None, self.root):
+            return out, None
         return out, group.broadcast([out], Options(rootRank=self.root, asyncOp=later))
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
