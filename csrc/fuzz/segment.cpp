@@ -67,7 +67,7 @@ void write_control(Game& game, Source& source) {
   RankControl& control = game.map.control(rank);
   OperationHeader& header = control.headers[which & 1];
   const uint64_t number = source.number();
-  switch (which % 20) {
+  switch (which % 22) {
     case 0: control.step.store(number); break;
     case 1: control.entered.store(number); break;
     case 2: control.departed.store(number & 1); break;
@@ -87,6 +87,8 @@ void write_control(Game& game, Source& source) {
     case 17: control.words.bytes = static_cast<uint32_t>(number); control.words.state = 2; break;
     case 18: game.map.header().abort.bytes = static_cast<uint32_t>(number); break;
     case 19: game.map.header().abort.state.store(static_cast<uint32_t>(number)); break;
+    case 20: header.input.store(number); break;
+    case 21: header.output.store(number); break;
   }
 }
 
@@ -116,7 +118,9 @@ void agree_with(Game& game, Operation operation, Source& source) {
     for (unsigned parity = 0; parity < 2; ++parity) {
       OperationHeader& header = game.map.control(rank).headers[parity];
       std::atomic<int64_t>* table = game.map.table(rank, parity);
-      publish_call(operation, rank, kRanks, header, table);
+      publish_call(operation, game.map, rank, parity);
+      if (source.take<uint8_t>() & 1) header.input.store(source.number());
+      if (source.take<uint8_t>() & 1) header.output.store(source.number());
       if (!uneven) continue;
       header.what.store(header.what.load() | kRagged);
       for (int i = 0; i < 2 * kRanks; ++i) table[i].store(i % kRanks == 0 ? bytes : number);

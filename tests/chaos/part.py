@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import Counter
@@ -86,7 +87,8 @@ class Part:
         except BaseException:
             self.report.broken = traceback.format_exc()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0) if self._struck_by_signal else None
+            if self._struck_by_signal or self._ticking:
+                signal.setitimer(signal.ITIMER_REAL, 0)
         return self.report
 
     def end(self) -> None:
@@ -120,6 +122,9 @@ class Part:
     def _program(self) -> None:
         if self._struck_by_signal:
             self._arm()
+        elif self._ticking:
+            signal.signal(signal.SIGALRM, lambda number, frame: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
         for number, batch in enumerate(self.trial.batches):
             if self.rank not in self.trial.groups[batch.group]:
                 continue
@@ -179,6 +184,11 @@ class Part:
     @property
     def _struck_by_signal(self) -> bool:
         return self.is_victim and self.trial.fault.kind == "interrupt"
+
+    @property
+    def _ticking(self) -> bool:
+        """Python takes signals on main threads only."""
+        return self.trial.ticking and threading.current_thread() is threading.main_thread()
 
     def _arm(self) -> None:
         def strike(number: int, frame: FrameType | None) -> None:

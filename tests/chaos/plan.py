@@ -89,6 +89,8 @@ class Trial:
     groups: tuple[tuple[int, ...], ...]
     batches: tuple[Batch, ...]
     fault: Fault
+    #: Whether a timer's signal comes to every rank all the time.
+    ticking: bool = False
 
     @property
     def expected(self) -> type[DistBackendError] | None:
@@ -129,6 +131,8 @@ class Trial:
         who = " and ".join(f"rank {rank}" for rank in fault.victims)
         when = f"after {fault.after * 1e3:.2f} ms" if fault.kind in SIGNALLED else f"at {fault.at}"
         lines = [f"trial {self.seed}: {self.n} ranks, {who} {WORDS[fault.kind]} {when}"]
+        if self.ticking:
+            lines.append("  a signal comes to every rank every 10 ms")
         lines += [f"  group {i}: ranks {list(ranks)}" for i, ranks in enumerate(self.groups)]
         if fault.call:
             lines.append(f"  the other call: {_told(fault.call)}")
@@ -165,9 +169,8 @@ def draw_trial(seed: int, faults: tuple[str, ...]) -> Trial:
     if fault in AT_ODDS:
         call, follow = _disagree(draw, fault, len(members))
         batches[at : at + 1] = [Batch(batches[at].group, (step,)) for step in follow]
-    return Trial(
-        seed, n, groups, tuple(batches), Fault(fault, victims, at, draw.uniform(0, 0.03), call)
-    )
+    acts = Fault(fault, victims, at, draw.uniform(0, 0.03), call)
+    return Trial(seed, n, groups, tuple(batches), acts, ticking=draw.random() < 0.2)
 
 
 def _batch(

@@ -22,6 +22,12 @@ pytestmark = pytest.mark.skipif(not dist.is_shm_available(), reason="the core is
 LIMIT = timedelta(seconds=20)
 
 
+def chat(turn: int) -> None:
+    """Messages all the time, but with pauses, so that rank 0 goes to sleep between them."""
+    dist.send(torch.ones(9), dst=0)
+    time.sleep(0.002)
+
+
 @pytest.mark.parametrize("waiting", ["barrier", "recv", "async barrier"])
 def test_signals_do_not_hide_a_death(waiting: str, tmp_path: Path) -> None:
     def wait(turn: int) -> None:
@@ -59,16 +65,16 @@ def test_other_messages_do_not_hide_a_death(tmp_path: Path) -> None:
         if rank == 1:
             signal.pause()
         if rank == 2:
-            say(until_error(lambda turn: (dist.send(torch.ones(9), dst=0), time.sleep(0.002))))
+            say(until_error(chat))
         else:
             awaited = dist.irecv(torch.ones(3), src=1)
             assert awaited is not None
-            chat = threading.Thread(
+            listener = threading.Thread(
                 target=until_error, args=(lambda turn: dist.recv(torch.ones(9), src=2),)
             )
-            chat.start()
+            listener.start()
             say(until_error(lambda turn: awaited.wait()))
-            chat.join()
+            listener.join()
         leave(store)
 
     with Crew(3, story) as crew:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.part import Anew, Report
 from tests.chaos.plan import AT_ODDS, EARLY, LATE, LOST, Trial
+from tilework.comm.backends.shm import CannotShareMemoryError
 from tilework.errors import DistError
 
 #: How soon a lost rank must be noticed. A busy machine is allowed for; the tally has the times.
@@ -79,6 +80,8 @@ class Outcome:
             heard = list(report.heard.values()) + ([report.unmade] if report.unmade else [])
             if not heard or not all(issubclass(one.kind, DistError) for one in heard):
                 yield f"rank {rank} heard {heard}"
+            if any(issubclass(one.kind, CannotShareMemoryError) for one in heard):
+                yield f"rank {rank} takes a death for another host: {heard}"
 
     def _heard_wrongly(self, rank: int, report: Report) -> Iterator[str]:
         if report.left_early:
