@@ -54,7 +54,7 @@ def _on_cpu(operation: _Operation) -> _Operation:
     lists = name in ("allreduce", "broadcast")
 
     def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.keys() & _INSTEAD_OF_OPTS or (lists and isinstance(args[0], Tensor)):
+        if (kwargs and kwargs.keys() & _INSTEAD_OF_OPTS) or (lists and isinstance(args[0], Tensor)):
             # torch turns these into a list and opts, and calls here again.
             return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
         tensor = _first_tensor(args)
@@ -72,12 +72,12 @@ def _on_cpu(operation: _Operation) -> _Operation:
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
     for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)):  # first, as isinstance of a Tensor takes longer
             found = _first_tensor(value)
             if found is not None:
                 return found
+        elif isinstance(value, Tensor):
+            return value
     return None
 
 
