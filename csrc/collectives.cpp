@@ -45,9 +45,18 @@ class Routes {
  public:
   explicit Routes(const Exchange& x) : x_(x), operation_(x.operation) {
     size_t bytes = 0;
-    for (int i = 0; i < operation_.outputs.count; ++i) bytes += operation_.outputs[i].bytes;
+    for (int i = 0; i < operation_.outputs.count; ++i) {
+      bytes += operation_.outputs[i].bytes;
+      own_ = std::max(own_, operation_.outputs[i].bytes);
+    }
+    for (int i = 0; i < operation_.inputs.count; ++i)
+      own_ = std::max(own_, operation_.inputs[i].bytes);
     streamed_ = bytes >= kStreamedBytes;
   }
+
+  /// Whether from here on only other ranks have something to exchange. How much, their tables
+  /// say, which may be garbage: a rank takes part in such rounds while its patience lasts.
+  bool idle(size_t offset) const { return offset >= own_; }
 
   /// Whether outputs are too long to stay in a cache.
   bool streamed() const { return streamed_; }
@@ -86,6 +95,7 @@ class Routes {
 
   const Exchange& x_;
   const Operation& operation_;
+  size_t own_ = 0;  // the longest piece that this rank sends or receives
   bool streamed_;
 };
 
@@ -137,6 +147,7 @@ void move(Exchange& x) {
   size_t offset = 0;
   bool in_place;
   do {
+    if (offset > 0 && routes.idle(offset)) x.stay_patient();
     write_pieces(x, routes, offset);
     x.publish();
     copy_own(x, routes, offset, cell);
@@ -181,6 +192,7 @@ void reduce_scatter(Exchange& x) {
   const size_t cell = routes.cell_bytes();
   size_t offset = 0;
   do {
+    if (offset > 0 && routes.idle(offset)) x.stay_patient();
     write_pieces(x, routes, offset);
     x.turn();
     const Buffer result = piece(x.operation.outputs[0], offset, cell);

@@ -42,6 +42,10 @@ void Exchange::await() {
   if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.terms);
 }
 
+void Exchange::stay_patient() const {
+  if (auto fault = trouble(false)) throw *fault;
+}
+
 bool Exchange::all_arrived(int& next) const {
   while (next < size && arrived(next)) ++next;
   return next == size;
@@ -85,6 +89,7 @@ char* Exchange::in_arena(int peer, uint64_t place, size_t offset, size_t bytes) 
 
 Fault Exchange::late(const std::vector<int>& missing) const {
   char text[96];
+  if (missing.empty()) return Fault("timeout", {}, "others still go on with the operation");
   snprintf(text, sizeof text, " did not %s the operation within %.3g s",
            state_.step == first_step_ ? "enter" : "go on with", patience_.seconds);
   return Fault("timeout", missing, name_ranks(missing) + text);

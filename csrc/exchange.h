@@ -47,6 +47,9 @@ class Exchange {
     await();
   }
 
+  /// Throw if the group has stopped or the deadline has passed, also if nobody keeps us waiting.
+  void stay_patient() const;
+
   /// The longest piece that one rank sends to another; known after the first round.
   uint64_t longest() const { return longest_; }
   const std::vector<double>& factors() const { return state_.terms.factors; }

@@ -28,7 +28,7 @@ struct Pace {
 /// yield that nobody uses costs a fraction of a microsecond, going to sleep and being woken some
 /// tens. Without, the time that a thread spins is time that the awaited one lacks.
 inline Pace pace_for(int threads, int cores) {
-  if (threads <= cores) return {20 * kMicrosecond, 50 * kMicrosecond};
+  if (threads <= cores) return {5 * kMicrosecond, 50 * kMicrosecond};
   return {200, 20 * kMicrosecond};
 }
 

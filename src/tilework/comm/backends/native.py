@@ -368,7 +368,10 @@ class Effects:
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
     """Tell autograd: one saved for backward and then overwritten must fail there, not be wrong."""
-    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    written = [tensor for tensor in tensors if not tensor.is_inference()]
+    # A subclass may be a wrapper, whose values another tensor has; a detached alias is that one.
+    plain_types = (Tensor, torch.nn.Parameter)
+    increment_version([t if type(t) in plain_types else t.detach() for t in written])
 
 
 class Call(Work):
