@@ -179,7 +179,7 @@ class TorchEngine(OrderedEngine):
     """One rank's end of one of torch's backends."""
 
     def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
-        super().__init__(request.group_rank, request.group_size)
+        super().__init__(request.group_rank, request.global_ranks_in_group)
         self.name = name
         self._backend = backend
         self._story = Story(request.store, self.rank, self.size)

@@ -62,7 +62,8 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
             undo.callback(line.close)
         link = _connect_gloo(request, address)
         undo.pop_all()
-    return HybridGroup(HybridEngine(hosts, shared, lines, link), request)
+    engine = HybridEngine(hosts, request.global_ranks_in_group, shared, lines, link)
+    return HybridGroup(engine, request)
 
 
 def _connect_leaders(

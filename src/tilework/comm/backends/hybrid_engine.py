@@ -56,8 +56,15 @@ class HybridEngine(OrderedEngine):
 
     name = "hybrid"
 
-    def __init__(self, hosts: Hosts, shared: NativeGroup, lines: Lines, backend: Any) -> None:
-        super().__init__(hosts.me, sum(len(ranks) for ranks in hosts.ranks))
+    def __init__(
+        self,
+        hosts: Hosts,
+        global_ranks: Sequence[int],
+        shared: NativeGroup,
+        lines: Lines,
+        backend: Any,
+    ) -> None:
+        super().__init__(hosts.me, global_ranks)
         self.hosts = hosts
         self._shm = shared.engine
         self._wires = lines.wires

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -71,12 +71,15 @@ class OrderedEngine(ABC):
 
     fault_type: type[Exception] = Fault
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self.rank = rank
-        self.size = size
+        self.size = len(global_ranks)
+        self._global_ranks = global_ranks
         self.closed = False
         #: (rank, kind, text) of the first abort that this rank heard of.
         self.abortion: tuple[int, str, str] | None = None
+        #: What the first operation failed with that failed: none starts after it.
+        self._failed: FaultArgs | None = None
         self._lock = threading.Lock()
         self._entered = 0
         self._queued = 0
@@ -101,7 +104,11 @@ class OrderedEngine(ABC):
             self._entered += 1
             alone = self._queued == 0
         if alone:
-            self.perform(operation)
+            try:
+                self.perform(operation)
+            except Fault as fault:
+                self._failed = fault.args
+                raise
         else:
             self._enqueue(operation).wait(-1.0)
 
@@ -125,9 +132,19 @@ class OrderedEngine(ABC):
     def _work(self) -> None:
         for operation, errand in iter(self._queue.get, None):
             fault = self.outcome(partial(self.perform, operation))
+            if fault is not None:
+                self._fail(operation, fault)
             with self._lock:
                 self._queued -= 1
             errand.complete(fault)
+
+    def _fail(self, operation: Operation, fault: FaultArgs) -> None:
+        """Nobody may be waiting for it to ask why: tell the others at once."""
+        self._failed = self._failed or fault
+        kind, ranks, detail = fault
+        if kind in ("peer_lost", "timeout"):  # of a mismatch all know by themselves
+            at_fault = ",".join(str(self._global_ranks[r]) for r in ranks)
+            self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
 
     def outcome(self, act: Callable[[], object]) -> FaultArgs | None:
         """Run ``act`` on a thread of this engine; return its fault."""
@@ -138,7 +155,7 @@ class OrderedEngine(ABC):
             return fault.args
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            self.abort("peer_lost", f"{self.rank};{why}")
+            self.abort("peer_lost", f"{self._global_ranks[self.rank]};{why}")
             return ("aborted", (self.rank,), why)
         return None
 
@@ -148,6 +165,8 @@ class OrderedEngine(ABC):
             raise Fault("closed", (self.rank,), "")
         if self.abortion is not None:
             raise Fault("aborted", (self.abortion[0],), self.abortion[2])
+        if self._failed is not None:
+            raise Fault(*self._failed)
 
     def sequence(self) -> int:
         return self._entered
