@@ -683,3 +683,16 @@ def test_ranks_that_differ_are_told() -> None:
             call(torch.ones(2))
 
     run_ranks(2, body)
+
+
+def test_overwriting_a_result_that_backward_needs_is_noticed() -> None:
+    def program(rank: int) -> None:
+        x = torch.ones(100_000, requires_grad=True)  # long enough to be on its way when returned
+        y = functional.all_reduce(x)
+        loss = (y * y).sum()
+        with torch.no_grad():
+            dist.all_reduce(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, program, backend="shm")
