@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from tilework.comm.backend import DistributedBackendOptions, is_backend_available
+from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
 from tilework.comm.backends.engine import Fault, Kind, Operation, Parts
 from tilework.comm.backends.interfaces import address_towards
 from tilework.comm.backends.native import NativeGroup
@@ -114,7 +114,7 @@ def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
         return backend.alltoall_base(target, source, [], [], options)
     # torch's form for lists wants equal sizes, the one for a tensor with split sizes does not.
     sources, targets = _split(inputs, backend.size()), _split(outputs, backend.size())
-    target = torch.empty(sum(part.numel() for part in targets), dtype=torch.uint8)
+    target = targets[0].new_empty(sum(part.numel() for part in targets))
     splits = [[part.numel() for part in parts] for parts in (targets, sources)]
     work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
     work.wait()
@@ -293,6 +293,7 @@ class EngineGroup(NativeGroup):
     def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)
         self._authenticated = request.store.authenticated
+        self.devices = tuple(Backend.backend_capability[engine.name])
 
     @property
     def authenticated(self) -> bool:
@@ -322,6 +323,10 @@ def _even(parts: Parts) -> bool:
 
 class GlooGroup(EngineGroup):
     """torch's Gloo."""
+
+    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
+        super().__init__(engine, request)
+        self.devices = ("cpu",)  # on a GPU it was never tried
 
     _DTYPES = frozenset(
         getattr(torch, name)

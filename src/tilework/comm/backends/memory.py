@@ -15,7 +15,6 @@ Span = tuple[int, int]
 
 def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
     """``tensor``'s values as contiguous memory that means what it says."""
-    _check_memory(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if as_real and tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -24,7 +23,6 @@ def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
 
 def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
     """Contiguous memory for ``tensor``'s new values: its own, or noted to be copied back."""
-    _check_memory(tensor)
     memory = tensor.detach()
     if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
         if _overlaps(tensor):
@@ -32,17 +30,9 @@ def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tens
                 f"cannot write to a tensor of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}, whose elements share memory; pass its clone()"
             )
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         operation.copy_back.append((tensor.detach(), memory))
     return torch.view_as_real(memory) if as_real and memory.is_complex() else memory
-
-
-def _check_memory(tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        raise ValueError(
-            f"backends shm and threads move cpu tensors, got one on {tensor.device}; make the "
-            f"group with a backend for it too, like backend='cpu:shm,{tensor.device.type}:nccl'"
-        )
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm.backends.engine import Engine, Operation, Ticket
+from tilework.comm.backends.engine import Engine, Operation, Parts, Ticket
 from tilework.comm.backends.memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
@@ -44,6 +44,9 @@ _ERROR_OF: dict[str, type[DistBackendError]] = {
 
 class NativeGroup(ProcessGroup):
     """A group whose every operation is native to its engine."""
+
+    #: The types of devices whose tensors the engine takes.
+    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self, engine: Engine, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -203,6 +206,7 @@ class NativeGroup(ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         source = plain(tensor)
+        self._check_devices(source)
         title = f"send {told(source)} to rank {self.global_ranks[dst]} tag {tag}"
         slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
         call = Call(self, title, Effects([], [], []), source, slot)
@@ -212,6 +216,7 @@ class NativeGroup(ProcessGroup):
         (tensor,) = tensors
         operation = Operation("broadcast")
         target = stand_in(tensor, operation)
+        self._check_devices(target)
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
         title = f"recv {told(target)} from {whom} tag {tag}"
         effects = Effects([tensor], [tensor], operation.copy_back)
@@ -227,6 +232,8 @@ class NativeGroup(ProcessGroup):
 
     def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
         """Run or submit it; ``outputs`` are the user's tensors that it fills."""
+        self._check_devices(operation.inputs)
+        self._check_devices(operation.outputs)
         check_overlaps(operation, self._rank, self._size)
         limit = opts.timeout
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
@@ -248,6 +255,15 @@ class NativeGroup(ProcessGroup):
         self.flight.end(slot)
         effects.settle()
         return CompletedWork(outputs)
+
+    def _check_devices(self, parts: Parts) -> None:
+        for tensor in (parts,) if isinstance(parts, Tensor) else parts:
+            if tensor.device.type not in self.devices:
+                raise ValueError(
+                    f"backend {self.name()!r} moves {' and '.join(self.devices)} tensors, got one "
+                    f"on {tensor.device}; make the group with a backend for that too, like "
+                    f"backend='cpu:shm,{tensor.device.type}:nccl'"
+                )
 
     def _all(self, works: Sequence[Work]) -> Work:
         """One Work for several, which complete in order."""
