@@ -165,6 +165,33 @@ void Group::wait_for_queued(Ticket& ticket, SignalCheck signals) {
   if (auto fault = ticket.fault()) throw *fault;
 }
 
+/// The oldest queued operation, for this thread to execute; null while there is none to be had.
+std::unique_ptr<Group::Queued> Group::take() {
+  if (busy_ || queue_.empty()) return nullptr;
+  std::unique_ptr<Queued> next = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  busy_thread_ = std::this_thread::get_id();
+  return next;
+}
+
+/// Execute an operation that was taken, and complete its ticket.
+void Group::finish(Queued& taken, SignalCheck signals, Pace pace) {
+  std::optional<Fault> fault;
+  bool interrupted = false;
+  try {
+    engine_->collectives.execute(taken.operation, patience(taken.timeout, signals, pace));
+  } catch (const Fault& caught) {
+    fault = caught;
+  } catch (const Interrupted&) {
+    fault = Fault("aborted", {rank_}, "a signal interrupted the wait for the operation");
+    interrupted = true;
+  }
+  release();
+  taken.ticket->complete(std::move(fault));
+  if (interrupted) throw Interrupted();
+}
+
 /// The progress thread: one operation after the other; on closing each fails at once.
 void Group::run_thread() {
   for (;;) {
@@ -173,20 +200,29 @@ void Group::run_thread() {
       std::unique_lock<std::mutex> lock(order_);
       work_.wait(lock, [this] { return !busy_ && (!queue_.empty() || stopping_); });
       if (queue_.empty()) return;
-      next = std::move(queue_.front());
-      queue_.pop_front();
-      busy_ = true;
-      busy_thread_ = std::this_thread::get_id();
+      next = take();
     }
-    std::optional<Fault> fault;
-    try {
-      engine_->collectives.execute(next->operation,
-                                   patience(next->timeout, nullptr, background_pace()));
-    } catch (const Fault& caught) {
-      fault = caught;
+    finish(*next, nullptr, background_pace());
+  }
+}
+
+/// Execute what is queued before `ticket` and its own operation on the thread that waits for it,
+/// as long as the progress thread has not woken up: that takes some tens of microseconds.
+void Group::help(const Ticket& ticket, SignalCheck signals) {
+  std::optional<Entry> entry;
+  try {
+    entry.emplace(*this);
+  } catch (const Fault&) {
+    return;  // closing: the ticket fails by itself
+  }
+  while (!ticket.done()) {
+    std::unique_ptr<Queued> next;
+    {
+      std::lock_guard<std::mutex> lock(order_);
+      next = take();
     }
-    release();
-    next->ticket->complete(std::move(fault));
+    if (!next) return;
+    finish(*next, signals, pace());
   }
 }
 
@@ -216,6 +252,7 @@ bool Group::wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signa
       std::lock_guard<std::mutex> lock(order_);
       refuse_to_block();
     }
+    if (timeout < 0) help(ticket, signals);  // what it has begun it cannot leave
     return ticket.sleep_until_done(patience(timeout, signals, background_pace()));
   }
   Entry entry(*this);

@@ -93,6 +93,9 @@ class Group : public std::enable_shared_from_this<Group> {
   bool claim(Operation& operation, bool inline_only);
   void release();
   void refuse_to_block();
+  std::unique_ptr<Queued> take();
+  void finish(Queued& taken, SignalCheck signals, Pace pace);
+  void help(const Ticket& ticket, SignalCheck signals);
   void run_thread();
   void stop_thread();
   bool everybody_spoke(bool thorough) const;

@@ -127,12 +127,14 @@ def test_function_that_can_only_be_forked() -> None:
 
 def test_forking_a_program_with_threads_is_warned_of() -> None:
     done = threading.Event()
-    thread = threading.Thread(target=done.wait)
+    thread = threading.Thread(target=done.wait, name="waiter")
     thread.start()
-    with pytest.warns(RuntimeWarning, match="forks a program that has 2 threads"):
-        spawn(end_by, ("not at all",), start="fork")
-    done.set()
-    thread.join()
+    try:
+        with pytest.warns(RuntimeWarning, match="forks a program that has 2 threads .also waiter"):
+            spawn(end_by, ("not at all",), start="fork")
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

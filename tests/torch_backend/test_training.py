@@ -122,7 +122,13 @@ def ddp_builtin_hook(rank: Rank) -> list[float]:
     return train(model, rank.number, also=True)
 
 
+#: Groups that a hook's closures hold, too: torch's Gloo ends the process where the last reference to
+#: one of its groups goes on the group's own thread.
+_KEPT: list[Any] = []
+
+
 def ddp_power_sgd(rank: Rank) -> list[float]:
+    _KEPT.append(torch.distributed.group.WORLD)
     model = DDP(Net())
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -158,10 +158,11 @@ def _check_caller(start: StartMethod) -> None:
             "spawn() was called while a rank it had started was loading the program: put the call "
             'where only the program itself comes by, under if __name__ == "__main__":'
         )
-    if start == "fork" and threading.active_count() > 1:
+    others = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
+    if start == "fork" and others:
         warnings.warn(
-            f"spawn() forks a program that has {threading.active_count()} threads: a lock that one "
-            f'of them holds stays locked in the ranks; start="spawn" is safe',
+            f"spawn() forks a program that has {1 + len(others)} threads (also {', '.join(others)}): "
+            f'a lock that one of them holds stays locked in the ranks; start="spawn" is safe',
             RuntimeWarning,
             stacklevel=3,
         )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.torch_backend.callbacks import run_soon
 
 _c10d: Any = torch._C._distributed_c10d
 _Future = torch.futures.Future[list[Tensor]]
@@ -92,15 +91,9 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
 
         A future that Python fails looks complete to C++ (DDP's reducer would take the exception
         for its gradients), unless a callback raises: then it fails everywhere, as a RuntimeError
-        with the error's name and text. Its callbacks may wait for other operations, as those of
-        PowerSGD do: they do not run on the thread that carries the group's operations.
+        with the error's name and text.
         """
-        finished: _Future = self._work.get_future()
-        if finished.done():
-            return finished.then(torch.futures.Future.value)
-        told: torch.futures.Future[None] = torch.futures.Future()
-        finished.add_done_callback(lambda _: run_soon(lambda: told.set_result(None)))
-        return told.then(lambda _: finished.value())
+        return self._work.get_future().then(torch.futures.Future.value)
 
 
 AnyWork = DoneWork | RunningWork

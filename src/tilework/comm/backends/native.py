@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.comm.backends.engine import Engine, Operation, Parts, Ticket
 from tilework.comm.backends.memory import check_overlaps, plain, rows, stand_in
+from tilework.comm.callbacks import run_soon
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
 from tilework.comm.flight.dump import note_fault
@@ -429,6 +431,10 @@ class Call(Work):
             done = self._ticket.wait(seconds)
         except self._group.engine.fault_type:
             done = True
+        except BaseException as interruption:
+            if self._ticket.done():  # the wait was what carried it
+                self._group._note_interruption(self._slot, interruption, self._title)
+            raise
         if not done:
             raise CollectiveTimeoutError(
                 f"{self._title} was not done after waiting {seconds:g} s; it goes on, "
@@ -462,7 +468,10 @@ class Call(Work):
             if self._future is not None:
                 return self._future
             self._future = torch.futures.Future()
-        self._ticket.add_done_callback(self._complete_future)
+        # Not on the thread that carries the group's operations: what is called back may wait for
+        # more of them.
+        here = copy_context()  # which tells the rank that this is
+        self._ticket.add_done_callback(lambda: run_soon(lambda: here.run(self._complete_future)))
         return self._future
 
     def _complete_future(self) -> None:

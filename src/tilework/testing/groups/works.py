@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
 import tilework.distributed as dist
 from tilework.errors import CollectiveTimeoutError
@@ -83,6 +84,19 @@ class WorkSuite(GroupSuite):
             work = started(dist.all_reduce(torch.full((3,), 4.0), async_op=True))
             chained = work.get_future().then(lambda done: done.value()[0] / 2)
             assert chained.wait().tolist() == [4.0] * 3
+
+        self.run(2, body)
+
+    def test_a_callback_may_wait_for_more_work_of_its_group(self) -> None:
+        def body(rank: int) -> None:
+            first, second = torch.ones(3), torch.ones(2)
+
+            def more(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+                work = started(dist.all_reduce(second, async_op=True))
+                return done.value()[0][:2] + work.get_future().wait()[0]
+
+            future = started(dist.all_reduce(first, async_op=True)).get_future()
+            assert future.then(more).wait().tolist() == [4.0, 4.0]
 
         self.run(2, body)
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 _Task = Callable[[], None]
 
 
+#: How long a thread without a task is kept.
+_IDLE_SECONDS = 2.0
+
+
 class _Threads:
-    """As many threads as there are tasks at once; each is kept for later ones."""
+    """As many threads as there are tasks at once; each is kept a while for later ones."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
         self._lock = threading.Lock()
-        #: Threads that wait for a task which nobody has handed in yet.
+        #: Threads that wait, and that no task which was handed in counts on.
         self._idle = 0
 
     def run_soon(self, task: _Task) -> None:
@@ -30,7 +34,15 @@ class _Threads:
 
     def _work(self) -> None:
         while True:
-            self._tasks.get()()
+            try:
+                task = self._tasks.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                with self._lock:
+                    if self._idle:
+                        self._idle -= 1
+                        return
+                continue
+            task()
             with self._lock:
                 self._idle += 1
 
