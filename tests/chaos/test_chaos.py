@@ -12,7 +12,7 @@ from tests.chaos.processes import Processes
 from tests.chaos.threads import Threads
 from tilework.comm.backend import core_error
 
-TRIALS = {"shm": 20, "threads": 15, "shm-threads": 15}
+TRIALS = {"shm": 20, "threads": 15, "shm-threads": 15, "hybrid": 10}
 
 
 @pytest.fixture(scope="module", params=TRIALS)

@@ -26,7 +26,7 @@ ELSEWHERE = {
 def _names() -> list[str]:
     found = {name: getattr(torch.distributed, name) for name in dir(torch.distributed)}
     # Which sub-modules are there depends on what was imported before.
-    public = [n for n, thing in found.items() if n[0] != "_" and not type(thing) is ModuleType]
+    public = [n for n, thing in found.items() if n[0] != "_" and type(thing) is not ModuleType]
     classes = [name for name in public if name.endswith("Work")]
     mine = IMPORTED | ELSEWHERE
     return sorted({*public, *classes} - mine)

@@ -122,8 +122,8 @@ def ddp_builtin_hook(rank: Rank) -> list[float]:
     return train(model, rank.number, also=True)
 
 
-#: Groups that a hook's closures hold, too: torch's Gloo ends the process where the last reference to
-#: one of its groups goes on the group's own thread.
+#: Groups that a hook's closures hold, too: torch's Gloo ends the process where the last reference
+#: to one of its groups goes on the group's own thread.
 _KEPT: list[Any] = []
 
 

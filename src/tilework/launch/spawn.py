@@ -161,8 +161,9 @@ def _check_caller(start: StartMethod) -> None:
     others = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
     if start == "fork" and others:
         warnings.warn(
-            f"spawn() forks a program that has {1 + len(others)} threads (also {', '.join(others)}): "
-            f'a lock that one of them holds stays locked in the ranks; start="spawn" is safe',
+            f"spawn() forks a program that has {1 + len(others)} threads "
+            f"(also {', '.join(others)}): a lock that one of them holds stays locked in the "
+            f'ranks; start="spawn" is safe',
             RuntimeWarning,
             stacklevel=3,
         )
