@@ -16,13 +16,16 @@ from tests.faults.duty import join, leave, until_error
 from tests.faults.test_death import assert_told
 
 
-def test_ctrl_c_ends_a_waiting_rank_and_tells_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ctrl_c_ends_a_waiting_rank_and_tells_the_others(async_op: bool, tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
         store = join(rank, 3, tmp_path / "store")
         say("ready")
         if rank == 0:
             with pytest.raises(KeyboardInterrupt):
-                dist.all_reduce(torch.ones(2))
+                work = dist.all_reduce(torch.ones(2), async_op=async_op)
+                assert work is not None
+                work.wait()
             say(time.monotonic())
             with pytest.raises(KeyboardInterrupt):
                 signal.pause()
@@ -65,7 +68,10 @@ def test_a_signal_handler_that_returns_disturbs_nothing(tmp_path: Path) -> None:
         for _ in range(3):
             time.sleep(0.05)
             crew[0].kill(signal.SIGUSR1)
-        assert [rank.hear() for rank in crew] == [(3, [2.0, 2.0]), (0, [2.0, 2.0])]
+        (rang, mine), others = [rank.hear() for rank in crew]
+        assert 1 <= rang <= 3  # signals that come before the last was handled are one
+        assert mine == [2.0, 2.0]
+        assert others == (0, [2.0, 2.0])
 
 
 def test_a_forked_child_has_no_group_and_leaves_the_parents_alone(tmp_path: Path) -> None:

@@ -432,8 +432,7 @@ class Call(Work):
         except self._group.engine.fault_type:
             done = True
         except BaseException as interruption:
-            if self._ticket.done():  # the wait was what carried it
-                self._group._note_interruption(self._slot, interruption, self._title)
+            self._group._note_interruption(self._slot, interruption, self._title)
             raise
         if not done:
             raise CollectiveTimeoutError(
