@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
@@ -59,13 +60,39 @@ void bind_group(nb::module_& m) {
       .def("statistics", &PyGroup::statistics);
 }
 
+/// Direct.run as a plain C function: the bindings' own conversion of arguments takes as long as
+/// the rest of the way into the core.
+PyObject* direct_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  PyObject* given[] = {nullptr, Py_None, Py_None, Py_None, nullptr, Py_None, Py_None};
+  if (count < 1 || count > static_cast<Py_ssize_t>(count_of(given))) {
+    PyErr_Format(PyExc_TypeError, "run() takes 1 to 7 arguments, %zd given", count);
+    return nullptr;
+  }
+  std::copy(args, args + count, given);
+  const long root = given[4] ? PyLong_AsLong(given[4]) : 0;
+  if (root == -1 && PyErr_Occurred()) return nullptr;
+  try {
+    Direct& direct = *nb::inst_ptr<Direct>(self);
+    return PyBool_FromLong(direct.run(given[0], given[1], given[2], given[3],
+                                      static_cast<int>(root), given[5], given[6]));
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
 void bind_direct(nb::module_& m) {
-  nb::class_<Direct>(m, "Direct")
+  static PyMethodDef run = {"run", reinterpret_cast<PyCFunction>(
+                                       reinterpret_cast<void (*)()>(direct_run)),
+                            METH_FASTCALL, nullptr};
+  nb::class_<Direct> direct(m, "Direct");
+  direct.attr("run") = nb::steal(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(direct.ptr()), &run));
+  direct
       .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "journal"_a,
            "timeout"_a, "on_failure"_a)
-      .def("__call__", &Direct::run, "operation"_a, "inputs"_a.none(), "outputs"_a.none(),
-           "reduce_op"_a.none() = nb::none(), "root"_a = 0, "in_rows"_a.none() = nb::none(),
-           "out_rows"_a.none() = nb::none())
       .def("send", &Direct::send, "tensor"_a, "dst"_a, "tag"_a)
       .def("recv", &Direct::recv, "tensor"_a, "src"_a, "tag"_a)
       .def_rw("timeout", &Direct::timeout);

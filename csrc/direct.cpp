@@ -202,8 +202,10 @@ bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::han
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
   Side in, out;
-  if (!in.read(inputs, form.input_list, expected.inputs, in_rows) ||
-      !out.read(outputs, form.output_list, expected.outputs, out_rows))
+  if (!in.read(inputs, form.input_list, expected.inputs, in_rows)) return false;
+  if (elementwise(form.kind) && inputs.ptr() == outputs.ptr())
+    out = in;
+  else if (!out.read(outputs, form.output_list, expected.outputs, out_rows))
     return false;
   if ((in.count > 0 && out.count > 0 && in.dtype != out.dtype) || !out.apart()) return false;
   operation.dtype = in.count > 0 ? in.dtype : out.dtype;
@@ -215,6 +217,7 @@ bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::han
   }
   try {
     prepare(operation, group_.core().rank(), group_.core().size());
+    operation.prepared = true;
   } catch (const std::invalid_argument&) {
     return false;
   }

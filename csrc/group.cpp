@@ -122,7 +122,7 @@ void Group::release() {
 
 void Group::run(Operation& operation, double timeout, SignalCheck signals) {
   Entry entry(*this);
-  prepare(operation, rank_, size_);
+  if (!operation.prepared) prepare(operation, rank_, size_);
   std::shared_ptr<Ticket> ticket;
   {
     std::lock_guard<std::mutex> lock(order_);

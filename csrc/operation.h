@@ -28,6 +28,7 @@ struct Operation {
   Buffers inputs, outputs;
   uint64_t sequence = 0;
   Reduction reduction = nullptr;  // set by prepare()
+  bool prepared = false;          // already, by the caller
 };
 
 /// How many buffers each side of an operation takes on one rank.

@@ -73,7 +73,7 @@ bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* in
   Py_INCREF(tensor_type);  // all of these live as long as the process
   Py_INCREF(parameter_type);
   Py_INCREF(increment_version);
-  torch = {tensor_type, parameter_type, increment_version, PyUnicode_InternFromString("is_neg"),
+  torch = {tensor_type, parameter_type, increment_version, PyObject_GetAttrString(tensor_type, "is_neg"),
            table->borrow};
   return true;
 }
@@ -90,14 +90,17 @@ bool see(PyObject* object, Seen& seen) {
   if (tensor.device.device_type != nanobind::device::cpu::value || seen.dtype == DType::kBytes ||
       !measure(tensor, seen))
     return false;
-  PyObject* negative = PyObject_CallMethodNoArgs(object, torch.is_neg);
+  PyObject* negative = PyObject_CallOneArg(torch.is_neg, object);
   PyErr_Clear();
   Py_XDECREF(negative);
   return negative == Py_False;
 }
 
 bool mark_written(PyObject* tensors) {
-  PyObject* none = PyObject_CallOneArg(torch.increment_version, tensors);
+  const bool several = PyList_Check(tensors) || PyTuple_Check(tensors);
+  PyObject* written = several ? Py_NewRef(tensors) : PyTuple_Pack(1, tensors);
+  PyObject* none = written ? PyObject_CallOneArg(torch.increment_version, written) : nullptr;
+  Py_XDECREF(written);
   Py_XDECREF(none);
   return none != nullptr;
 }

@@ -95,15 +95,16 @@ class Direct:
     def __init__(
         self, group: Group, journal: Journal, timeout: float, on_failure: Callable[..., None]
     ) -> None: ...
-    def __call__(
+    def run(
         self,
         operation: str,
-        inputs: Tensor | Sequence[Tensor] | None,
-        outputs: Tensor | Sequence[Tensor] | None,
-        reduce_op: object = None,
-        root: int = 0,
-        in_rows: Sequence[int] | None = None,
-        out_rows: Sequence[int] | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = ...,
+        outputs: Tensor | Sequence[Tensor] | None = ...,
+        reduce_op: object = ...,
+        root: int = ...,
+        in_rows: Sequence[int] | None = ...,
+        out_rows: Sequence[int] | None = ...,
+        /,
     ) -> bool: ...
     def send(self, tensor: Tensor, dst: int, tag: int) -> bool: ...
     def recv(self, tensor: Tensor, src: int, tag: int) -> int: ...

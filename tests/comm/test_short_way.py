@@ -42,8 +42,8 @@ class Counted:
         self.short_way = short_way
         self.taken = self.refused = 0
 
-    def __call__(self, *args: Any) -> bool:
-        done = bool(self.short_way(*args))
+    def run(self, *args: Any) -> bool:
+        done = bool(self.short_way.run(*args))
         self.taken += done
         self.refused += not done
         return done

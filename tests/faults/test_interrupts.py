@@ -22,10 +22,14 @@ def test_ctrl_c_ends_a_waiting_rank_and_tells_the_others(async_op: bool, tmp_pat
         store = join(rank, 3, tmp_path / "store")
         say("ready")
         if rank == 0:
-            with pytest.raises(KeyboardInterrupt):
+
+            def reduce() -> None:
                 work = dist.all_reduce(torch.ones(2), async_op=async_op)
                 assert work is not None
                 work.wait()
+
+            with pytest.raises(KeyboardInterrupt):
+                reduce()
             say(time.monotonic())
             with pytest.raises(KeyboardInterrupt):
                 signal.pause()

@@ -31,13 +31,8 @@ from tilework.comm.world import AnyGroup, member
 _batch: ContextVar[list[Work] | None] = ContextVar("tilework_batch", default=None)
 
 
-def _deferred(async_op: bool) -> bool:
-    """Whether the call returns before the operation is done."""
-    return async_op or _batch.get() is not None
-
-
 def _options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
-    return Options(op, root, None, _deferred(async_op))
+    return Options(op, root, None, async_op or _batch.get() is not None)
 
 
 def _finish(work: Work, async_op: bool) -> Work | None:
@@ -125,7 +120,7 @@ def all_reduce(
     pg = member(group, "all_reduce")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("all_reduce", tensor, tensor, op):
+    if not async_op and _batch.get() is None and pg.direct.run("all_reduce", tensor, tensor, op):
         return None
     checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
@@ -192,7 +187,7 @@ def reduce(
         return None
     root = checks.group_root(pg, dst, group_dst, "dst")
     output = tensor if pg.rank() == root else None
-    if not _deferred(async_op) and pg.direct("reduce", tensor, output, op, root):
+    if not async_op and _batch.get() is None and pg.direct.run("reduce", tensor, output, op, root):
         return None
     checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
@@ -226,7 +221,11 @@ def broadcast(
     if pg is None:
         return None
     root = checks.group_root(pg, src, group_src, "src")
-    if not _deferred(async_op) and pg.direct("broadcast", None, tensor, None, root):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("broadcast", None, tensor, None, root)
+    ):
         return None
     checks.check_tensor(tensor, "tensor")
     return _finish(pg.broadcast([tensor], _options(async_op, root=root)), async_op)
@@ -255,7 +254,7 @@ def all_gather(
     pg = member(group, "all_gather")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("all_gather", tensor, tensor_list):
+    if not async_op and _batch.get() is None and pg.direct.run("all_gather", tensor, tensor_list):
         return None
     checks.check_tensors(tensor_list, "tensor_list")
     checks.check_tensor(tensor, "tensor")
@@ -289,7 +288,11 @@ def all_gather_into_tensor(
     pg = member(group, "all_gather_into_tensor")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("all_gather_into_tensor", input_tensor, output_tensor):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("all_gather_into_tensor", input_tensor, output_tensor)
+    ):
         return None
     checks.check_tensor(output_tensor, "output_tensor")
     checks.check_tensor(input_tensor, "input_tensor")
@@ -376,7 +379,11 @@ def gather(
     if pg is None:
         return None
     root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    if not _deferred(async_op) and pg.direct("gather", tensor, gather_list, None, root):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("gather", tensor, gather_list, None, root)
+    ):
         return None
     checks.check_tensor(tensor, "tensor")
     outputs = _optional_list(gather_list, "gather_list")
@@ -419,7 +426,11 @@ def scatter(
     if pg is None:
         return None
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    if not _deferred(async_op) and pg.direct("scatter", scatter_list, tensor, None, root):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("scatter", scatter_list, tensor, None, root)
+    ):
         return None
     checks.check_tensor(tensor, "tensor")
     inputs = _optional_list(scatter_list, "scatter_list")
@@ -477,7 +488,11 @@ def reduce_scatter(
     pg = member(group, "reduce_scatter")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("reduce_scatter", input_list, output, op):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("reduce_scatter", input_list, output, op)
+    ):
         return None
     checks.check_tensor(output, "output")
     checks.check_tensors(input_list, "input_list")
@@ -518,7 +533,11 @@ def reduce_scatter_tensor(
     pg = member(group, "reduce_scatter_tensor")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("reduce_scatter_tensor", input, output, op):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("reduce_scatter_tensor", input, output, op)
+    ):
         return None
     checks.check_tensor(output, "output")
     checks.check_tensor(input, "input")
@@ -555,7 +574,11 @@ def all_to_all(
     pg = member(group, "all_to_all")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("all_to_all", input_tensor_list, output_tensor_list):
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run("all_to_all", input_tensor_list, output_tensor_list)
+    ):
         return None
     checks.check_tensors(output_tensor_list, "output_tensor_list")
     checks.check_tensors(input_tensor_list, "input_tensor_list")
@@ -603,8 +626,12 @@ def all_to_all_single(
     pg = member(group, "all_to_all_single")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct(
-        "all_to_all_single", input, output, None, 0, input_split_sizes, output_split_sizes
+    if (
+        not async_op
+        and _batch.get() is None
+        and pg.direct.run(
+            "all_to_all_single", input, output, None, 0, input_split_sizes, output_split_sizes
+        )
     ):
         return None
     checks.check_tensor(output, "output")
@@ -634,7 +661,7 @@ def barrier(
     pg = member(group, "barrier")
     if pg is None:
         return None
-    if not _deferred(async_op) and pg.direct("barrier", None, None):
+    if not async_op and _batch.get() is None and pg.direct.run("barrier", None, None):
         return None
     return _finish(pg.barrier(_options(async_op)), async_op)
 

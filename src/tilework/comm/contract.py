@@ -112,7 +112,7 @@ class Direct:
     way, through the group's methods, which can prepare tensors and tell what is wrong with them.
     """
 
-    def __call__(
+    def run(
         self,
         operation: str,
         inputs: Tensor | Sequence[Tensor] | None,
@@ -121,6 +121,7 @@ class Direct:
         root: int = 0,
         in_rows: Sequence[int] | None = None,
         out_rows: Sequence[int] | None = None,
+        /,
     ) -> bool:
         """Run a collective; return whether that was done.
 

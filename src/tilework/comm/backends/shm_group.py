@@ -248,7 +248,8 @@ def _sides(parts: Any) -> Parts:
 _sees_tensors = _core is not None and _core.learn_torch(
     Tensor,
     torch.nn.Parameter,
-    torch.autograd.graph.increment_version,
+    # The public function's own first step is what it costs; older torch has only that.
+    getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version),
     {member: member.value for member in RedOpType},
     in_library,
 )

@@ -39,7 +39,7 @@ class AllReduce(Collective):
         op = reduction(self.op)
         check_reduction(op, x.dtype)
         out = _copy(x)
-        if not later and group.direct("all_reduce", out, out, op):
+        if not later and group.direct.run("all_reduce", out, out, op):
             return out, None
         return out, group.allreduce([out], Options(op, asyncOp=later))
 
@@ -100,7 +100,7 @@ class ReduceScatter(Collective):
         target = _rows_first(out, self.dim)
         options = Options(op, asyncOp=later)
         if _even(self.rows):
-            if not later and group.direct("reduce_scatter_tensor", source, target, op):
+            if not later and group.direct.run("reduce_scatter_tensor", source, target, op):
                 return out, None
             work = group.reduce_scatter_tensor(target, source, options)
         else:
@@ -170,7 +170,7 @@ class AllGather(Collective):
         target = _rows_first(out, self.dim)
         options = Options(asyncOp=later)
         if _even(self.rows):
-            if not later and group.direct("all_gather_into_tensor", source, target):
+            if not later and group.direct.run("all_gather_into_tensor", source, target):
                 return out, None
             work = group.allgather_into_tensor(target, source, options)
         else:
@@ -199,7 +199,7 @@ class AllToAll(Collective):
         out = _with_rows(x, 0, sum(self.received))
         received, sent = list(self.received), list(self.sent)
         direct = ("all_to_all_single", source, out, None, 0, sent, received)
-        if not later and group.direct(*direct):
+        if not later and group.direct.run(*direct):
             return out, None
         return out, group.alltoall_single(out, source, received, sent, Options(asyncOp=later))
 
@@ -220,7 +220,7 @@ class Broadcast(Collective):
 
     def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
         out = _copy(x) if group.rank() == self.root else _empty_like(x)
-        if not later and group.direct("broadcast", None, out, None, self.root):
+        if not later and group.direct.run("broadcast", None, out, None, self.root):
             return out, None
         return out, group.broadcast([out], Options(rootRank=self.root, asyncOp=later))
 
