@@ -62,26 +62,24 @@ class Side {
     if (expected == 0 || !see(given.ptr(), seen)) return false;
     note(seen, 1);
     if (expected > 1 || !rows.is_none()) return divide(seen, expected, rows);
-    one_ = seen.buffer;
+    add(seen.buffer);
     return true;
   }
 
   /// Whether no two tensors share memory.
   bool apart() const {
-    const auto after = [](const Buffer& a, const Buffer& b) { return a.data < b.data; };
+    const Buffer* end = items() + size_;
+    const auto before = [](const Buffer& a, const Buffer& b) { return a.data < b.data; };
     const auto overlap = [](const Buffer& a, const Buffer& b) { return a.data + a.bytes > b.data; };
-    if (std::adjacent_find(many_.begin(), many_.end(), overlap) == many_.end()) return true;
+    if (std::adjacent_find(items(), end, overlap) == end) return true;
     std::vector<Buffer> sorted;
-    for (const Buffer& buffer : many_)
-      if (buffer.bytes > 0) sorted.push_back(buffer);
-    std::sort(sorted.begin(), sorted.end(), after);
+    for (const Buffer* item = items(); item < end; ++item)
+      if (item->bytes > 0) sorted.push_back(*item);
+    std::sort(sorted.begin(), sorted.end(), before);
     return std::adjacent_find(sorted.begin(), sorted.end(), overlap) == sorted.end();
   }
 
-  Buffers view() const {
-    if (count == 0) return {nullptr, 0};
-    return many_.empty() ? Buffers{&one_, 1} : Buffers{many_.data(), static_cast<int>(many_.size())};
-  }
+  Buffers view() const { return {items(), size_}; }
 
   DType dtype = DType::kBytes;
   Shape shape;    // of the first tensor
@@ -103,7 +101,7 @@ class Side {
       Seen seen;
       if (!see(items[i], seen) || (i > 0 && seen.dtype != dtype)) return false;
       if (i == 0) note(seen, expected);
-      many_.push_back(seen.buffer);
+      add(seen.buffer);
     }
     return true;
   }
@@ -113,7 +111,7 @@ class Side {
     const auto [data, bytes] = seen.buffer;
     if (!rows.is_none()) return divide_rows(seen, parts, rows);
     if (bytes % (parts * kItemBytes[static_cast<size_t>(dtype)]) != 0) return false;
-    for (int i = 0; i < parts; ++i) many_.push_back({data + bytes / parts * i, bytes / parts});
+    for (int i = 0; i < parts; ++i) add({data + bytes / parts * i, bytes / parts});
     return true;
   }
 
@@ -129,14 +127,27 @@ class Side {
         return false;
       }
       const size_t row = all > 0 ? seen.buffer.bytes / static_cast<size_t>(all) : 0;
-      many_.push_back({seen.buffer.data + done * row, mine * row});
+      add({seen.buffer.data + done * row, mine * row});
       done += mine;
     }
     return done == all;
   }
 
-  Buffer one_{};
-  std::vector<Buffer> many_;
+  static constexpr int kFew = 8;
+
+  const Buffer* items() const { return size_ > kFew ? many_.data() : few_; }
+  void add(Buffer buffer) {
+    if (size_ == kFew) many_.assign(few_, few_ + kFew);
+    if (size_ < kFew)
+      few_[size_] = buffer;
+    else
+      many_.push_back(buffer);
+    ++size_;
+  }
+
+  Buffer few_[kFew];
+  std::vector<Buffer> many_;  // all of them, if they are more than a few
+  int size_ = 0;
 };
 
 uint64_t label_of(const Shape& shape) {
