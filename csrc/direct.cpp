@@ -94,9 +94,11 @@ class Side {
 
   bool read_list(nb::handle given, int expected) {
     if (!PyList_Check(given.ptr()) && !PyTuple_Check(given.ptr())) return false;
-    const Py_ssize_t tensors = PySequence_Fast_GET_SIZE(given.ptr());
+    kept_ = nb::steal(PySequence_Tuple(given.ptr()));  // another thread may change the list
+    if (!kept_.is_valid()) throw nb::python_error();
+    const Py_ssize_t tensors = PyTuple_GET_SIZE(kept_.ptr());
     if (tensors != expected || tensors == 0) return false;
-    PyObject** items = PySequence_Fast_ITEMS(given.ptr());
+    PyObject** items = PySequence_Fast_ITEMS(kept_.ptr());
     for (Py_ssize_t i = 0; i < tensors; ++i) {
       Seen seen;
       if (!see(items[i], seen) || (i > 0 && seen.dtype != dtype)) return false;
@@ -145,6 +147,7 @@ class Side {
     ++size_;
   }
 
+  nb::object kept_;  // the tensors of a list
   Buffer few_[kFew];
   std::vector<Buffer> many_;  // all of them, if they are more than a few
   int size_ = 0;
