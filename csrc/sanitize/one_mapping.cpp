@@ -6,7 +6,7 @@
 
 #include <map>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
 namespace {
 
@@ -14,10 +14,10 @@ struct Mapping {
   void* address;
   int users;
 };
-using File = std::pair<dev_t, ino_t>;
+using Part = std::tuple<dev_t, ino_t, off_t>;  // of a file
 
 std::mutex mutex;
-std::map<File, Mapping> mappings;
+std::map<Part, Mapping> mappings;
 
 }  // namespace
 
@@ -31,7 +31,7 @@ void* __wrap_mmap(void* hint, size_t bytes, int protection, int flags, int fd, o
   if (!(flags & MAP_SHARED) || fstat(fd, &status) != 0)
     return __real_mmap(hint, bytes, protection, flags, fd, offset);
   std::lock_guard<std::mutex> lock(mutex);
-  Mapping& mapping = mappings[{status.st_dev, status.st_ino}];
+  Mapping& mapping = mappings[{status.st_dev, status.st_ino, offset}];
   if (mapping.users == 0) mapping.address = __real_mmap(hint, bytes, protection, flags, fd, offset);
   if (mapping.address != MAP_FAILED) ++mapping.users;
   return mapping.address;
