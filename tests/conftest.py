@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Generator
-from contextlib import suppress
 
 import pytest
 
 from tilework.comm.backend import core_error
 
 WHY = core_error()
-
-with suppress(ImportError):
-    # Compilers draw progress bars, the first of which starts a thread for good; spawn() would
-    # warn of it.
-    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,6 +29,14 @@ def method(request: pytest.FixtureRequest) -> StartMethod:
     return chosen
 
 
+@pytest.fixture(autouse=True)
+def no_threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide them: compilers leave some, idle, for the life of the process; spawn() warns of any."""
+    everyone, before = threading.enumerate, set(threading.enumerate())
+    before.discard(threading.current_thread())
+    monkeypatch.setattr(threading, "enumerate", lambda: [t for t in everyone() if t not in before])
+
+
 def write_environment(rank: int, folder: Path) -> None:
     names = ("RANK", "WORLD_SIZE", "TILEWORK_BACKEND", "TILEWORK_TIMEOUT")
     text = " ".join([str(rank), *(os.environ[name] for name in names)])
