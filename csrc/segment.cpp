@@ -139,7 +139,7 @@ std::shared_ptr<Arena> Segment::own_arena(int rank) const {
 
 uint64_t Segment::place_in_own_arena(const char* data, size_t bytes) const {
   uint64_t offset;
-  if (!has_arena_.load(std::memory_order_relaxed)) return 0;
+  if (!has_arena_.load(std::memory_order_acquire)) return 0;
   return own_arena_->locate(data, bytes, offset) ? offset + 1 : 0;
 }
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
-from tilework.comm.backends.native import NativeGroup
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.groups import _Plan
 from tilework.comm.uncompiled import leave_function
@@ -344,14 +343,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations that start from now on may wait for other ranks."""
-        if not isinstance(self._group, NativeGroup):
-            raise NotImplementedError(
-                f"the timeout of {self._group!r} is fixed: give it to init_process_group or "
-                f"new_group"
-            )
-        self._group.timeout = timeout.total_seconds()
-        # The short way has kept the timeout that it was made with.
-        self._group.direct = ProcessGroup.direct
+        self._group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine import Kind, Operation, Parts, op_type
 
-_KINDS: tuple[Kind, ...] = (
-    "barrier",
-    "broadcast",
-    "all_reduce",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-)
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _DTYPES: tuple[torch.dtype | None, ...] = (
     None,
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
