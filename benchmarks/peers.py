@@ -105,6 +105,17 @@ class Peer(ABC):
         """Leave."""
 
 
+def there_and_back(rank: int, send: Call, receive: Call) -> Call:
+    """A message from rank 0 to rank 1 and one back."""
+    first, second = (receive, send) if rank else (send, receive)
+
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
 class TorchLike(Peer):
     """A module with torch.distributed's names."""
 
@@ -123,15 +134,10 @@ class TorchLike(Peer):
         older = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
         gather = getattr(dist, "all_gather_single", older[0])
         scatter = getattr(dist, "reduce_scatter_single", older[1])
-
-        def there_and_back() -> None:
-            dist.send(source, other)
-            dist.recv(target, other)
-
-        def back_and_there() -> None:
-            dist.recv(target, other)
-            dist.send(source, other)
-
+        halves: tuple[Call, Call] = (
+            lambda: dist.send(source, other),
+            lambda: dist.recv(target, other),
+        )
         calls: dict[str, Call] = {
             "all_reduce": lambda: dist.all_reduce(target),
             "broadcast": lambda: dist.broadcast(target, 0),
@@ -139,7 +145,7 @@ class TorchLike(Peer):
             "reduce_scatter": lambda: scatter(target, source),
             "all_to_all": lambda: dist.all_to_all_single(target, source),
             "barrier": lambda: dist.barrier(),
-            "send_recv": back_and_there if work.rank else there_and_back,
+            "send_recv": there_and_back(work.rank, *halves),
         }
         return calls[work.case.operation]
 
@@ -197,15 +203,10 @@ class OpenMPI(Peer):
     def prepare(self, work: Workload) -> Call | None:
         comm, other = self.comm, 1 - work.rank
         source, target = as_numpy(work.source), as_numpy(work.target)
-
-        def there_and_back() -> None:
-            comm.Send(source, other)
-            comm.Recv(target, other)
-
-        def back_and_there() -> None:
-            comm.Recv(target, other)
-            comm.Send(source, other)
-
+        halves: tuple[Call, Call] = (
+            lambda: comm.Send(source, other),
+            lambda: comm.Recv(target, other),
+        )
         calls: dict[str, Call] = {
             "all_reduce": lambda: comm.Allreduce(self.mpi.IN_PLACE, target),
             "broadcast": lambda: comm.Bcast(target, 0),
@@ -213,7 +214,7 @@ class OpenMPI(Peer):
             "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
             "all_to_all": lambda: comm.Alltoall(source, target),
             "barrier": comm.Barrier,
-            "send_recv": back_and_there if work.rank else there_and_back,
+            "send_recv": there_and_back(work.rank, *halves),
         }
         if work.case.dtype == "bfloat16":
             del calls["all_reduce"], calls["reduce_scatter"]

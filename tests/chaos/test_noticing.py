@@ -28,6 +28,18 @@ def chat(turn: int) -> None:
     time.sleep(0.002)
 
 
+def assert_noticed(crew: Crew) -> None:
+    """Rank 1 is killed, and rank 0 hears of it in time."""
+    for rank in crew:
+        rank.hear()
+    time.sleep(0.1)
+    died = crew[1].kill()
+    heard = crew[0].hear()
+    assert heard.kind is dist.PeerLostError
+    assert heard.ranks == (1,)
+    assert heard.when - died < NOTICE_SECONDS
+
+
 @pytest.mark.parametrize("waiting", ["barrier", "recv", "async barrier"])
 def test_signals_do_not_hide_a_death(waiting: str, tmp_path: Path) -> None:
     def wait(turn: int) -> None:
@@ -49,13 +61,7 @@ def test_signals_do_not_hide_a_death(waiting: str, tmp_path: Path) -> None:
         leave(store)
 
     with Crew(2, story) as crew:
-        for rank in crew:
-            rank.hear()
-        time.sleep(0.1)
-        died = crew[1].kill()
-        heard = crew[0].hear()
-        assert heard.kind is dist.PeerLostError
-        assert heard.when - died < NOTICE_SECONDS
+        assert_noticed(crew)
 
 
 def test_other_messages_do_not_hide_a_death(tmp_path: Path) -> None:
@@ -78,11 +84,4 @@ def test_other_messages_do_not_hide_a_death(tmp_path: Path) -> None:
         leave(store)
 
     with Crew(3, story) as crew:
-        for rank in crew:
-            rank.hear()
-        time.sleep(0.1)
-        died = crew[1].kill()
-        heard = crew[0].hear()
-        assert heard.kind is dist.PeerLostError
-        assert heard.ranks == (1,)
-        assert heard.when - died < NOTICE_SECONDS
+        assert_noticed(crew)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.functional.reductions import factor_of, reduction
-from tilework.comm.functional.running import Collective, Named, run, size_of
+from tilework.comm.functional.running import Collective, Named, empty_like, run, size_of
 from tilework.comm.reduce_op import check_reduction
 
 Started = tuple[Tensor, Work | None]
@@ -43,9 +43,6 @@ class AllReduce(Collective):
             return out, None
         return out, group.allreduce([out], Options(op, asyncOp=later))
 
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _empty_like(x)
-
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return _pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
 
@@ -71,9 +68,6 @@ class Reduce(Collective):
             return out, group.reduce([out], options)
         source = _copy(x) if later else x
         return x.new_zeros(x.shape), group.reduce([source], options)
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _empty_like(x)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return _pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
@@ -219,13 +213,10 @@ class Broadcast(Collective):
         self.root = root
 
     def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
-        out = _copy(x) if group.rank() == self.root else _empty_like(x)
+        out = _copy(x) if group.rank() == self.root else empty_like(x)
         if not later and group.direct.run("broadcast", None, out, None, self.root):
             return out, None
         return out, group.broadcast([out], Options(rootRank=self.root, asyncOp=later))
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _empty_like(x)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(Reduce, grad, group, "sum", self.root)
@@ -303,14 +294,11 @@ class Permute(Collective):
         if sources[me] < 0:
             out = x.new_zeros(x.shape)
         else:
-            out = _empty_like(x)
+            out = empty_like(x)
             received[sources[me]] = x.numel()
         target = out.view(-1)[: sum(received)]
         work = group.alltoall_single(target, source, received, sent, Options(asyncOp=later))
         return out, work
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _empty_like(x)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(Permute, grad, group, inverse(self.destinations))
@@ -336,9 +324,6 @@ class CopyToGroup(Collective):
     def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
         return x.view_as(x), None
 
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _empty_like(x)
-
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(ReduceFromGroup, grad, group)
 
@@ -350,9 +335,6 @@ class ReduceFromGroup(Collective):
 
     def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
         return AllReduce("sum").start(group, x, later)
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _empty_like(x)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(CopyToGroup, grad, group)
@@ -373,7 +355,7 @@ class OwnPart(Collective):
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
-        return _empty_like(x.narrow(self.dim, 0, rows))
+        return empty_like(x.narrow(self.dim, 0, rows))
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(GatherFromGroup, grad, group, self.dim, self.rows)
@@ -396,10 +378,6 @@ KINDS: tuple[type[Collective], ...] = (
 
 
 # -- shapes and memory -----------------------------------------------------------------------
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -54,9 +54,9 @@ class Collective(ABC):
         ``x`` is not changed, and with ``later`` not read after this returned.
         """
 
-    @abstractmethod
     def empty(self, x: Tensor, group_rank: Callable[[], int]) -> Tensor:
-        """A tensor like the result of ``x``, its elements undefined."""
+        """A tensor like the result of ``x`` (here: like ``x``), its elements undefined."""
+        return empty_like(x)
 
     @abstractmethod
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
@@ -64,6 +64,11 @@ class Collective(ABC):
 
         ``x`` is the input if ``keeps_input``.
         """
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """A dense tensor of the same shape, its elements undefined."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def run(kind: type[Collective], x: Tensor, group: Named, *args: Any) -> Tensor:
