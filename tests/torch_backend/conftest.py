@@ -21,3 +21,9 @@ def ranks(tmp_path: Path) -> Launcher:
             return [job.hear(number) for number in range(n)]
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def flight_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that fail on purpose leave theirs with the test's other files."""
+    monkeypatch.setenv("TILEWORK_FLIGHT_DIR", str(tmp_path / "flight"))

@@ -26,3 +26,5 @@ class Lack(enum.Enum):
     WIDE_SUMS = "adding 16-bit floats in float32 and rounding once"
     #: An error's ``ranks`` may be empty, and a rank in another operation counts as missing.
     LIVENESS = "noticing a dead rank that is not waited for directly"
+    #: ``set_timeout`` raises NotImplementedError.
+    NEW_TIMEOUT = "changing the timeout of a group that is made"

@@ -179,19 +179,29 @@ class ShmGroup(NativeGroup):
         super().__init__(engine, rank, size, timeout)
         this = weakref.ref(self)  # the core's objects must not keep the group alive
 
+        def ranks() -> Sequence[int]:
+            group = this()
+            return () if group is None else group.global_ranks
+
+        self.flight = CoreRing(ranks)
+        self._make_direct()
+
+    def _make_direct(self) -> None:
+        if not _sees_tensors:
+            return
+        this = weakref.ref(self)
+
         def fail(*args: Any) -> None:
             group = this()
             if group is not None:
                 group._direct_failed(*args)
 
-        def ranks() -> Sequence[int]:
-            group = this()
-            return () if group is None else group.global_ranks
+        direct = _core.Direct(self.engine.group, self.flight.journal, self.timeout, fail)
+        self.direct = direct  # type: ignore[assignment]  # the same methods
 
-        self.flight = ring = CoreRing(ranks)
-        if _sees_tensors:
-            direct = _core.Direct(engine.group, ring.journal, self.timeout, fail)
-            self.direct = direct  # type: ignore[assignment]  # the same methods
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._make_direct()  # it keeps the timeout that it was made with
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         shape = shape_of(size)

@@ -268,6 +268,20 @@ class TimeoutSuite(GroupSuite):
 
         self.run(2, body)
 
+    @needs(Lack.NEW_TIMEOUT)
+    def test_a_timeout_set_later(self) -> None:
+        def body(rank: int) -> None:
+            group = inside(dist.new_group())
+            dist.all_reduce(torch.ones(1), group=group)
+            group.set_timeout(timedelta(milliseconds=60))
+            if rank == 0:
+                error = failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))
+                assert error.kind is CollectiveTimeoutError
+                assert error.seconds < 5
+            dist.barrier()
+
+        self.run(2, body)
+
     def test_latecomers_hear_of_it(self) -> None:
         def body(rank: int) -> Failure:
             group = dist.new_group(timeout=timedelta(milliseconds=100))
