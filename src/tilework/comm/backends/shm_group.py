@@ -174,6 +174,7 @@ class ShmGroup(NativeGroup):
     """A native group with the core's short way for blocking operations."""
 
     engine: ShmEngine
+    flight: CoreRing
 
     def __init__(self, engine: ShmEngine, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(engine, rank, size, timeout)
