@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakSet
 
 from tilework.comm.backend import Backend, BackendConfig
@@ -25,6 +25,9 @@ from tilework.comm.flight import watch
 from tilework.comm.flight.notes import Notes
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
+
+
+StateT = TypeVar("StateT")
 
 
 class NonMember:
@@ -97,6 +100,8 @@ class World:
     local_rank: int | None = None
     #: For the flight record.
     notes: Notes = field(default_factory=Notes)
+    #: What higher layers keep of this rank, by its class.
+    states: dict[type, Any] = field(default_factory=dict)
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
         """Name a group and remember it."""
@@ -142,6 +147,25 @@ class World:
         record = self.records.pop(group, None)
         if record is not None:
             record.group.close()
+
+    def state(self, kind: type[StateT]) -> StateT:
+        """The one object of class ``kind`` that a higher layer keeps for this rank.
+
+        It is made by ``kind()`` when first asked for, outlives the groups, and is closed with
+        the World if it has a method ``close``.
+        """
+        found = self.states.get(kind)
+        if found is None:
+            found = self.states.setdefault(kind, kind())
+        return cast(StateT, found)
+
+    def end(self) -> None:
+        """Close what higher layers keep, then every group. Idempotent."""
+        while self.states:
+            _, state = self.states.popitem()
+            if hasattr(state, "close"):
+                state.close()
+        self.close()
 
     def close(self) -> None:
         """Close every group, newest first, and the store. Idempotent, never waits for ranks."""
@@ -198,7 +222,7 @@ def _forget_in_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 # Programs that end without destroying their groups leave them in order all the same.
-atexit.register(_process_world.close)
+atexit.register(_process_world.end)
 
 
 # -- what ranks ask about groups -----------------------------------------------------------

@@ -168,7 +168,7 @@ def _thread_rank(
             outcome.error, outcome.when = error, time.monotonic()
             world.abort(f"rank {rank} raised {type(error).__name__}: {error}")
         finally:
-            world.close()
+            world.end()
 
 
 def _check_ended(
