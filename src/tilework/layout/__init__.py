@@ -1,0 +1,36 @@
+"""Geometry of sharded tensors, in pure integers: boxes, tilings, and plans to move between them."""
+
+from tilework.layout.box import Box
+from tilework.layout.chunking import chunk_offsets, chunk_size, chunk_sizes, offsets_of
+from tilework.layout.cost import CostModel
+from tilework.layout.inference import infer_chunking
+from tilework.layout.placements import Partial, Placement, Replicate, Shard, mesh_tiling
+from tilework.layout.planning import Collective, Piece, Plan, plan
+from tilework.layout.tiling import Tile, Tiling
+from tilework.layout.validation import check_boxes, check_disjoint
+from tilework.layout.whole_plan import WholePlan, whole
+
+__all__ = [
+    "Box",
+    "Collective",
+    "CostModel",
+    "Partial",
+    "Piece",
+    "Placement",
+    "Plan",
+    "Replicate",
+    "Shard",
+    "Tile",
+    "Tiling",
+    "WholePlan",
+    "check_boxes",
+    "check_disjoint",
+    "chunk_offsets",
+    "chunk_size",
+    "chunk_sizes",
+    "infer_chunking",
+    "mesh_tiling",
+    "offsets_of",
+    "plan",
+    "whole",
+]

@@ -1,0 +1,60 @@
+"""How an extent is cut into chunks: as ``torch.chunk`` does it, or with sizes that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+
+def chunk_size(extent: int, n: int) -> int:
+    """The size of each chunk but the last ones: ``extent / n``, rounded up.
+
+    Raises:
+        ValueError: ``n`` is below 1, or ``extent`` is negative.
+
+    Example:
+        >>> chunk_size(10, 4)
+        3
+    """
+    if n < 1 or extent < 0:
+        raise ValueError(
+            f"an extent of 0 or more is cut into 1 or more chunks, got extent {extent}, {n} chunks"
+        )
+    return -(-extent // n)
+
+
+def chunk_sizes(extent: int, n: int) -> list[int]:
+    """The sizes of ``n`` chunks: full ones, then a shorter one, then empty ones.
+
+    ``torch.chunk`` gives the same sizes, but leaves out the empty ones.
+
+    Example:
+        >>> chunk_sizes(10, 4), chunk_sizes(2, 4)
+        ([3, 3, 3, 1], [1, 1, 0, 0])
+    """
+    size = chunk_size(extent, n)
+    full, rest = divmod(extent, size) if size else (0, 0)
+    return ([size] * full + [rest] + [0] * n)[:n]
+
+
+def chunk_offsets(extent: int, n: int) -> list[int]:
+    """Where the ``n`` chunks start: each a full chunk after the one before.
+
+    So an empty chunk may start past the end of the extent, where nothing is.
+
+    Example:
+        >>> chunk_offsets(10, 4), chunk_offsets(2, 4)
+        ([0, 3, 6, 9], [0, 1, 2, 3])
+    """
+    size = chunk_size(extent, n)
+    return [size * i for i in range(n)]
+
+
+def offsets_of(sizes: Iterable[int]) -> list[int]:
+    """Where chunks of these sizes start, one after the other.
+
+    Example:
+        >>> offsets_of([3, 0, 5])
+        [0, 3, 3]
+    """
+    return [0, *accumulate(sizes)][:-1]
