@@ -1,0 +1,53 @@
+"""Calling functions on other ranks, and references to what they hold.
+
+    from tilework import rpc
+
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+    rpc.shutdown()
+
+The names are torch.distributed.rpc's. A worker is named by its name, its rank or its WorkerInfo.
+See docs/how-to/rpc.md.
+"""
+
+from tilework.rpc import functions
+from tilework.rpc.api import (
+    all_gather,
+    barrier,
+    get_rpc_timeout,
+    get_worker_info,
+    get_worker_infos,
+    init_rpc,
+    is_initialized,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from tilework.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
+from tilework.rpc.rref import RRef
+from tilework.rpc.workers import WorkerInfo
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+is_current_rpc_agent_set = is_initialized
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "all_gather",
+    "barrier",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_current_rpc_agent_set",
+    "is_initialized",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

@@ -1,0 +1,95 @@
+"""Who takes part: names and ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
+#: How many names an error message spells out.
+_NAMES_SHOWN: Final = 16
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One rank that takes part in RPC, as the others know it.
+
+    Example:
+        >>> WorkerInfo("trainer", 0)
+        WorkerInfo(name='trainer', id=0)
+    """
+
+    name: str
+    """What its init_rpc called it; unique."""
+    id: int
+    """Its rank."""
+
+
+#: How calls name the worker that they go to: its name, its rank or its WorkerInfo.
+To = str | int | WorkerInfo
+
+
+class Directory:
+    """All workers, by rank and by name.
+
+    Raises:
+        ValueError: Two ranks have one name.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._workers = tuple(WorkerInfo(name, rank) for rank, name in enumerate(names))
+        self._by_name = {worker.name: worker for worker in self._workers}
+        if len(self._by_name) < len(names):
+            twice = sorted({name for name in names if list(names).count(name) > 1})
+            ranks = {name: [r for r, other in enumerate(names) if other == name] for name in twice}
+            raise ValueError(
+                f"worker names must be unique: "
+                f"{', '.join(f'ranks {ranks[name]} are all called {name!r}' for name in twice)}"
+            )
+
+    def find(self, to: To) -> WorkerInfo:
+        """The worker that ``to`` names.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+            if found is None:
+                raise ValueError(f"Invalid worker name {to!r}: the workers are {self._told()}")
+            return found
+        if isinstance(to, WorkerInfo):
+            if to.id in range(len(self._workers)) and self._workers[to.id] == to:
+                return to
+            raise ValueError(f"{to!r} is not one of the workers {self._told()}")
+        if not isinstance(to, int) or isinstance(to, bool):
+            raise TypeError(f"a worker is a name, a rank or a WorkerInfo, got {to!r}")
+        if to not in range(len(self._workers)):
+            raise ValueError(
+                f"Invalid worker rank {to}: there are ranks 0 to {len(self._workers) - 1}"
+            )
+        return self._workers[to]
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter(self._workers)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def _told(self) -> str:
+        names = [repr(worker.name) for worker in self._workers]
+        more = len(names) - _NAMES_SHOWN
+        return ", ".join(names[:_NAMES_SHOWN]) + (f", … and {more} more" if more > 0 else "")
+
+
+def check_name(name: str) -> str:
+    """``name`` if a worker can be called so. Raises TypeError or ValueError."""
+    if not isinstance(name, str):
+        raise TypeError(f"a worker's name is a str, got {name!r}")
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"a worker's name has 1 to 127 letters, digits, or one of _ : . -, got {name!r}"
+        )
+    return name
