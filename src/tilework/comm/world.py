@@ -26,7 +26,6 @@ from tilework.comm.flight.notes import Notes
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 
-
 StateT = TypeVar("StateT")
 
 

@@ -1,0 +1,61 @@
+"""ShardedTensor: tensors in shards of any shape on any ranks, and what can be done with them."""
+
+from tilework.sharded import ops as _ops  # noqa: F401  # for its table
+from tilework.sharded.base import ShardedTensorBase
+from tilework.sharded.creation import (
+    arange,
+    empty,
+    full,
+    init_from_local_shards,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from tilework.sharded.device import RemoteDevice
+from tilework.sharded.loading import load_with_process_group
+from tilework.sharded.metadata import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from tilework.sharded.placement import parse_and_validate_remote_device
+from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from tilework.sharded.specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    infer_sharding_spec_from_shards_metadata,
+    validate_non_overlapping_shards_metadata,
+)
+from tilework.sharded.tensor import ShardedTensor
+from tilework.sharded.tiled import TiledTensor
+
+__all__ = [
+    "ChunkShardingSpec",
+    "EnumerableShardingSpec",
+    "RemoteDevice",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "ShardingSpec",
+    "TensorProperties",
+    "TiledTensor",
+    "arange",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "empty",
+    "full",
+    "infer_sharding_spec_from_shards_metadata",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "ones",
+    "parse_and_validate_remote_device",
+    "rand",
+    "randn",
+    "validate_non_overlapping_shards_metadata",
+    "zeros",
+]

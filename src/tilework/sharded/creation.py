@@ -1,0 +1,119 @@
+"""New sharded tensors, by what fills them.
+
+All take a spec and a size, and these, as :class:`~tilework.sharded.ShardedTensor` does: ``dtype``,
+``layout``, ``requires_grad``, ``pin_memory``, ``memory_format``, ``process_group``, ``init_rrefs``.
+Every rank must call them with the same arguments; nothing is communicated but for ``init_rrefs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.sharded.checks import flat_size
+from tilework.sharded.metadata import Shard
+from tilework.sharded.specs import ShardingSpec
+from tilework.sharded.tensor import ShardedTensor
+
+Size = int | Sequence[int]
+
+
+def empty(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
+    """A sharded tensor of unset memory.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, empty
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     return empty(spec, 10, 20).local_tensor().shape
+        >>> run_ranks(2, program)
+        [torch.Size([5, 20]), torch.Size([5, 20])]
+    """
+    return ShardedTensor(sharding_spec, *size, **properties)
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
+    """A sharded tensor of zeros."""
+    return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.zero_())
+
+
+def ones(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
+    """A sharded tensor of ones."""
+    return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.fill_(1))
+
+
+def full(
+    sharding_spec: ShardingSpec, size: Size, fill_value: float | bool, **properties: Any
+) -> ShardedTensor:
+    """A sharded tensor with one value everywhere; its dtype is the value's unless given."""
+    if properties.get("dtype") is None:
+        properties["dtype"] = torch.full((), fill_value).dtype
+    return _filled(sharding_spec, (size,), properties, lambda s: s.tensor.fill_(fill_value))
+
+
+def rand(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
+    """A sharded tensor of numbers from [0, 1), each shard from its own rank's generator.
+
+    Ranks with the same seed get the same numbers in their shards.
+    """
+    return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.uniform_())
+
+
+def randn(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
+    """A sharded tensor of standard normal numbers; see :func:`rand`."""
+    return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.normal_())
+
+
+def arange(
+    sharding_spec: ShardingSpec,
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    **properties: Any,
+) -> ShardedTensor:
+    """A sharded tensor of one dim, as torch.arange with these numbers gives it.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, arange
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     return arange(spec, 5).local_tensor().tolist()
+        >>> run_ranks(2, program)
+        [[0, 1, 2], [3, 4]]
+    """
+    first, last = (0, start) if end is None else (start, end)
+    # Of the whole range only the shape and the dtype are needed here.
+    whole = torch.arange(first, last, step, dtype=properties.pop("dtype", None), device="meta")
+
+    def fill(shard: Shard) -> None:
+        offset = shard.metadata.shard_offsets[0]
+        n = shard.tensor.numel()
+        shard.tensor.copy_(torch.arange(offset, offset + n, dtype=whole.dtype) * step + first)
+
+    return _filled(sharding_spec, tuple(whole.shape), {**properties, "dtype": whole.dtype}, fill)
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard], *global_size: Size, **properties: Any
+) -> ShardedTensor:
+    """See :meth:`ShardedTensor.init_from_local_shards`."""
+    return ShardedTensor.init_from_local_shards(local_shards, *global_size, **properties)
+
+
+def _filled(
+    spec: ShardingSpec,
+    size: Sequence[Size],
+    properties: dict[str, Any],
+    fill: Callable[[Shard], Tensor | None],
+) -> ShardedTensor:
+    made = ShardedTensor(spec, flat_size(size), **properties)
+    with torch.no_grad():
+        for shard in made.local_shards():
+            if shard.tensor.device.type != "meta":
+                fill(shard)
+    return made

@@ -1,0 +1,104 @@
+"""Where a shard lives: a device of some rank or worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_FORMATS = "'rank:<rank>/<device>', '<worker name>/<device>' or '<device>'"
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class RemoteDevice:
+    """A device, and whose it is.
+
+    Args:
+        remote_device: ``"rank:<rank>/<device>"`` (a global rank), ``"<worker name>/<device>"`` (a
+            name given to :func:`tilework.rpc.init_rpc`), each also without a device, which
+            then is the CPU; or a device alone, as a string or a torch.device: this rank's own.
+
+    Raises:
+        ValueError: The string is none of these.
+        TypeError: It is no string and no device.
+
+    Example:
+        >>> place = RemoteDevice("rank:2/cpu")
+        >>> place.rank(), place.device(), str(place)
+        (2, device(type='cpu'), 'rank:2/cpu')
+    """
+
+    _rank: int | None
+    _worker: str | None
+    _device: torch.device
+
+    def __init__(self, remote_device: str | torch.device) -> None:
+        if isinstance(remote_device, torch.device):
+            rank, worker, device = None, None, remote_device
+        elif isinstance(remote_device, str):
+            rank, worker, device = _parse(remote_device)
+        else:
+            raise TypeError(
+                f"a remote device is a string ({_FORMATS}) or a torch.device, "
+                f"not {type(remote_device).__name__}"
+            )
+        object.__setattr__(self, "_rank", rank)
+        object.__setattr__(self, "_worker", worker)
+        object.__setattr__(self, "_device", device)
+
+    def rank(self) -> int | None:
+        """The global rank; None if it is not told."""
+        return self._rank
+
+    def worker_name(self) -> str | None:
+        """The worker's name; None if it is not told."""
+        return self._worker
+
+    def device(self) -> torch.device:
+        """The device, as its owner sees it."""
+        return self._device
+
+    def with_device(self, device: torch.device | str) -> RemoteDevice:
+        """Another device of the same owner.
+
+        Example:
+            >>> RemoteDevice("rank:1/cpu").with_device("meta")
+            RemoteDevice('rank:1/meta')
+        """
+        owner = "" if self._owner is None else f"{self._owner}/"
+        return RemoteDevice(f"{owner}{device}")
+
+    @property
+    def _owner(self) -> str | None:
+        return self._worker if self._rank is None else f"rank:{self._rank}"
+
+    def __str__(self) -> str:
+        return str(self._device) if self._owner is None else f"{self._owner}/{self._device}"
+
+    def __repr__(self) -> str:
+        return f"RemoteDevice({str(self)!r})"
+
+    def __reduce__(self) -> tuple[type[RemoteDevice], tuple[str]]:
+        return RemoteDevice, (str(self),)
+
+
+def _parse(text: str) -> tuple[int | None, str | None, torch.device]:
+    owner, slash, device = text.partition("/")
+    if not slash and (found := _device(owner)) is not None:
+        return None, None, found
+    found = _device(device) if slash else torch.device("cpu")
+    if not owner or found is None:
+        raise ValueError(f"Could not parse remote device {text!r}: it must be {_FORMATS}")
+    kind, colon, number = owner.partition(":")
+    if not colon:
+        return None, owner, found
+    if kind != "rank" or not number.isdecimal():
+        raise ValueError(f"Could not parse remote device {text!r}: it must be {_FORMATS}")
+    return int(number), None, found
+
+
+def _device(text: str) -> torch.device | None:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        return None

@@ -1,0 +1,96 @@
+"""Saving sharded tensors with torch.save, and loading them into the same place of the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import (
+    AnyGroup,
+    NonMember,
+    current_world,
+    get_default_group,
+    get_rank,
+    get_world_size,
+    is_initialized,
+)
+
+
+class _Loading:
+    """The group that tensors are being loaded onto."""
+
+    group: AnyGroup = None
+
+
+@contextmanager
+def load_with_process_group(process_group: AnyGroup) -> Iterator[AnyGroup]:
+    """Put sharded tensors that are loaded meanwhile onto ``process_group``.
+
+    Raises:
+        RuntimeError: One is set already.
+
+    Example:
+        >>> import io, torch
+        >>> import tilework.distributed as dist
+        >>> from tilework.sharded import ChunkShardingSpec, load_with_process_group, ones
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     pg = dist.new_group([0, 1])
+        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     file = io.BytesIO()
+        ...     torch.save(ones(spec, 4, process_group=pg), file)
+        ...     file.seek(0)
+        ...     with load_with_process_group(pg):
+        ...         return torch.load(file).process_group is pg
+        >>> run_ranks(2, program)
+        [True, True]
+    """
+    state = current_world().state(_Loading)
+    if state.group is not None:
+        raise RuntimeError(
+            "load_with_process_group is in effect already: leave that block before the next"
+        )
+    state.group = process_group
+    try:
+        yield process_group
+    finally:
+        state.group = None
+
+
+def current_process_group() -> ProcessGroup | NonMember:
+    """The group of :func:`load_with_process_group`, else the default group."""
+    group = current_world().state(_Loading).group
+    return get_default_group() if group is None else group
+
+
+#: A rank's number and the number of ranks: in its group, and in all.
+Seat = tuple[int, int, int, int]
+
+
+def seat(group: AnyGroup) -> Seat:
+    """Where this rank sits."""
+    return get_rank(group), get_rank(), get_world_size(group), get_world_size()
+
+
+def find_seat(saved: Seat) -> ProcessGroup | NonMember:
+    """The group to load onto.
+
+    Raises:
+        RuntimeError: There is no default group, or this rank is not where it was saved.
+    """
+    if not is_initialized():
+        raise RuntimeError(
+            "Need to initialize default process group using init_process_group before loading "
+            "a ShardedTensor"
+        )
+    group = current_process_group()
+    names = ("Local rank", "Global rank", "Local world size", "Global world size")
+    for name, then, now in zip(names, saved, seat(group), strict=True):
+        if then != now:
+            raise RuntimeError(
+                f"{name} at save time was {then}, but at load time was {now}. Load on the "
+                f"ranks that saved, with load_with_process_group(…) for another group; to load on "
+                f"others, save full_tensor() or reshard first"
+            )
+    return group

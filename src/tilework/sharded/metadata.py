@@ -1,0 +1,218 @@
+"""What every rank knows of a sharded tensor: its shards, its size and its properties. Values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilework.layout import Box, Tile, Tiling
+from tilework.sharded.device import RemoteDevice
+
+ItemT = TypeVar("ItemT", covariant=True)
+
+
+class Items(tuple[ItemT, ...]):
+    """A tuple that also equals a list of the same items.
+
+    Example:
+        >>> Items([1, 2]) == [1, 2] == Items((1, 2)) == (1, 2)
+        True
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, tuple(other) if isinstance(other, list) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (tuple(self),)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetadata:
+    """Which part of a tensor a shard is, and where it lives.
+
+    Args:
+        shard_offsets: Where the shard begins in the tensor, along each dim.
+        shard_sizes: The shard's size along each dim.
+        placement: Its device, also as a string; None if that is not known.
+
+    Raises:
+        ValueError: Offsets and sizes differ in number, or one is negative.
+
+    Example:
+        >>> shard = ShardMetadata([5, 0], [5, 10], "rank:1/cpu")
+        >>> shard.box, shard.placement.rank()
+        (Box(offsets=(5, 0), sizes=(5, 10)), 1)
+    """
+
+    shard_offsets: Items[int]
+    shard_sizes: Items[int]
+    placement: RemoteDevice | None = None
+
+    def __init__(
+        self,
+        shard_offsets: Iterable[int],
+        shard_sizes: Iterable[int],
+        placement: RemoteDevice | str | torch.device | None = None,
+    ) -> None:
+        offsets, sizes = Items(shard_offsets), Items(shard_sizes)
+        if len(offsets) != len(sizes):
+            raise ValueError(
+                f"shard_offsets and shard_sizes must have as many entries as the tensor has "
+                f"dims, got {list(offsets)} and {list(sizes)}"
+            )
+        for name, numbers in (("shard_offsets", offsets), ("shard_sizes", sizes)):
+            if min(numbers, default=0) < 0:
+                raise ValueError(f"{name} should be >= 0, got {list(numbers)}")
+        if placement is not None and not isinstance(placement, RemoteDevice):
+            placement = RemoteDevice(placement)
+        object.__setattr__(self, "shard_offsets", offsets)
+        object.__setattr__(self, "shard_sizes", sizes)
+        object.__setattr__(self, "placement", placement)
+
+    @property
+    def box(self) -> Box:
+        """The shard's part of the tensor."""
+        return Box(tuple(self.shard_offsets), tuple(self.shard_sizes))
+
+    def moved(self, device: torch.device) -> ShardMetadata:
+        """The same part, on ``device`` of the rank that has it."""
+        place = self.placement and self.placement.with_device(device)
+        return ShardMetadata(self.shard_offsets, self.shard_sizes, place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardMetadata, (tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorProperties:
+    """What the shards of a tensor have in common.
+
+    Example:
+        >>> TensorProperties(torch.int32).requires_grad
+        False
+    """
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: Tensor) -> TensorProperties:
+        """Those of a tensor that is at hand."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            pin_memory=tensor.is_pinned(),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch's own objects of these kinds do not all pickle; their names do.
+        names = [str(kind).removeprefix("torch.") for kind in (self.dtype, self.layout)]
+        names.append(str(self.memory_format).removeprefix("torch."))
+        return _named_properties, (*names, self.requires_grad, self.pin_memory)
+
+
+def _named_properties(
+    dtype: str, layout: str, memory_format: str, requires_grad: bool, pin_memory: bool
+) -> TensorProperties:
+    kinds = (torch.dtype, torch.layout, torch.memory_format)
+    found = [getattr(torch, name, None) for name in (dtype, layout, memory_format)]
+    for kind, name, value in zip(kinds, (dtype, layout, memory_format), found, strict=True):
+        if not isinstance(value, kind):
+            raise ValueError(f"torch has no {kind.__name__} {name!r}")
+    return TensorProperties(found[0], found[1], requires_grad, found[2], pin_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorMetadata:
+    """A whole sharded tensor, without its values; the same on every rank.
+
+    Args:
+        shards_metadata: All shards of all ranks.
+        size: The tensor's shape.
+        tensor_properties: What the shards have in common.
+    """
+
+    shards_metadata: Items[ShardMetadata] = field(default_factory=Items)
+    size: torch.Size = field(default_factory=torch.Size)
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards_metadata", Items(self.shards_metadata))
+        object.__setattr__(self, "size", torch.Size(self.size))
+
+    def moved(self, device: torch.device) -> ShardedTensorMetadata:
+        """The same tensor with all shards on ``device`` of the ranks that have them."""
+        shards = [shard.moved(device) for shard in self.shards_metadata]
+        return ShardedTensorMetadata(Items(shards), self.size, self.tensor_properties)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shards = tuple(self.shards_metadata)
+        return ShardedTensorMetadata, (shards, tuple(self.size), self.tensor_properties)
+
+
+def tiling_of(metadata: ShardedTensorMetadata, owners: tuple[int, ...]) -> Tiling:
+    """Which rank holds which box."""
+    shards = zip(metadata.shards_metadata, owners, strict=True)
+    tiles = [Tile(shard.box, (owner,)) for shard, owner in shards]
+    return Tiling.of_tiles(tuple(metadata.size), tiles)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A rank's part of a sharded tensor: the values, and which part it is.
+
+    Raises:
+        ValueError: The tensor's size or device is not what the metadata says.
+
+    Example:
+        >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 3), [4, 0], rank=1)
+        >>> str(shard.metadata.box), str(shard.metadata.placement)
+        ('[4:6, 0:3]', 'rank:1/cpu')
+    """
+
+    tensor: Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        size, sizes = tuple(self.tensor.size()), tuple(self.metadata.shard_sizes)
+        if size != sizes:
+            raise ValueError(
+                f"Shard tensor size does not match with its metadata: the tensor has {size}, "
+                f"metadata.shard_sizes is {sizes}"
+            )
+        place = self.metadata.placement
+        if place is not None and place.device() != self.tensor.device:
+            raise ValueError(
+                f"Local shard tensor device does not match with its placement: the tensor is on "
+                f"{self.tensor.device}, metadata.placement is {place}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(
+        cls, tensor: Tensor, shard_offsets: Sequence[int], rank: int
+    ) -> Shard:
+        """``tensor`` as the shard at ``shard_offsets``, owned by the global rank ``rank``."""
+        place = RemoteDevice(f"rank:{rank}/{tensor.device}")
+        return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), place))
+
+    def with_tensor(self, tensor: Tensor) -> Shard:
+        """The same part with other values, on whatever device they are."""
+        place = self.metadata.placement
+        if place is None or place.device() == tensor.device:
+            return Shard(tensor, self.metadata)
+        return Shard(tensor, self.metadata.moved(tensor.device))

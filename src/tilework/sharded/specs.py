@@ -1,0 +1,195 @@
+"""How a tensor is cut, and who gets which piece. Values; they never communicate."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilework.layout import check_boxes, check_disjoint, chunk_offsets, chunk_sizes, infer_chunking
+from tilework.sharded.device import RemoteDevice
+from tilework.sharded.metadata import (
+    Items,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+
+
+class ShardingSpec(ABC):
+    """How tensors are cut. Two that are equal cut every tensor alike."""
+
+    @abstractmethod
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The shards of a tensor of this size.
+
+        Raises:
+            ValueError: A tensor of this size cannot be cut so.
+        """
+
+    @abstractmethod
+    def moved(self, device: torch.device) -> ShardingSpec:
+        """The same cuts, with all shards on ``device`` of the ranks that have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShardingSpec(ShardingSpec):
+    """Cuts one dim into as many chunks as there are placements, as torch.chunk does.
+
+    All chunks have the same size but for the last ones, which are smaller or empty.
+
+    Args:
+        dim: The dim; negative ones count from the last.
+        placements: Who gets the first chunk, the second, …; a rank may come several times.
+
+    Raises:
+        NotImplementedError: ``dim`` is a name.
+        ValueError: ``dim`` is no integer, or there is no placement.
+
+    Example:
+        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> [s.shard_sizes for s in spec.build_metadata((5, 2), TensorProperties()).shards_metadata]
+        [(3, 2), (2, 2)]
+    """
+
+    dim: int
+    placements: Items[RemoteDevice]
+
+    def __init__(self, dim: int, placements: Iterable[RemoteDevice | str | torch.device]) -> None:
+        if isinstance(dim, str):
+            raise NotImplementedError(
+                f"ChunkShardingSpec does not support named dimension {dim!r}: give its number"
+            )
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise ValueError(f"Sharding dim needs to be an integer, found: {dim!r}")
+        places = Items(p if isinstance(p, RemoteDevice) else RemoteDevice(p) for p in placements)
+        if not places:
+            raise ValueError("placements must not be empty: give one for each chunk")
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "placements", places)
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        size = tuple(tensor_sizes)
+        dim = self.dim if self.dim >= 0 else self.dim + len(size)
+        if not 0 <= dim < len(size):
+            raise ValueError(f"Invalid sharding dim: {self.dim} for a tensor of size {size}")
+        n = len(self.placements)
+        cuts = zip(
+            chunk_offsets(size[dim], n), chunk_sizes(size[dim], n), self.placements, strict=True
+        )
+        origin = (0,) * len(size)
+        shards = [
+            ShardMetadata(_set(origin, dim, offset), _set(size, dim, length), place)
+            for offset, length, place in cuts
+        ]
+        return ShardedTensorMetadata(Items(shards), torch.Size(size), tensor_properties)
+
+    def moved(self, device: torch.device) -> ChunkShardingSpec:
+        return ChunkShardingSpec(self.dim, [place.with_device(device) for place in self.placements])
+
+    def __reduce__(self) -> tuple[type[ChunkShardingSpec], tuple[object, ...]]:
+        return ChunkShardingSpec, (self.dim, tuple(self.placements))
+
+
+@dataclass(frozen=True, slots=True)
+class EnumerableShardingSpec(ShardingSpec):
+    """Cuts a tensor into the shards that it lists: grids, uneven ones, any boxes.
+
+    Args:
+        shards: All of them, in the order in which a rank with several holds them.
+
+    Raises:
+        ValueError: There are none, they differ in number of dims, or two of them overlap.
+
+    Example:
+        >>> EnumerableShardingSpec([
+        ...     ShardMetadata([0, 0], [2, 4], "rank:0/cpu"),
+        ...     ShardMetadata([2, 0], [6, 4], "rank:1/cpu"),
+        ... ]).build_metadata((8, 4), TensorProperties()).size
+        torch.Size([8, 4])
+    """
+
+    shards: Items[ShardMetadata]
+
+    def __init__(self, shards: Iterable[ShardMetadata]) -> None:
+        found = Items(shards)
+        if not found:
+            raise ValueError("shards must not be empty: list all shards of the tensor")
+        if len({len(shard.shard_sizes) for shard in found}) > 1:
+            dims = [len(shard.shard_sizes) for shard in found]
+            raise ValueError(f"Found inconsistent numbers of dims for shards: {dims}")
+        check_disjoint([shard.box for shard in found])
+        object.__setattr__(self, "shards", found)
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        check_boxes(tuple(tensor_sizes), [shard.box for shard in self.shards])
+        return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
+
+    def moved(self, device: torch.device) -> EnumerableShardingSpec:
+        return EnumerableShardingSpec(shard.moved(device) for shard in self.shards)
+
+    def __reduce__(self) -> tuple[type[EnumerableShardingSpec], tuple[object, ...]]:
+        return EnumerableShardingSpec, (tuple(self.shards),)
+
+
+def infer_sharding_spec_from_shards_metadata(
+    shards_metadata: Sequence[ShardMetadata],
+) -> ShardingSpec:
+    """The spec that cuts a tensor into these shards.
+
+    Returns:
+        A ChunkShardingSpec where the shards are chunks along one dim, in any order, each with a
+        placement; else an EnumerableShardingSpec.
+
+    Raises:
+        ValueError: There are no shards, or two overlap.
+
+    Example:
+        >>> spec = infer_sharding_spec_from_shards_metadata(
+        ...     [ShardMetadata([3], [2], "rank:0/cpu"), ShardMetadata([0], [3], "rank:1/cpu")]
+        ... )
+        >>> spec.dim, [str(place) for place in spec.placements]
+        (0, ['rank:1/cpu', 'rank:0/cpu'])
+    """
+    if not shards_metadata:
+        raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
+    places = [shard.placement for shard in shards_metadata]
+    if None not in places:
+        shards = sorted(shards_metadata, key=lambda shard: tuple(shard.shard_offsets))
+        boxes = [shard.box for shard in shards]
+        shape = tuple(map(max, zip(*(_reach(shard) for shard in shards), strict=True)))
+        dim = infer_chunking(shape, boxes)
+        if dim is not None:
+            return ChunkShardingSpec(dim, [s.placement for s in shards if s.placement is not None])
+    return EnumerableShardingSpec(shards_metadata)
+
+
+def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
+    """Check that no two shards share an element.
+
+    Takes n log n time for n shards.
+
+    Raises:
+        ValueError: Two do; it names them.
+    """
+    check_disjoint([shard.box for shard in shards])
+
+
+def _set(numbers: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*numbers[:dim], value, *numbers[dim + 1 :])
+
+
+def _reach(shard: ShardMetadata) -> tuple[int, ...]:
+    """Where the shard ends; an empty one lies nowhere along the dims in which it is empty."""
+    return tuple(
+        offset + size if size else 0
+        for offset, size in zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+    )

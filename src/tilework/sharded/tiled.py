@@ -1,0 +1,53 @@
+"""What every tensor that is spread over ranks is: a torch.Tensor that stands for all its tiles."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilework.layout import Tiling
+
+TiledT = TypeVar("TiledT", bound="TiledTensor")
+
+
+class TiledTensor(Tensor):
+    """A tensor of a global shape, of which this rank holds the tiles that its tiling gives it.
+
+    It has no memory of its own. Operators on it are intercepted above autograd, by
+    ``__torch_function__``; the tiles are plain tensors with autograd graphs of their own.
+    """
+
+    @classmethod
+    def _wrap(
+        cls: type[TiledT],
+        size: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+    ) -> TiledT:
+        made: TiledT = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, torch.Size(size), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        return made
+
+    @property
+    @abstractmethod
+    def tiling(self) -> Tiling:
+        """Which global rank holds which box of the tensor. Local; not collective."""
+
+    @abstractmethod
+    def local_tiles(self) -> list[Tensor]:
+        """This rank's tiles, in the order of ``tiling.of(rank)``."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Only what goes around the interception comes here; it must not lose a gradient or
+        # compute on the memory that is not there.
+        raise RuntimeError(
+            f"A {cls.__name__} is used from inside torch's C++ by {func}, where only plain "
+            f"tensors can be: take its local tensors, or make it a plain one with full_tensor()"
+        )
