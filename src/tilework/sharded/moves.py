@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Tiling:
     """All of a tensor, on each of these ranks."""
-    return Tiling.of(shape, [Tile(Box((0,) * len(shape), shape), ranks)])
+    return Tiling.of_tiles(shape, [Tile(Box((0,) * len(shape), shape), ranks)])
 
 
 def gather(
