@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from tilework.comm.backend import core_error
 
 WHY = core_error()
+
+# Shells start background jobs with Ctrl-C ignored, which all processes of theirs inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

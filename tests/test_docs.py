@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tilework.testing import run_ranks
+from tests.jobs import Job, Rank
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -72,9 +72,9 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def read_along(folder: Path, blocks: list[Block]) -> None:
+def read_along(reader: Rank, blocks: list[Block]) -> None:
     """Execute a page's blocks one after the other, as a reader would type them."""
-    os.chdir(folder)
+    os.chdir(reader.folder)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks:
         if block.text.startswith(">>>"):
@@ -97,7 +97,8 @@ def run_session(block: Block, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", READ_ALONG, ids=name_of)
 def test_blocks_run_in_their_order(page: Path, tmp_path: Path) -> None:
-    run_ranks(1, lambda _: read_along(tmp_path, READ_ALONG[page]), kind="processes", init=False)
+    with Job(tmp_path, 1, read_along, (READ_ALONG[page],)) as job:
+        job.hear(0, seconds=55)
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=[block.where for block in PROGRAMS])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.torch_backend.jobs import Job, Launcher
+from tests.jobs import Job, Launcher
 from tilework.comm.backend import core_error
 
 

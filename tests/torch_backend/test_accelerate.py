@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.torch_backend.jobs import Launcher, Rank
+from tests.jobs import Launcher, Rank
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.torch_backend.jobs import Launcher, Rank
+from tests.jobs import Launcher, Rank
 
 checkpoint: Any = torch.distributed.checkpoint
 VALUES = torch.arange(42.0).reshape(7, 6)

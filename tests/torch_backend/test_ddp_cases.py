@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch_backend.jobs import Launcher, Rank
+from tests.jobs import Launcher, Rank
 
 BATCH, WIDTH = 4, 20
 _Output = Callable[[Any], Tensor]

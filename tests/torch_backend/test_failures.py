@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import tilework.distributed as tw
-from tests.torch_backend.jobs import Job, Launcher, Rank
+from tests.jobs import Job, Launcher, Rank
 
 #: How soon survivors must have raised, in seconds; most of it is for a machine that is busy.
 SOON = 15.0

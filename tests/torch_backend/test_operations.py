@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilework.torch_backend
-from tests.torch_backend.jobs import Launcher, Rank
+from tests.jobs import Launcher, Rank
 
 dist: Any = torch.distributed  # which hides many of its names from type checkers
 N = 3
