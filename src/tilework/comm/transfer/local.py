@@ -1,0 +1,110 @@
+"""What one rank has in hand while a plan runs: its group, its pieces by peer, its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.reduce_op import RedOpType
+from tilework.layout import Box, Piece, Plan, Tiling
+
+#: What is only moved is moved as: so any dtype can be, as fast as its size allows.
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Held:
+    """A rank's tensors of a tiling.
+
+    Args:
+        tiling: The tiling.
+        rank: The global rank.
+        tensors: Aligned with ``tiling.of(rank)``.
+        dtype: What to see their memory as; of their elements' size.
+    """
+
+    def __init__(
+        self, tiling: Tiling, rank: int, tensors: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        seen = [tensor.detach().view(dtype) for tensor in tensors]
+        self.tensors = dict(zip(tiling.of(rank), seen, strict=True))
+        self._tiles = tiling.tiles
+
+    def view(self, tile: int, box: Box) -> Tensor:
+        """The part of a tile's tensor that holds ``box`` (in the whole tensor's coordinates)."""
+        whole = self._tiles[tile].box
+        return self.tensors[tile][box.relative_to(whole).slices]
+
+
+@dataclass
+class Local:
+    """One rank's part of a plan: what is sent, received and kept, and the memory for it."""
+
+    pg: ProcessGroup
+    plan: Plan
+    source: Held
+    target: Held
+    #: Of the tensors; ``source`` and ``target`` may show them as integers.
+    dtype: torch.dtype
+    device: torch.device
+    #: The pieces for, and from, each group rank; its own keeps are in both.
+    sends: list[list[Piece]] = field(init=False)
+    receives: list[list[Piece]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        me = self.pg.rank()
+        self.sends = self._by_peer((self.pg.group_ranks[p.dst], p) for p in self.plan.sends)
+        self.receives = self._by_peer((self.pg.group_ranks[p.src], p) for p in self.plan.receives)
+        self.sends[me] = self.receives[me] = list(self.plan.keeps)
+
+    def _by_peer(self, pieces: Iterable[tuple[int, Piece]]) -> list[list[Piece]]:
+        found: list[list[Piece]] = [[] for _ in range(self.pg.size())]
+        for peer, piece in pieces:
+            found[peer].append(piece)
+        return found
+
+    @cached_property
+    def nothing(self) -> Tensor:
+        """A tensor without elements, for peers that have no part in something."""
+        return self.empty(0)
+
+    @property
+    def memory_dtype(self) -> torch.dtype:
+        """What elements are seen as: themselves where they are reduced, else any integers."""
+        return self.dtype if self.plan.reduces else moved_dtype(self.dtype)
+
+    @property
+    def reduce_op(self) -> RedOpType:
+        """How the source's terms are combined."""
+        return RedOpType(self.plan.source.reduce_op)
+
+    def empty(self, *sizes: int) -> Tensor:
+        """Memory for elements under way."""
+        return torch.empty(sizes, dtype=self.memory_dtype, device=self.device)
+
+    def source_view(self, piece: Piece) -> Tensor:
+        """Where a piece that this rank sends or keeps lies."""
+        return self.source.view(piece.src_tile, piece.box)
+
+    def target_view(self, piece: Piece) -> Tensor:
+        """Where a piece that this rank receives or keeps belongs."""
+        return self.target.view(piece.dst_tile, piece.box)
+
+    def keep(self) -> None:
+        """Copy what this rank has already."""
+        for piece in self.plan.keeps:
+            self.target_view(piece).copy_(self.source_view(piece))
+
+
+def moved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Integers of the size of ``dtype``; itself where there are none."""
+    return _INTEGER_OF_SIZE.get(dtype.itemsize, dtype)
+
+
+def flat(view: Tensor) -> Tensor | None:
+    """A view's elements in one dim, without copying; None if they are not in a row."""
+    return view.view(-1) if view.is_contiguous() else None

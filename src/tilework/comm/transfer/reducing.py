@@ -1,0 +1,86 @@
+"""Terms that are reduced where they arrive: region by region, so that all of them fit a buffer.
+
+A round brings one region of each target tile, all terms of it. They are combined in the order of
+terms, whoever they come from: every rank that gets an element gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilework.comm.backends.reference import combine
+from tilework.comm.transfer.cuts import Part, region_shares, regions, rounds_for
+from tilework.comm.transfer.local import Local
+from tilework.layout import Box, Piece
+
+#: Elements held for each that arrives: it may be packed, then lies with its region, and is combined
+#: in a wider dtype.
+_WEIGHT = 6
+
+
+def rounds_to_reduce(local: Local, room: int) -> int:
+    """How many rounds keep this rank's regions, with all that it takes to reduce them, in room.
+
+    Args:
+        local: The rank's pieces.
+        room: Elements, for each direction.
+    """
+    source, target = local.plan.source, local.plan.target
+    sent = {(piece.dst, piece.dst_tile, piece.term) for piece in local.plan.sends}
+    # A term may be held by many ranks: then a whole region may come from one of them.
+    going = sum(target.tiles[tile].box.volume for _, tile, _ in sent)
+    coming = sum(box.volume for box in target.boxes_of(local.plan.rank)) * len(source.terms)
+    streams = len(sent) + len(local.target.tensors)
+    return rounds_for(max(going, coming * _WEIGHT), room, streams)
+
+
+class Reduced:
+    """The target's tensors, as what arrives in rounds and is reduced sees them.
+
+    Args:
+        local: The rank's pieces and tensors.
+        rounds: How many rounds there are.
+    """
+
+    def __init__(self, local: Local, rounds: int) -> None:
+        self._local = local
+        self._rounds = rounds
+        self._regions: dict[int, list[list[Box]]] = {}
+        #: By target tile, for each box of the round's region: it, and its terms.
+        self._arriving: dict[int, list[tuple[Box, Tensor]]] = {}
+
+    def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
+        """What of ``pieces`` each round moves: what is in its regions."""
+        return region_shares(pieces, self._rounds, self._regions_of)
+
+    def _regions_of(self, tile: int) -> list[list[Box]]:
+        if tile not in self._regions:
+            box = self._local.plan.target.tiles[tile].box
+            self._regions[tile] = regions(box, self._rounds)
+        return self._regions[tile]
+
+    def begin(self, number: int) -> None:
+        """Make room for a round's regions."""
+        terms = len(self._local.plan.source.terms)
+        self._arriving = {
+            tile: [(b, self._local.empty(terms, *b.sizes)) for b in self._regions_of(tile)[number]]
+            for tile in self._local.target.tensors
+            if tile not in self._local.plan.fills
+        }
+
+    def view(self, piece: Piece) -> Tensor:
+        """Where a piece that arrives belongs."""
+        for box, terms in self._arriving[piece.dst_tile]:
+            if box.contains(piece.box):
+                return terms[piece.term][piece.box.relative_to(box).slices]
+        raise LookupError(f"{piece} belongs to no region of this round")
+
+    def finish(self) -> None:
+        """Reduce the round's regions into the target."""
+        op = self._local.reduce_op.value
+        for tile, boxes in self._arriving.items():
+            for box, terms in boxes:
+                total = combine(terms.unbind(0), op, ())
+                self._local.target.view(tile, box).copy_(total)

@@ -1,0 +1,206 @@
+"""Running a plan: the one public function, and what can be wrong with its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilework.comm import checks
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.reduce_op import RedOpType, check_reduction
+from tilework.comm.transfer.agreement import Terms, agree, refuse
+from tilework.comm.transfer.local import Held, Local, moved_dtype
+from tilework.comm.transfer.neutral import neutral_element
+from tilework.comm.transfer.rounds import rounds_needed, run_in_rounds
+from tilework.comm.transfer.straight import same_for_all, straight_call
+from tilework.comm.world import AnyGroup, member
+from tilework.layout import Plan, Tiling
+
+#: What a run holds besides its source and its target, unless it is told otherwise. Measured: a
+#: rank's share of a round stays in the second-level cache.
+BUFFER_BYTES = 2 << 20
+
+
+def run_plan(
+    plan: Plan,
+    tiles: Sequence[Tensor],
+    group: AnyGroup = None,
+    *,
+    out: Sequence[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> list[Tensor]:
+    """Move and reduce what ``plan`` says; return this rank's tensors of the target tiling.
+
+    Collective over ``group``: every rank of it calls, with its own plan of the same source and
+    target, also those that hold nothing. Blocks until this rank has its tensors. A plan that
+    moves nothing between ranks is run without communication.
+
+    One collective does it where the plan is recognised as one and all ranks' memory fits it as it
+    is; else it takes rounds of all_to_all (all_gather, if every rank gets the same). Terms of a
+    partial source are combined in their order, 16-bit floats in float32, so that every rank
+    gets the same bits; where one all_reduce or reduce_scatter does it, as the backend does that.
+
+    Memory: the results, and ``buffer_bytes``. Engines of torch's (gloo, nccl) hold copies of what
+    is under way besides.
+
+    Args:
+        plan: What this rank does; its ranks are global.
+        tiles: This rank's tensors of the source, one for each of ``plan.source.of(rank)``, of any
+            strides. They are left as they are.
+        group: All ranks of the plan must be in it; ranks outside it get a warning and ``[]``.
+        out: Where to write, one tensor for each of ``plan.target.of(rank)``, of any strides
+            (views of a larger tensor, say) that share no memory with ``tiles``; None: new,
+            contiguous tensors.
+        dtype: For a rank that has neither tiles nor ``out``: what the others' are.
+        device: Likewise; None means the CPU.
+        buffer_bytes: The most memory for what is under way. A round moves an element between any
+            two ranks at least.
+
+    Raises:
+        ValueError: Tensors do not fit the plan or each other, the plan is another rank's, or a
+            rank of the plan is not in the group. The other ranks raise CollectiveMismatchError.
+        CollectiveMismatchError: Ranks run different plans; on every rank, and nothing has moved.
+        DistBackendError: As any collective.
+
+    Example:
+        >>> import torch
+        >>> from tilework.layout import Shard, mesh_tiling, plan
+        >>> from tilework.testing import run_ranks
+        >>> rows, columns = (mesh_tiling((2, 4), [0, 1], [Shard(dim)]) for dim in (0, 1))
+        >>> def program(rank):
+        ...     row = torch.arange(4.0) + 10 * rank
+        ...     return run_plan(plan(rows, columns, rank), [row.view(1, 4)])[0].tolist()
+        >>> run_ranks(2, program)
+        [[[0.0, 1.0], [10.0, 11.0]], [[2.0, 3.0], [12.0, 13.0]]]
+    """
+    pg = member(group, "run_plan")
+    if pg is None:
+        return []
+    where = _device_of([*tiles, *(out or ())], device)
+    try:
+        _check_plan(plan, pg)
+        of = _dtype_of([*tiles, *(out or ())], dtype)
+        _check_tensors(plan.source, plan.rank, tiles, "tiles", of, where)
+        if out is not None:
+            _check_tensors(plan.target, plan.rank, out, "out", of, where)
+            _check_writable(out)
+        if plan.reduces:
+            check_reduction(RedOpType(plan.source.reduce_op), of)
+    except (ValueError, TypeError) as error:
+        if not isinstance(plan, Plan) or plan.collective.kind != "none":
+            refuse(pg, error, where)
+        raise
+    boxes = plan.target.boxes_of(plan.rank)
+    results = list(out or [torch.empty(box.sizes, dtype=of, device=where) for box in boxes])
+    # Written with versions counted, unless they are such as have none.
+    with torch.no_grad(), torch.inference_mode(any(result.is_inference() for result in results)):
+        _fill(plan, results)
+        sources = [tile.detach().resolve_conj().resolve_neg() for tile in tiles]
+        seen = of if plan.reduces else moved_dtype(of)
+        source = Held(plan.source, plan.rank, sources, seen)
+        target = Held(plan.target, plan.rank, results, seen)
+        _run(Local(pg, plan, source, target, of, where), buffer_bytes)
+    return results
+
+
+def _fill(plan: Plan, results: Sequence[Tensor]) -> None:
+    """Write what a partial target has besides the value."""
+    for tile, tensor in zip(plan.target.of(plan.rank), results, strict=True):
+        if tile in plan.fills:
+            tensor.fill_(neutral_element(RedOpType(plan.target.reduce_op), tensor.dtype))
+
+
+def _run(local: Local, buffer_bytes: int) -> None:
+    plan, pg = local.plan, local.pg
+    rounds = rounds_needed(local, buffer_bytes)
+    if plan.collective.kind == "none":
+        run_in_rounds(local, Terms(rounds, straight=False, spread=False))
+        return
+    call = straight_call(local)
+    proposed = Terms(
+        rounds=rounds,
+        straight=call is not None,
+        spread=pg.uneven_sizes and not plan.reduces and same_for_all(local.sends),
+    )
+    agreed = agree(pg, plan, local.dtype, local.device, proposed)
+    if agreed.straight and call is not None:
+        call()
+    else:
+        run_in_rounds(local, agreed)
+
+
+# -- what can be wrong -----------------------------------------------------------------------
+
+
+def _check_plan(plan: Plan, pg: ProcessGroup) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a tilework.layout.Plan, got {type(plan)}")
+    me = pg.global_ranks[pg.rank()]
+    if plan.rank != me:
+        raise ValueError(f"rank {me} was given the plan of rank {plan.rank}: make its own")
+    outside = {*plan.source.ranks, *plan.target.ranks}.difference(pg.global_ranks)
+    if outside:
+        raise ValueError(
+            f"the plan has ranks {sorted(outside)}, which are not in group {pg.group_name!r} of "
+            f"ranks {list(pg.global_ranks)}; run it in a group that has them all"
+        )
+
+
+def _dtype_of(tensors: Sequence[Tensor], given: torch.dtype | None) -> torch.dtype:
+    found = tensors[0].dtype if tensors else given
+    if found is None:
+        raise ValueError(
+            "a rank without tiles and out must be told the dtype of the others' tiles: pass dtype"
+        )
+    if given not in (None, found):
+        raise ValueError(f"tensors are of {found}, but dtype={given} was given")
+    return found
+
+
+def _device_of(tensors: Sequence[Tensor], given: torch.device | str | None) -> torch.device:
+    if tensors and isinstance(tensors[0], Tensor):
+        return tensors[0].device
+    return torch.device(given or "cpu")
+
+
+def _check_tensors(
+    tiling: Tiling,
+    rank: int,
+    tensors: Sequence[Tensor],
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    boxes = tiling.boxes_of(rank)
+    if len(tensors) != len(boxes):
+        raise ValueError(
+            f"{name} must have one tensor for each of the {len(boxes)} tiles of rank {rank}, got "
+            f"{len(tensors)}"
+        )
+    for i, (tensor, box) in enumerate(zip(tensors, boxes, strict=True)):
+        checks.check_tensor(tensor, f"{name}[{i}]")
+        if tuple(tensor.shape) != box.sizes:
+            raise ValueError(
+                f"{name}[{i}] holds {box} of rank {rank} and must have shape {list(box.sizes)}, "
+                f"got {list(tensor.shape)}"
+            )
+        if (tensor.dtype, tensor.device) != (dtype, device):
+            raise ValueError(
+                f"{name}[{i}] is {tensor.dtype} on {tensor.device}, but others are {dtype} on "
+                f"{device}: convert them to one dtype and device"
+            )
+
+
+def _check_writable(out: Sequence[Tensor]) -> None:
+    for i, tensor in enumerate(out):
+        repeated = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if repeated or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"cannot write to out[{i}], of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}: its elements share memory, or are not what memory "
+                f"says (a conj() or an imaginary part); pass a plain tensor"
+            )

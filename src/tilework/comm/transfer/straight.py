@@ -1,0 +1,185 @@
+"""Plans that are one collective, on tensors and outputs as they are: nothing is packed.
+
+Each function looks at one rank's pieces and gives the call that does them all, or None. Ranks tell
+each other (see ``agreement``) whether all have such a call, since memory may fit on one rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tilework.comm import collectives
+from tilework.comm.dispatch import DispatchGroup
+from tilework.comm.transfer.local import Local, flat
+from tilework.layout import Piece
+
+Call = Callable[[], object]
+_Find = Callable[[Local], Call | None]
+
+
+def straight_call(local: Local) -> Call | None:
+    """The collective that the plan is recognised as, if this rank's memory fits it."""
+    find = _FIND.get(local.plan.collective.kind)
+    if find is None or (local.plan.reduces and not _reduces(local)):
+        return None
+    return find(local)
+
+
+def _reduces(local: Local) -> bool:
+    end = local.pg
+    if isinstance(end, DispatchGroup):
+        end = end.by_device[local.device.type]
+    return end.reduces(local.reduce_op, local.dtype)
+
+
+def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
+    """Whether every rank gets the same elements."""
+    first = [(piece.src_tile, piece.box) for piece in streams[0]]
+    return all([(p.src_tile, p.box) for p in stream] == first for stream in streams)
+
+
+def _outgoing(local: Local) -> list[Tensor] | None:
+    """One tensor for each rank, if each gets at most one piece, in a row."""
+    return _tensors(local.sends, local.source_view, local.nothing)
+
+
+def _incoming(local: Local) -> list[Tensor] | None:
+    return _tensors(local.receives, local.target_view, local.nothing)
+
+
+def _tensors(
+    streams: Sequence[Sequence[Piece]], view: Callable[[Piece], Tensor], nothing: Tensor
+) -> list[Tensor] | None:
+    found = []
+    for pieces in streams:
+        tensor = nothing if not pieces else flat(view(pieces[0])) if len(pieces) == 1 else None
+        if tensor is None:
+            return None
+        found.append(tensor)
+    return found
+
+
+def _fits(local: Local, tensors: Sequence[Tensor]) -> bool:
+    """Whether the backend takes these sizes in one operation."""
+    return local.pg.uneven_sizes or len({tensor.numel() for tensor in tensors}) == 1
+
+
+def _all_to_all(local: Local) -> Call | None:
+    # Backends that want equal sizes pack others by themselves, into memory without bound.
+    if local.plan.reduces or not local.pg.uneven_sizes:
+        return None
+    inputs, outputs = _outgoing(local), _incoming(local)
+    if inputs is None or outputs is None:
+        return None
+    return lambda: collectives.all_to_all(outputs, inputs, local.pg)
+
+
+def _all_gather(local: Local) -> Call | None:
+    inputs, outputs = _outgoing(local), _incoming(local)
+    if inputs is None or outputs is None or not same_for_all(local.sends):
+        return None
+    if not _fits(local, outputs):
+        return None
+    return lambda: collectives.all_gather(outputs, inputs[0], local.pg)
+
+
+def _gather(local: Local) -> Call | None:
+    root = _root(local)
+    inputs, outputs = _outgoing(local), _incoming(local)
+    if inputs is None or outputs is None or not _only(local.sends, root):
+        return None
+    at_root = local.pg.rank() == root
+    if not _fits(local, outputs) if at_root else any(local.receives):
+        return None
+    into = outputs if at_root else None
+    return lambda: collectives.gather(inputs[root], into, group=local.pg, group_dst=root)
+
+
+def _scatter(local: Local) -> Call | None:
+    root = _root(local)
+    inputs, outputs = _outgoing(local), _incoming(local)
+    if inputs is None or outputs is None or not _only(local.receives, root):
+        return None
+    at_root = local.pg.rank() == root
+    if not _fits(local, inputs) if at_root else any(local.sends):
+        return None
+    parts = inputs if at_root else None
+    return lambda: collectives.scatter(outputs[root], parts, group=local.pg, group_src=root)
+
+
+def _broadcast(local: Local) -> Call | None:
+    root = _root(local)
+    inputs, outputs = _outgoing(local), _incoming(local)
+    if inputs is None or outputs is None or not _only(local.receives, root):
+        return None
+    if local.pg.rank() != root:
+        if any(local.sends):
+            return None
+        return lambda: collectives.broadcast(outputs[root], group=local.pg, group_src=root)
+    others = [pieces for rank, pieces in enumerate(local.sends) if rank != root]
+    if not same_for_all(others):
+        return None
+    tensor = inputs[root - 1]  # what any of the others gets
+
+    def send_and_keep() -> None:
+        collectives.broadcast(tensor, group=local.pg, group_src=root)
+        local.keep()
+
+    return send_and_keep
+
+
+def _all_reduce(local: Local) -> Call | None:
+    outputs = list(local.target.tensors.values())
+    result = flat(outputs[0]) if len(outputs) == 1 else None
+    if result is None or not _in_order_of_ranks(local):
+        return None
+
+    def bring_and_reduce() -> None:
+        local.keep()
+        collectives.all_reduce(result, local.reduce_op, local.pg)
+
+    return bring_and_reduce
+
+
+def _reduce_scatter(local: Local) -> Call | None:
+    outputs = list(local.target.tensors.values()) or [local.nothing]
+    result, inputs = flat(outputs[0]), _outgoing(local)
+    if len(outputs) > 1 or result is None or inputs is None or not _in_order_of_ranks(local):
+        return None
+    if not _fits(local, inputs):
+        return None
+    return lambda: collectives.reduce_scatter(result, inputs, local.reduce_op, local.pg)
+
+
+def _in_order_of_ranks(local: Local) -> bool:
+    """Whether each rank brings one term of this rank's only tile: the term of its own number."""
+    (tile, *_) = [*local.target.tensors, None]
+    if tile is None or local.plan.target.tiles[tile].box.empty:
+        return True
+    box = local.plan.target.tiles[tile].box
+    return all(
+        len(pieces) == 1 and (pieces[0].term, pieces[0].box) == (rank, box)
+        for rank, pieces in enumerate(local.receives)
+    )
+
+
+def _only(streams: Sequence[Sequence[Piece]], rank: int) -> bool:
+    return not any(pieces for number, pieces in enumerate(streams) if number != rank)
+
+
+def _root(local: Local) -> int:
+    root = local.plan.collective.root
+    return local.pg.group_ranks[root]
+
+
+_FIND: dict[str, _Find] = {
+    "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+}
