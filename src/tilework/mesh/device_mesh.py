@@ -1,0 +1,397 @@
+"""Meshes of this job's ranks, with a process group along each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.groups import init_process_group, new_group
+from tilework.comm.world import (
+    AnyGroup,
+    NonMember,
+    current_world,
+    get_default_group,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    resolve,
+)
+from tilework.mesh.spec import MeshSpec
+
+
+@dataclass(eq=False)
+class _Meshes:
+    """The meshes of one rank."""
+
+    #: Those that ``with mesh:`` made the current ones, innermost last.
+    entered: list[DeviceMesh] = field(default_factory=list)
+    #: By content, for those that come out of files.
+    known: WeakValueDictionary[tuple[str, MeshSpec], DeviceMesh] = field(
+        default_factory=WeakValueDictionary
+    )
+
+
+class DeviceMesh:
+    """Ranks in a grid, with a process group along each axis through this rank.
+
+    Collective over *all* ranks of the default group, also those outside the mesh; blocks. Meshes
+    are equal, and hash alike, if they have the same devices, ranks, shape and names.
+
+    Args:
+        device_type: Where tensors on the mesh live: ``"cpu"``, ``"cuda"``, ….
+        mesh: Global ranks: a tensor or nested sequences, or a :class:`MeshSpec`.
+        mesh_dim_names: A name for each axis.
+
+    Raises:
+        ValueError: A rank comes twice, the names do not fit, or ranks gave different meshes.
+        RuntimeError: There are fewer ranks than the mesh needs, or the device type has an index.
+
+    Example:
+        >>> from tilework.mesh import DeviceMesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        ...     return mesh.get_coordinate(), mesh["dp"].get_local_rank()
+        >>> run_ranks(4, program)
+        [([0, 0], 0), ([0, 1], 0), ([1, 0], 1), ([1, 1], 1)]
+    """
+
+    def __init__(
+        self, device_type: str, mesh: Any, *, mesh_dim_names: Iterable[str] | None = None
+    ) -> None:
+        spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh, mesh_dim_names)
+        if isinstance(mesh, MeshSpec) and mesh_dim_names is not None:
+            spec = spec.named(mesh_dim_names)
+        _check_device_type(device_type)
+        if not is_initialized():
+            init_process_group()
+        _check_same(device_type, spec)
+        self._set(device_type, spec, None)
+        if self._coordinate is not None:
+            self._groups = [
+                self._new_group(spec.line(axis, get_rank())) for axis in range(spec.ndim)
+            ]
+        current_world().state(_Meshes).known[device_type, spec] = self
+
+    def _set(self, device_type: str, spec: MeshSpec, root: DeviceMesh | None) -> None:
+        self.device_type = device_type
+        self.spec = spec
+        self._coordinate = spec.coordinate(get_rank())
+        self._root = root or self
+        self._groups: list[ProcessGroup] = []
+        #: Those made by flatten(), of the root: by name.
+        self._flat: dict[str, DeviceMesh] = {}
+
+    def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+        world = get_default_group()
+        if sorted(ranks) == list(range(world.size())):
+            return world
+        group = new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        return group
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Tensor:
+        """The global ranks: an integer tensor of the mesh's shape."""
+        return torch.tensor(self.spec.ranks, dtype=torch.int).reshape(self.spec.shape)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The axes' names."""
+        return self.spec.names
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.spec.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each axis."""
+        return self.spec.shape
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """The number of ranks along an axis; of all if None."""
+        return self.spec.size if mesh_dim is None else self.shape[self.spec.axis(mesh_dim)]
+
+    def get_rank(self) -> int:
+        """This rank's global number."""
+        return get_rank()
+
+    def get_coordinate(self) -> list[int] | None:
+        """Where this rank is along each axis; None if it is not in the mesh."""
+        return None if self._coordinate is None else list(self._coordinate)
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Where this rank is along an axis, which may be left out if there is but one.
+
+        Raises:
+            RuntimeError: This rank is not in the mesh, or the axis must be told.
+        """
+        return self._here()[self._axis(mesh_dim, "get_local_rank")]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """The group along an axis through this rank; the axis may be left out if there is but one.
+
+        Its ranks are numbered in ascending order of global ranks, whatever the axis's order.
+
+        Raises:
+            RuntimeError: This rank is not in the mesh, or the axis must be told.
+        """
+        axis = self._axis(mesh_dim, "get_group")
+        self._here()
+        return self._groups[axis]
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The groups of all axes through this rank."""
+        self._here()
+        return list(self._groups)
+
+    # -- others of it ------------------------------------------------------------------------
+
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
+        """The part of the mesh through this rank along the named axes, in their order.
+
+        Local; shares the mesh's groups. Axes made by :meth:`flatten` can be named too.
+
+        Raises:
+            KeyError: There is no axis of that name.
+            RuntimeError: This rank is not in the mesh.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if wanted == self.mesh_dim_names:
+            return self
+        flat = self._root._flat.get(wanted[0]) if len(wanted) == 1 else None
+        if flat is not None and (
+            self.mesh_dim_names is None or wanted[0] not in self.mesh_dim_names
+        ):
+            return flat
+        self._here()
+        part = self.spec.through(wanted, get_rank())
+        groups = [self._groups[self.spec.axis(name)] for name in wanted]
+        return self._related(part, groups)
+
+    def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """All ranks of this mesh along one axis.
+
+        Collective over the ranks of this mesh (on each rank, its own part); blocks. The result is
+        remembered: it is returned again, and found by its name in the mesh it is a part of.
+
+        Args:
+            mesh_dim_name: The axis's name; by default the names joined by underscores.
+
+        Raises:
+            ValueError: The mesh it is part of has an axis of that name.
+        """
+        self._here()
+        spec = self.spec.flattened(mesh_dim_name)
+        (name,) = spec.names or ("",)
+        known = self._root._flat.get(name)
+        if known is not None and known.spec == spec:
+            return known
+        if known is not None or (name and name in (self._root.mesh_dim_names or ())):
+            raise ValueError(
+                f"{name!r} is an axis already, of other ranks: give flatten() another name"
+            )
+        group = self._groups[0] if self.ndim == 1 else self._new_group(spec.ranks)
+        made = self._related(spec, [group])
+        if name:
+            self._root._flat[name] = made
+        return made
+
+    def _related(self, spec: MeshSpec, groups: list[ProcessGroup]) -> DeviceMesh:
+        made = object.__new__(DeviceMesh)
+        made._set(self.device_type, spec, self._root)
+        made._groups = groups
+        current_world().state(_Meshes).known.setdefault((self.device_type, spec), made)
+        return made
+
+    @staticmethod
+    def from_group(
+        group: AnyGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: Iterable[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over groups that exist. Local; makes no groups.
+
+        Args:
+            group: One group, for a mesh of one axis, or one for each axis of ``mesh``.
+            device_type: Where tensors on the mesh live.
+            mesh: The global ranks; may be left out for one group.
+            mesh_dim_names: A name for each axis.
+
+        Raises:
+            ValueError: The groups are not those of the mesh's axes through this rank.
+        """
+        given = list(group) if isinstance(group, Sequence) else [resolve(group)]
+        if mesh is None:
+            if len(given) != 1:
+                raise ValueError(f"{len(given)} groups need a mesh that tells how they cross")
+            mesh = get_process_group_ranks(given[0])
+        _check_device_type(device_type)
+        spec = MeshSpec.of(mesh, mesh_dim_names)
+        made = object.__new__(DeviceMesh)
+        made._set(device_type, spec, None)
+        groups = [one for one in given if not isinstance(one, NonMember)]
+        if made._coordinate is not None:
+            lines = [sorted(spec.line(axis, get_rank())) for axis in range(spec.ndim)]
+            found = [sorted(get_process_group_ranks(one)) for one in groups]
+            if found != lines:
+                raise ValueError(
+                    f"the groups have the ranks {found}, but the mesh's axes through rank "
+                    f"{get_rank()} have {lines}"
+                )
+            made._groups = groups
+        return made
+
+    # -- Python's own ------------------------------------------------------------------------
+
+    def __enter__(self) -> DeviceMesh:
+        current_world().state(_Meshes).entered.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        current_world().state(_Meshes).entered.pop()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        return self.device_type == other.device_type and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash((self.device_type, self.spec))
+
+    def __repr__(self) -> str:
+        names = "" if self.mesh_dim_names is None else f", mesh_dim_names={self.mesh_dim_names}"
+        return f"DeviceMesh({self.device_type!r}, {self.spec.nested()}{names})"
+
+    def __copy__(self) -> DeviceMesh:
+        return self  # its groups have one owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        spec = self.spec
+        return _find_or_make, (self.device_type, spec.shape, spec.ranks, spec.names)
+
+    # -- checks ------------------------------------------------------------------------------
+
+    def _here(self) -> tuple[int, ...]:
+        if self._coordinate is None:
+            raise RuntimeError(
+                f"rank {get_rank()} is not in the mesh of ranks {list(self.spec.ranks)}: "
+                f"ask get_coordinate() first, which is None here"
+            )
+        return self._coordinate
+
+    def _axis(self, which: int | str | None, what: str) -> int:
+        if which is not None:
+            return self.spec.axis(which)
+        if self.ndim != 1:
+            raise RuntimeError(
+                f"Found the DeviceMesh have {self.ndim} dimensions ({self.spec}): {what} needs "
+                f"mesh_dim, the number or the name of an axis"
+            )
+        return 0
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Iterable[str] | None = None,
+) -> DeviceMesh:
+    """A mesh of all ranks, in their order. Collective over all ranks; blocks.
+
+    Args:
+        device_type: Where tensors on the mesh live.
+        mesh_shape: The number of ranks along each axis; their product is the number of ranks.
+        mesh_dim_names: A name for each axis.
+
+    Raises:
+        RuntimeError: The job has not as many ranks.
+
+    Example:
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        ...     return mesh["tp"].size(), mesh["tp", "dp"].shape
+        >>> run_ranks(2, program)[0]
+        (2, (2, 1))
+    """
+    spec = MeshSpec.regular(tuple(mesh_shape), mesh_dim_names)
+    _check_device_type(device_type)
+    if not is_initialized():
+        init_process_group()
+    if spec.size != get_world_size():
+        raise RuntimeError(
+            f"Mesh should have as many ranks as the default process group: shape "
+            f"{tuple(mesh_shape)} needs {spec.size}, but there are {get_world_size()}. "
+            f"Use DeviceMesh(…) for a mesh of some of the ranks"
+        )
+    return DeviceMesh(device_type, spec)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:``.
+
+    Raises:
+        RuntimeError: No mesh is active.
+    """
+    entered = current_world().state(_Meshes).entered
+    if not entered:
+        raise RuntimeError("No device mesh is currently active: pass one, or use `with mesh:`")
+    return entered[-1]
+
+
+def _find_or_make(
+    device_type: str, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str] | None
+) -> DeviceMesh:
+    """The mesh that was pickled: this rank's own, else a new one (collective then)."""
+    spec = MeshSpec(tuple(shape), tuple(ranks), None if names is None else tuple(names))
+    known = current_world().state(_Meshes).known.get((device_type, spec))
+    return known or DeviceMesh(device_type, spec)
+
+
+def _check_device_type(device_type: str) -> None:
+    if not isinstance(device_type, str) or torch.device(device_type).index is not None:
+        raise RuntimeError(
+            f"device_type is a kind of device without an index, such as 'cpu' or 'cuda': each "
+            f"rank's own is meant; got {device_type!r}"
+        )
+
+
+def _check_same(device_type: str, spec: MeshSpec) -> None:
+    """That all ranks make the same mesh, and have it."""
+    mine = (device_type, spec.shape, spec.ranks, spec.names)
+
+    def tell() -> tuple[Any, ...]:
+        if spec.size > get_world_size() or max(spec.ranks) >= get_world_size():
+            raise RuntimeError(
+                f"Mesh should not be bigger than default world size {get_world_size()}, but found "
+                f"{spec.size} ranks up to rank {max(spec.ranks)}: {spec.nested()}"
+            )
+        return mine
+
+    for rank, theirs in enumerate(agree(tell)):
+        if theirs != mine:
+            raise ValueError(
+                f"all ranks must make the same mesh: rank {get_rank()} makes {mine}, rank {rank} "
+                f"makes {theirs}"
+            )

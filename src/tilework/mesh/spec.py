@@ -1,0 +1,198 @@
+"""Meshes as values: a grid of ranks, without groups. For planning, and under every DeviceMesh."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """Global ranks in a grid. Equal by content; never communicates; needs no ranks to exist.
+
+    Args:
+        shape: The number of ranks along each axis.
+        ranks: All of them in row-major order: the last axis runs fastest.
+        names: One for each axis; None if they have none.
+
+    Raises:
+        ValueError: The numbers do not fit, or a rank or a name comes twice.
+
+    Example:
+        >>> mesh = MeshSpec.regular((2, 3), ("dp", "tp"))
+        >>> mesh.coordinate(4), mesh.line("dp", 4), str(mesh)
+        ((1, 1), (1, 4), 'dp=2 tp=3')
+    """
+
+    shape: Ints
+    ranks: Ints
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "ranks"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        if min(self.shape, default=1) < 1 or math.prod(self.shape) != len(self.ranks):
+            raise ValueError(
+                f"a mesh of shape {self.shape} has {math.prod(self.shape)} ranks, got "
+                f"{len(self.ranks)}: {list(self.ranks)}"
+            )
+        if min(self.ranks) < 0:
+            raise ValueError(f"ranks are numbers from 0 on, got {list(self.ranks)}")
+        if len(set(self.ranks)) != len(self.ranks):
+            twice = sorted({rank for rank in self.ranks if self.ranks.count(rank) > 1})
+            raise ValueError(
+                f"DeviceMesh cannot have duplicate values: {twice} come more than once in "
+                f"{self.nested()}"
+            )
+        if self.names is not None:
+            object.__setattr__(self, "names", _checked_names(self.names, len(self.shape)))
+
+    @classmethod
+    def regular(cls, shape: Sequence[int], names: Iterable[str] | None = None) -> MeshSpec:
+        """The ranks from 0 on."""
+        n = math.prod(shape)
+        return cls(tuple(shape), tuple(range(n)), None if names is None else tuple(names))
+
+    @classmethod
+    def of(cls, ranks: Any, names: Iterable[str] | None = None) -> MeshSpec:
+        """Ranks in nested sequences, or in anything with ``tolist()`` (a tensor, an array).
+
+        Raises:
+            ValueError: The sequences are ragged.
+            TypeError: Something in them is no integer.
+        """
+        nested = ranks.tolist() if hasattr(ranks, "tolist") else ranks
+        if isinstance(nested, int):
+            nested = [nested]
+        shape, flat = _flatten(nested)
+        return cls(shape, flat, None if names is None else tuple(names))
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def nested(self) -> Any:
+        """The ranks as nested lists."""
+        rows: list[Any] = list(self.ranks)
+        for extent in reversed(self.shape[1:]):
+            rows = [rows[i : i + extent] for i in range(0, len(rows), extent)]
+        return rows
+
+    def axis(self, which: int | str) -> int:
+        """The number of an axis given by number (negative ones count from the last) or name.
+
+        Raises:
+            KeyError: There is no axis of that name.
+            IndexError: There are not so many axes.
+        """
+        if isinstance(which, str):
+            if self.names is None or which not in self.names:
+                raise KeyError(
+                    f"Invalid mesh_dim_name {which!r}: the mesh's axes are "
+                    f"{'not named' if self.names is None else ', '.join(self.names)}"
+                )
+            return self.names.index(which)
+        if not -self.ndim <= which < self.ndim:
+            raise IndexError(f"axis {which} of a mesh that has {self.ndim}: {self}")
+        return which % self.ndim
+
+    def coordinate(self, rank: int) -> Ints | None:
+        """Where a rank is along each axis; None if it is not in the mesh."""
+        if rank not in self.ranks:
+            return None
+        rest, found = self.ranks.index(rank), []
+        for extent in reversed(self.shape):
+            rest, place = divmod(rest, extent)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def at(self, coordinate: Sequence[int]) -> int:
+        """The rank at a coordinate."""
+        index = 0
+        for extent, place in zip(self.shape, coordinate, strict=True):
+            index = index * extent + place
+        return self.ranks[index]
+
+    def line(self, axis: int | str, rank: int) -> Ints:
+        """The ranks along an axis through ``rank``, in the axis's order."""
+        return self.through([axis], rank).ranks
+
+    def through(self, axes: Sequence[int | str], rank: int) -> MeshSpec:
+        """The part of the mesh through ``rank`` along these axes, in this order.
+
+        Raises:
+            ValueError: An axis is named twice, or the rank is not in the mesh.
+            KeyError: There is no such axis.
+        """
+        numbers = [self.axis(axis) for axis in axes]
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"each axis can be taken once, got {list(axes)}")
+        here = self.coordinate(rank)
+        if here is None:
+            raise ValueError(f"rank {rank} is not in the mesh of ranks {list(self.ranks)}")
+        shape = tuple(self.shape[number] for number in numbers)
+        ranks = []
+        for places in itertools.product(*map(range, shape)):
+            there = list(here)
+            for number, place in zip(numbers, places, strict=True):
+                there[number] = place
+            ranks.append(self.at(there))
+        names = self.names and tuple(self.names[number] for number in numbers)
+        return MeshSpec(shape, tuple(ranks), names)
+
+    def flattened(self, name: str | None = None) -> MeshSpec:
+        """The same ranks along one axis.
+
+        Args:
+            name: The axis's; by default the names joined by underscores.
+        """
+        if name is None and self.names is not None:
+            name = "_".join(self.names)
+        return MeshSpec((self.size,), self.ranks, None if name is None else (name,))
+
+    def named(self, names: Iterable[str] | None) -> MeshSpec:
+        """The same grid with other names."""
+        return replace(self, names=None if names is None else tuple(names))
+
+    def __str__(self) -> str:
+        names = self.names or tuple(map(str, range(self.ndim)))
+        return " ".join(f"{name}={extent}" for name, extent in zip(names, self.shape, strict=True))
+
+
+def _checked_names(names: Iterable[str], ndim: int) -> tuple[str, ...]:
+    if isinstance(names, str):
+        names = (names,)
+    names = tuple(names)
+    if len(names) != ndim:
+        raise ValueError(
+            f"mesh_dim_names must name each of the mesh's {ndim} axes, got {list(names)}"
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"Each mesh_dim_name must be unique, got {list(names)}")
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"mesh_dim_names are strings that are not empty, got {list(names)}")
+    return names
+
+
+def _flatten(nested: Any) -> tuple[Ints, Ints]:
+    if isinstance(nested, int):
+        return (), (nested,)
+    if not isinstance(nested, Sequence) or isinstance(nested, (str, bytes)):
+        raise TypeError(f"a mesh is ranks in nested sequences or a tensor of them, got {nested!r}")
+    parts = [_flatten(part) for part in nested]
+    shapes = {shape for shape, _ in parts}
+    if len(shapes) > 1:
+        raise ValueError(f"a mesh is a full grid, but its rows differ in length: {nested!r}")
+    inner = shapes.pop() if shapes else ()
+    return (len(parts), *inner), tuple(rank for _, ranks in parts for rank in ranks)

@@ -1,0 +1,162 @@
+"""Meshes with groups, on ranks that are threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tilework.mesh import DeviceMesh, MeshSpec, current_mesh, init_device_mesh
+from tilework.testing import run_ranks
+
+
+def total(group: Any) -> float:
+    """What tells a group from others: the sum of its global ranks."""
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x, group=group)
+    return x.item()
+
+
+def test_a_group_along_each_axis() -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert (mesh.shape, mesh.ndim, mesh.size()) == ((2, 3), 2, 6)
+        assert (mesh.size("dp"), mesh.size(1), mesh.size(-2)) == (2, 3, 2)
+        assert mesh.get_coordinate() == [rank // 3, rank % 3]
+        assert mesh.get_local_rank("tp") == rank % 3 == mesh["tp"].get_local_rank()
+        assert mesh.get_group(0) is mesh.get_group("dp") is mesh["dp"].get_group()
+        assert mesh.get_all_groups() == [mesh.get_group("dp"), mesh.get_group("tp")]
+        assert mesh.get_rank() == rank
+        return total(mesh.get_group("dp")), total(mesh.get_group("tp"))
+
+    dp, tp = [3.0, 5.0, 7.0], [3.0, 12.0]
+    assert run_ranks(6, program) == [(dp[r % 3], tp[r // 3]) for r in range(6)]
+
+
+def test_axes_in_any_order_and_parts_of_parts() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+        turned = mesh["tp", "pp"]
+        assert turned.mesh.tolist() == [[0, 2], [1, 3]]
+        assert turned.mesh_dim_names == ("tp", "pp")
+        assert turned["pp"].get_group() is mesh.get_group("pp")
+        assert turned["pp"] == mesh["pp"]
+        assert mesh["pp", "dp", "tp"] is mesh
+        assert hash(mesh["pp"]) == hash(turned["pp"])
+        assert mesh["pp"] != mesh["tp"]
+        with pytest.raises(KeyError, match="Invalid mesh_dim_name 'tp'"):
+            mesh["pp"]["tp"]
+
+    run_ranks(4, program)
+
+
+def test_flattened_axes_have_a_group_and_a_name() -> None:
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = mesh["a", "c"].flatten()
+        assert flat is mesh["a_c"] is mesh["a", "c"].flatten()
+        assert flat.mesh_dim_names == ("a_c",)
+        assert flat.get_local_rank() == rank // 4 * 2 + rank % 2
+        everything = mesh.flatten("all")
+        assert everything.get_group() is dist.get_default_group()
+        assert mesh["all"].size() == 8
+        assert mesh["b"].flatten("other").get_group() is mesh.get_group("b")
+        with pytest.raises(ValueError, match="'a' is an axis already"):
+            mesh["b"].flatten("a")
+        with pytest.raises(ValueError, match="'all' is an axis already"):
+            mesh["b"].flatten("all")
+        return total(flat.get_group())
+
+    of = {False: 0.0 + 1 + 4 + 5, True: 2.0 + 3 + 6 + 7}
+    assert run_ranks(8, program) == [of[bool(rank & 2)] for rank in range(8)]
+
+
+def test_some_ranks_in_any_order() -> None:
+    def program(rank: int) -> Any:
+        mesh = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]))
+        if rank == 4:
+            assert mesh.get_coordinate() is None
+            for call in (mesh.get_all_groups, lambda: mesh.get_local_rank(0), mesh.flatten):
+                with pytest.raises(RuntimeError, match="rank 4 is not in the mesh"):
+                    call()
+            return None
+        assert mesh.get_coordinate() == {3: [0, 0], 0: [0, 1], 1: [1, 0], 2: [1, 1]}[rank]
+        return total(mesh.get_group(0)), total(mesh.get_group(1))
+
+    assert run_ranks(5, program) == [(2.0, 3.0), (4.0, 3.0), (2.0, 3.0), (4.0, 3.0), None]
+
+
+def test_groups_that_exist() -> None:
+    def program(rank: int) -> None:
+        pair = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+        cross = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+        line = DeviceMesh.from_group(pair, "cpu", mesh_dim_names=("tp",))
+        assert line.get_group("tp") is pair
+        assert line.get_local_rank() == rank % 2
+        assert isinstance(pair, dist.ProcessGroup)
+        assert isinstance(cross, dist.ProcessGroup)
+        grid = DeviceMesh.from_group([cross, pair], "cpu", [[0, 1], [2, 3]])
+        assert grid.get_all_groups() == [cross, pair]
+        with pytest.raises(ValueError, match="the mesh's axes through rank"):
+            DeviceMesh.from_group([pair, cross], "cpu", [[0, 1], [2, 3]])
+        with pytest.raises(ValueError, match="need a mesh"):
+            DeviceMesh.from_group([pair, cross], "cpu")
+
+    run_ranks(4, program)
+
+
+def test_values_and_copies() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        again = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        assert mesh == again
+        assert mesh is not again
+        assert len({mesh, again, DeviceMesh("cpu", MeshSpec.regular((2,)))}) == 2
+        assert mesh != "mesh"
+        assert copy.copy(mesh) is mesh is copy.deepcopy(mesh)
+        assert pickle.loads(pickle.dumps(mesh)) == mesh
+        assert repr(mesh) == "DeviceMesh('cpu', [0, 1], mesh_dim_names=('dp',))"
+        with pytest.raises(RuntimeError, match="No device mesh is currently active"):
+            current_mesh()
+        with mesh, again:
+            assert current_mesh() is again
+        assert mesh.get_group() is dist.get_default_group()
+        assert DeviceMesh("meta", [0, 1]).device_type == "meta"
+
+    run_ranks(2, program)
+
+
+def test_a_pickled_mesh_is_made_where_it_is_not_known() -> None:
+    def program(rank: int) -> None:
+        data = pickle.dumps(DeviceMesh("cpu", [1, 0]))
+        assert pickle.loads(data).get_coordinate() == [1 - rank]
+
+    run_ranks(2, program)
+
+
+def test_bad_meshes_raise_on_all_ranks() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(RuntimeError, match="as many ranks as the default process group"):
+            init_device_mesh("cpu", (3,))
+        with pytest.raises(RuntimeError, match="not be bigger than default world size 2"):
+            DeviceMesh("cpu", [0, 1, 2])
+        with pytest.raises(RuntimeError, match="without an index"):
+            DeviceMesh("cpu:0", [0, 1])
+        with pytest.raises(ValueError, match="all ranks must make the same mesh"):
+            DeviceMesh("cpu", [rank, 1 - rank])
+        with pytest.raises(RuntimeError, match="not be bigger"):
+            DeviceMesh("cpu", [0, 1] if rank else [0, 7])
+        mesh = init_device_mesh("cpu", (1, 2))
+        for ask in (mesh.get_group, mesh.get_local_rank):
+            with pytest.raises(RuntimeError, match="have 2 dimensions"):
+                ask()
+        with pytest.raises(ValueError, match="taken once"):
+            mesh.spec.through([0, 0], 0)
+        assert total(None) == 1.0
+
+    run_ranks(2, program)

@@ -1,0 +1,86 @@
+"""Meshes as values, against index arithmetic done by torch."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilework.mesh import MeshSpec
+
+NAMES = ("a", "b", "c", "d")
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> MeshSpec:
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    ranks = draw(st.permutations(range(math.prod(shape))))
+    return MeshSpec(shape, tuple(ranks), NAMES[: len(shape)])
+
+
+@given(specs())
+def test_coordinates_are_those_of_the_grid(spec: MeshSpec) -> None:
+    grid = torch.tensor(spec.ranks).reshape(spec.shape)
+    for rank in spec.ranks:
+        found = spec.coordinate(rank)
+        assert found is not None
+        assert grid[found].item() == rank == spec.at(found)
+    assert MeshSpec.of(grid, spec.names) == spec == MeshSpec.of(spec.nested(), spec.names)
+
+
+@given(specs(), st.data())
+def test_parts_are_slices_of_the_grid(spec: MeshSpec, data: st.DataObject) -> None:
+    grid = torch.tensor(spec.ranks).reshape(spec.shape)
+    axes = data.draw(st.lists(st.sampled_from(range(spec.ndim)), unique=True, min_size=1))
+    rank = data.draw(st.sampled_from(spec.ranks))
+    here = spec.coordinate(rank)
+    assert here is not None
+    part = spec.through([spec.names[axis] if spec.names else axis for axis in axes], rank)
+    index = tuple(slice(None) if axis in axes else here[axis] for axis in range(spec.ndim))
+    order = [sorted(axes).index(axis) for axis in axes]
+    assert part.nested() == grid[index].permute(order).tolist()
+    assert part.names == tuple(NAMES[axis] for axis in axes)
+    assert part.flattened().ranks == part.ranks
+
+
+def test_values() -> None:
+    spec = MeshSpec.regular((2, 3), ["dp", "tp"])
+    assert spec == pickle.loads(pickle.dumps(spec))
+    assert hash(spec) == hash(MeshSpec.of([[0, 1, 2], [3, 4, 5]], ("dp", "tp")))
+    assert spec != spec.named(None) != spec.named(("x", "y"))
+    assert spec.flattened().names == ("dp_tp",)
+    assert spec.flattened("all").names == ("all",)
+    assert spec.named(None).flattened().names is None
+    assert (str(spec), str(spec.named(None))) == ("dp=2 tp=3", "0=2 1=3")
+    assert (spec.axis("tp"), spec.axis(-1), spec.axis(0)) == (1, 1, 0)
+    assert spec.coordinate(6) is None
+    assert MeshSpec.of(5).ranks == (5,)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: MeshSpec.of([[0, 1], [1, 2]]), ValueError, r"duplicate values: \[1\]"),
+        (lambda: MeshSpec.of([[0, 1], [2]]), ValueError, "rows differ in length"),
+        (lambda: MeshSpec((2, 2), (0, 1, 2)), ValueError, r"\(2, 2\) has 4 ranks, got 3"),
+        (lambda: MeshSpec((0,), ()), ValueError, "has 0 ranks"),
+        (lambda: MeshSpec.of([0, -1]), ValueError, "from 0 on"),
+        (lambda: MeshSpec.of(["x"]), TypeError, "nested sequences"),
+        (lambda: MeshSpec.of([0, 1], ("a", "b")), ValueError, "each of the mesh's 1 axes"),
+        (lambda: MeshSpec.of([[0], [1]], ("a", "a")), ValueError, "must be unique"),
+        (lambda: MeshSpec.of([0], ("",)), ValueError, "not empty"),
+        (lambda: MeshSpec.of([0], ("a",)).axis("b"), KeyError, "Invalid mesh_dim_name 'b'"),
+        (lambda: MeshSpec.of([0]).axis("b"), KeyError, "not named"),
+        (lambda: MeshSpec.of([0]).axis(1), IndexError, "axis 1 of a mesh"),
+        (lambda: MeshSpec.of([0]).line(0, 3), ValueError, "rank 3 is not in the mesh"),
+        (lambda: MeshSpec.of([[0]]).through([0, -2], 0), ValueError, "taken once"),
+    ],
+)
+def test_what_is_no_mesh(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
