@@ -64,6 +64,8 @@ class DeviceMesh:
         [([0, 0], 0), ([0, 1], 0), ([1, 0], 1), ([1, 1], 1)]
     """
 
+    _groups: list[ProcessGroup]
+
     def __init__(
         self, device_type: str, mesh: Any, *, mesh_dim_names: Iterable[str] | None = None
     ) -> None:
@@ -86,7 +88,7 @@ class DeviceMesh:
         self.spec = spec
         self._coordinate = spec.coordinate(get_rank())
         self._root = root or self
-        self._groups: list[ProcessGroup] = []
+        self._groups = []
         #: Those made by flatten(), of the root: by name.
         self._flat: dict[str, DeviceMesh] = {}
 
