@@ -9,6 +9,8 @@ call moved nothing. What goes wrong at run time is one of these::
         ├── DistStoreError             a store: time-out, missing key, refused value, full disk
         │   └── StoreTimeoutError        nobody set the keys in time
         ├── DistNetworkError           a connection: refused, closed, garbage, wrong secret
+        ├── RpcTimeoutError            a call to another rank took too long
+        ├── RemoteError                a call raised what cannot be rebuilt here
         └── DistBackendError           a process group's backend
             ├── PeerLostError          a rank died or left while others needed it
             ├── CollectiveMismatchError  ranks called different things
@@ -49,6 +51,14 @@ class StoreTimeoutError(DistStoreError):
 
 class DistNetworkError(DistError):
     """A connection could not be made, was closed, spoke garbage or was refused."""
+
+
+class RpcTimeoutError(DistError):
+    """A function called on another rank did not return within the call's timeout."""
+
+
+class RemoteError(DistError):
+    """A function called on another rank raised something that cannot be rebuilt on this one."""
 
 
 class RankFailedError(DistError):

@@ -7,11 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from tilework.rpc.joining import find_store, join
 from tilework.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, Timeout
 from tilework.rpc.rref import RRef
-from tilework.rpc.workers import To, WorkerInfo
+from tilework.rpc.state import current_agent, current_state
+from tilework.rpc.workers import To, WorkerInfo, check_name
 
 T = TypeVar("T")
+
+#: How long what was sent last may take to leave, where everybody waited for it.
+_LINGER_SECONDS = 2.0
 
 
 def init_rpc(
@@ -21,13 +26,79 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the workers as ``name``. Collective; blocks until all came."""
-    raise NotImplementedError
+    """Join the workers as ``name``. Collective; blocks until all came.
+
+    Ranks meet at the options' ``init_method``; else at the default group's store, if there is
+    a default group; else as the environment says (env://). Only ranks that share the job's secret,
+    or the same private store, are ever heard.
+
+    Args:
+        name: What the others call this worker; unique.
+        backend: Accepted for torch's sake; there is one.
+        rank: This worker's number; -1: as the default group, the URL or the environment says.
+        world_size: How many workers there are; None: likewise.
+        rpc_backend_options: Time-outs and more. Its ``rpc_timeout`` limits this call too.
+
+    Raises:
+        RuntimeError: This rank has joined already.
+        ValueError: A bad name, two workers of one name, or a rank or size that cannot be.
+        CollectiveMismatchError: Ranks gave different sizes, the same rank, or other secrets.
+        DistBackendError: Nothing in the job's set-up proves who takes part.
+        DistStoreError: Some rank did not come in time.
+
+    Example:
+        >>> import operator
+        >>> from tilework import rpc
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rpc.init_rpc(f"worker{rank}")
+        ...     total = rpc.rpc_sync("worker1", operator.add, args=(rank, 10))
+        ...     rpc.shutdown()
+        ...     return total
+        >>> run_ranks(2, program)
+        [10, 11]
+    """
+    check_name(name)
+    options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(f"rpc_backend_options must be an RpcBackendOptions, got {options!r}")
+    state = current_state()
+    if state.agent is not None:
+        raise RuntimeError("RPC is initialized already: call rpc.shutdown() first")
+    store, rank, size, own = find_store(options, rank, world_size)
+    state.store = store if own else None
+    try:
+        join(state, store, rank, size, name, options)
+    except BaseException:
+        state.close()
+        raise
 
 
 def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
-    """Leave; with ``graceful``, once the work of all workers is done (then collective)."""
-    raise NotImplementedError
+    """Leave. No call can be made or served by this rank afterwards; init_rpc may be called again.
+
+    Args:
+        graceful: Wait until all workers have called this and all calls have ended, those
+            included that functions make meanwhile. Then collective. Otherwise leave at once:
+            calls to this worker fail with PeerLostError.
+        timeout: How long to wait; 0 means no limit.
+
+    Raises:
+        RuntimeError: init_rpc was not called.
+        RpcTimeoutError: It took longer. This rank has left all the same.
+        PeerLostError: Another worker died or left at once. Likewise.
+
+    Example:
+        See :func:`init_rpc`.
+    """
+    agent = current_agent()
+    linger = 0.0
+    try:
+        if graceful:
+            agent.finish(timeout)
+            linger = _LINGER_SECONDS
+    finally:
+        current_state().close(linger)
 
 
 def rpc_sync(
@@ -37,8 +108,31 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: Timeout = UNSET_RPC_TIMEOUT,
 ) -> T:
-    """Call ``func`` on worker ``to`` and return what it returned. Blocks."""
-    raise NotImplementedError
+    """Call ``func(*args, **kwargs)`` on worker ``to``, and return what it returned. Blocks.
+
+    The function travels by its name, so all ranks must be able to import it. Arguments and
+    results are copied: as they are at the call, tensors without the history of their gradients.
+
+    Args:
+        to: A worker's name, its rank, or its WorkerInfo; this rank's own, too.
+        func: What to call; may be marked with ``functions.async_execution``.
+        args, kwargs: Its arguments.
+        timeout: Seconds or a timedelta; 0 means no limit.
+
+    Raises:
+        What ``func`` raised, with its traceback there in the message.
+        RemoteError: If that cannot be rebuilt here.
+        RpcTimeoutError: There was no answer in time. The function may be running still.
+        PeerLostError: The worker died or left; noticed within a second.
+        TypeError: The function, an argument or the result cannot be pickled.
+        ValueError: There is no such worker.
+        RuntimeError: init_rpc was not called.
+
+    Example:
+        See :func:`init_rpc`.
+    """
+    result: T = current_agent().call(to, func, args or (), kwargs or {}, timeout)
+    return result
 
 
 def rpc_async(
@@ -48,8 +142,17 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: Timeout = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[T]:
-    """Call ``func`` on worker ``to``; a future of what it returns."""
-    raise NotImplementedError
+    """As :func:`rpc_sync`, but return a future at once.
+
+    Its ``wait()`` returns or raises as rpc_sync does. Its callbacks run on threads of their own
+    and may block.
+
+    Example::
+
+        futures = [rpc.rpc_async(name, work, args=(n,)) for n, name in enumerate(names)]
+        results = [future.wait() for future in futures]
+    """
+    return current_agent().call_async(to, func, args or (), kwargs or {}, timeout)
 
 
 def remote(
@@ -59,39 +162,99 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: Timeout = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
-    """Call ``func`` on worker ``to``, which keeps the result; a reference to that."""
-    raise NotImplementedError
+    """As :func:`rpc_sync`, but leave the result there, and return a reference to it at once.
+
+    What the function raises is raised by the reference's ``to_here()``.
+
+    Example:
+        See :class:`RRef`.
+    """
+    return current_agent().remote(to, func, args or (), kwargs or {}, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The worker called so; this one for None."""
-    raise NotImplementedError
+    """The worker called so; this one for None.
+
+    Raises:
+        ValueError: There is none.
+        RuntimeError: init_rpc was not called.
+    """
+    agent = current_agent()
+    return agent.workers.find(agent.rank if worker_name is None else worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers, in the order of their ranks."""
-    raise NotImplementedError
+    """All workers, in the order of their ranks.
+
+    Raises:
+        RuntimeError: init_rpc was not called.
+    """
+    return list(current_agent().workers)
 
 
 def is_initialized() -> bool:
-    """Whether this rank has called init_rpc, and not shutdown since."""
-    return False
+    """Whether this rank has called init_rpc, and not shutdown since.
+
+    Example:
+        >>> is_initialized()
+        False
+    """
+    return current_state().agent is not None
 
 
 def get_rpc_timeout() -> float:
-    """How many seconds a call may take unless it says so itself; infinite for no limit."""
-    raise NotImplementedError
+    """How many seconds a call may take unless it says so itself; infinite for no limit.
+
+    Raises:
+        RuntimeError: init_rpc was not called.
+    """
+    return current_agent().rpc_timeout
 
 
 def all_gather(
     obj: T, worker_names: Collection[str] | None = None, timeout: Timeout = UNSET_RPC_TIMEOUT
 ) -> dict[str, T]:
-    """Every worker's ``obj``, by its name. Collective over the workers; blocks."""
-    raise NotImplementedError
+    """Every worker's ``obj``, by its name. Collective over the workers; blocks.
+
+    Args:
+        obj: Anything that pickles.
+        worker_names: Who takes part, this worker among them; None: all.
+        timeout: Seconds or a timedelta; 0 means no limit.
+
+    Raises:
+        ValueError: A name that nobody has, or this worker is not among them.
+        RpcTimeoutError: Some worker did not come in time.
+        PeerLostError: Some worker died or left.
+
+    Example:
+        >>> from tilework import rpc
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rpc.init_rpc(f"worker{rank}")
+        ...     seen = rpc.all_gather(rank * 10)
+        ...     rpc.shutdown()
+        ...     return seen
+        >>> run_ranks(2, program)[0]
+        {'worker0': 0, 'worker1': 10}
+    """
+    agent = current_agent()
+    names = [worker.name for worker in agent.workers] if worker_names is None else worker_names
+    ranks = tuple(sorted({agent.workers.find(name).id for name in names}))
+    if agent.rank not in ranks:
+        raise ValueError(f"this worker is not one of those that gather: {sorted(names)}")
+    found = agent.gather("all_gather", ranks, obj, timeout)
+    return {agent.workers.find(rank).name: found[rank] for rank in ranks}
 
 
 def barrier(
     worker_names: Collection[str] | None = None, timeout: Timeout = UNSET_RPC_TIMEOUT
 ) -> None:
-    """Wait for the workers. Collective over them."""
-    raise NotImplementedError
+    """Wait until the workers have called this. Collective over them.
+
+    Args and errors are those of :func:`all_gather`.
+
+    Example::
+
+        rpc.barrier()
+    """
+    all_gather(None, worker_names, timeout)

@@ -2,52 +2,195 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from tilework.rpc.entries import Entry, Owned
+from tilework.rpc.functions import is_async
+from tilework.rpc.futures import Later
 from tilework.rpc.options import UNSET_RPC_TIMEOUT, Timeout
+from tilework.rpc.state import current_agent
 from tilework.rpc.workers import WorkerInfo
+
+if TYPE_CHECKING:
+    from tilework.rpc.agent import Agent
 
 T = TypeVar("T")
 
 
 class RRef(Generic[T]):
-    """A reference to a value that one rank, its owner, holds; any rank may have one."""
+    """A reference to a value that one rank, its owner, holds; any rank may have one.
+
+    ``RRef(value)`` makes this rank the owner of ``value``; :func:`remote` makes another one the
+    owner of what a function returns there. As an argument or a result of a call, alone or inside
+    other objects, a reference becomes one on the other rank. The owner keeps the value until no
+    rank has a reference any more: the last one is dropped, or its rank has died or shut down.
+
+    Args:
+        value: What to refer to.
+        type_hint: Accepted for torch's sake; without effect.
+
+    Raises:
+        RuntimeError: init_rpc was not called.
+
+    Example:
+        >>> from tilework import rpc
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rpc.init_rpc(f"worker{rank}")
+        ...     there = rpc.remote("worker1", sorted, args=([3, 1, 2],))
+        ...     here = rpc.RRef("abc")
+        ...     seen = there.to_here(), rpc.rpc_sync("worker1", _upper, args=(here,))
+        ...     rpc.shutdown()
+        ...     return seen
+        >>> run_ranks(2, program)[0]
+        ([1, 2, 3], 'ABC')
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_entry")
+    _agent: Agent
+    _entry: Entry
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        raise NotImplementedError
+        self._agent = current_agent()
+        self._entry = self._agent.references.own(value)
+
+    @classmethod
+    def of(cls, agent: Agent, entry: Entry) -> RRef[Any]:
+        """A reference by what the agent knows of it."""
+        made = cls.__new__(cls)
+        made._agent, made._entry = agent, entry
+        return made
+
+    @property
+    def entry(self) -> Entry:
+        """What the agent knows of it."""
+        return self._entry
 
     def owner(self) -> WorkerInfo:
         """The worker that holds the value."""
-        raise NotImplementedError
+        return self._agent.workers.find(self._entry.owner)
 
     def owner_name(self) -> str:
         """The name of the worker that holds the value."""
-        raise NotImplementedError
+        return self.owner().name
 
     def is_owner(self) -> bool:
         """Whether this rank holds the value."""
-        raise NotImplementedError
+        return isinstance(self._entry, Owned)
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to know of this reference."""
-        raise NotImplementedError
+        """Whether the owner is known to know of this reference. Does not wait."""
+        return isinstance(self._entry, Owned) or self._entry.confirmed
 
     def to_here(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> T:
-        """A copy of the value; on the owner, the value itself. Blocks."""
-        raise NotImplementedError
+        """A copy of the value; on the owner, the value itself. Blocks until it is there.
+
+        Raises:
+            What made the value fail; or what rpc_sync raises.
+        """
+        if isinstance(self._entry, Owned):
+            return self.local_value()
+        if self._entry.error is not None:
+            raise self._entry.error
+        found: T = self._agent.call(self._entry.owner, _fetch, (self,), {}, timeout)
+        return found
 
     def local_value(self) -> T:
-        """The value itself, on its owner. Blocks until it is there."""
-        raise NotImplementedError
+        """The value itself, on its owner. Blocks until it is there.
+
+        Raises:
+            RuntimeError: This rank is not the owner.
+            What made the value fail.
+        """
+        if not isinstance(self._entry, Owned):
+            raise RuntimeError(
+                f"{self!r} has its value on {self.owner_name()!r}, not here: call local_value() "
+                f"there, or to_here() for a copy"
+            )
+        found: T = self._entry.get()
+        return found
 
     def rpc_sync(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.rpc_sync().method(...)`` calls a method of the value where it is."""
-        raise NotImplementedError
+        """``rref.rpc_sync().method(...)`` calls a method of the value where it is; blocks."""
+        return _Methods(self, self._agent.call, timeout)
 
     def rpc_async(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.rpc_async().method(...)``: the same, as a future."""
-        raise NotImplementedError
+        return _Methods(self, self._agent.call_async, timeout)
 
     def remote(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.remote().method(...)``: the same, as a reference to the result."""
-        raise NotImplementedError
+        return _Methods(self, self._agent.remote, timeout)
+
+    def __repr__(self) -> str:
+        return f"RRef(owner={self.owner_name()!r}, id={tuple(self._entry.id)})"
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "an RRef can only be pickled as part of an RPC, which counts it; send it with "
+            "rpc_sync, rpc_async or remote, or pickle its to_here()"
+        )
+
+
+class _Methods:
+    """Every attribute is a function that calls the value's method of that name."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout) -> None:
+        self._rref, self._call, self._timeout = rref, call, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        rref, call, timeout = self._rref, self._call, self._timeout
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return call(rref._entry.owner, _call_method, (rref, name, args, kwargs), {}, timeout)
+
+        return method
+
+
+# -- what runs on the owner -----------------------------------------------------------------
+
+
+def _fetch(rref: RRef[Any]) -> Any:
+    entry = rref.entry
+    assert isinstance(entry, Owned)
+    return Later(entry.pending.then(lambda _: entry.get())) if entry.pending else entry.get()
+
+
+def _call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    method = getattr(rref.local_value(), name)
+    result = method(*args, **kwargs)
+    return Later(result) if is_async(method) else result
+
+
+def fill(rref: RRef[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run ``fn`` for :func:`remote`: the result is what ``rref`` refers to.
+
+    What it raises is kept like a result, for whoever asks for that.
+    """
+    entry = rref.entry
+    assert isinstance(entry, Owned)
+    try:
+        result = fn(*args, **kwargs)
+        if isinstance(result, Later):
+            result = result.future
+        elif not is_async(fn):
+            entry.complete(result)
+            return
+        result.add_done_callback(lambda done: _copy(done, entry))
+    except Exception as error:
+        entry.fail(error)
+
+
+def _copy(done: Any, entry: Owned) -> None:
+    try:
+        entry.complete(done.value())
+    except Exception as error:
+        entry.fail(error)
+
+
+def _upper(rref: RRef[str]) -> str:
+    """For the example above."""
+    return rref.to_here().upper()

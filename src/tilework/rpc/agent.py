@@ -1,0 +1,458 @@
+"""One rank's end of RPC: what it asks of others, and what others ask of it."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from tilework.comm.callbacks import run_soon
+from tilework.comm.callsite import Site, user_frame
+from tilework.errors import DistError, RpcTimeoutError
+from tilework.rpc import memory
+from tilework.rpc.calls import BlockingCall, Call, Calls, CreatingCall, FutureCall, Task
+from tilework.rpc.crew import Crew
+from tilework.rpc.entries import Owned
+from tilework.rpc.failures import Failure
+from tilework.rpc.functions import is_async
+from tilework.rpc.futures import Later, RpcFuture
+from tilework.rpc.gathering import Gatherings, Key
+from tilework.rpc.memory import Lender, Probe
+from tilework.rpc.message import NO_FILE, Kind, Message, Ref, decode, encode
+from tilework.rpc.options import Timeout, timeout_seconds
+from tilework.rpc.payload import Payload, load
+from tilework.rpc.references import References
+from tilework.rpc.rref import RRef, fill
+from tilework.rpc.state import current_agent
+from tilework.rpc.transport import Transport
+from tilework.rpc.workers import Directory, To
+
+_log = logging.getLogger(__name__)
+
+#: What a rank sent before it was gone is read before its calls fail.
+_GRACE_SECONDS: Final = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Arrived:
+    """A message with a body, of which everything was taken that must be."""
+
+    message: Message
+    refs: list[RRef[Any]]
+    file: Any
+    """What the memory file holds; why it cannot be opened."""
+
+    def load(self) -> Any:
+        if isinstance(self.file, OSError):
+            raise DistError(f"cannot open the sender's memory: {self.file}")
+        data, *buffers = self.message.load(self.file)
+        return load(data, buffers, self.refs)
+
+
+class Agent:
+    """One rank's end of RPC.
+
+    Args:
+        rank: This rank.
+        workers: All workers.
+        transport: The sockets; the agent closes them.
+        lender: This rank's memory files; the agent closes it.
+        probes: By which ranks' memory files are found, by rank.
+        rpc_timeout: Seconds that a call may take unless it says so itself.
+        idle_threads: How many are kept.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        workers: Directory,
+        transport: Transport,
+        lender: Lender,
+        probes: Sequence[Probe],
+        rpc_timeout: float,
+        idle_threads: int,
+    ) -> None:
+        self.rank, self.workers, self.rpc_timeout = rank, workers, rpc_timeout
+        self.references = References(rank, self._tell, transport.wake)
+        self.gatherings = Gatherings()
+        self._transport, self._lender, self._probes = transport, lender, probes
+        self._calls = Calls()
+        #: Ranks that can open this one's memory files.
+        self._readers: set[int] = set()
+        self._losing: list[tuple[float, int]] = []
+        self._closed = False
+        self._closing = threading.Lock()
+        self._context = contextvars.copy_context()
+        me = f"rpc {workers.find(rank).name}"
+        self._crew = Crew(self._next_task, idle_threads, me)
+        self._watcher = threading.Thread(target=self._watch, name=f"{me} watch", daemon=True)
+
+    def start(self, addresses: Sequence[str]) -> None:
+        """Begin; the ranks listen at ``addresses``."""
+        self._transport.know(addresses, self._hello)
+        self._watcher.start()
+        self._crew.start()
+
+    # -- calling ---------------------------------------------------------------------------
+
+    def call(
+        self,
+        to: To,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: Timeout,
+        inner: bool = False,
+    ) -> Any:
+        """The result of ``fn`` there. Blocks."""
+        call = BlockingCall(**self._about(to, fn, timeout), inner=inner)
+        number = self._issue(call, (fn, tuple(args), dict(kwargs)))
+        try:
+            return call.wait()
+        except KeyboardInterrupt:
+            if self._calls.pop(number) is not None:
+                self._calls.ended(call)
+            raise
+
+    def call_async(
+        self,
+        to: To,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: Timeout,
+    ) -> RpcFuture[Any]:
+        """A future of the result of ``fn`` there."""
+        call = FutureCall(**self._about(to, fn, timeout))
+        self._issue(call, (fn, tuple(args), dict(kwargs)))
+        return call.future
+
+    def remote(
+        self,
+        to: To,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: Timeout,
+    ) -> RRef[Any]:
+        """A reference to the result of ``fn`` there."""
+        about = self._about(to, fn, timeout)
+        entry, ref = self.references.create(about["to"].id)
+        made = RRef.of(self, entry)
+        job: tuple[Any, ...] = (fill, (made, fn, tuple(args), dict(kwargs)), {})
+        self._issue(CreatingCall(**about, entry=entry), job, ref)
+        return made
+
+    def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any:
+        """Each of the ranks' objects, by rank. Collective over them; blocks."""
+        key = self.gatherings.next(purpose, ranks)
+        return self.call(ranks[0], _arrive, (key, self.rank, obj), {}, timeout, inner=True)
+
+    def _about(self, to: To, fn: Callable[..., Any], timeout: Timeout) -> dict[str, Any]:
+        if not callable(fn):
+            raise TypeError(f"what is called on another rank must be callable, got {fn!r}")
+        frame = user_frame(sys._getframe(2))
+        site: Site | None = (frame.f_code, frame.f_lasti) if frame is not None else None
+        return {
+            "to": self.workers.find(to),
+            "what": getattr(fn, "__qualname__", None) or repr(fn),
+            "site": site,
+            "timeout": timeout_seconds(timeout, self.rpc_timeout),
+        }
+
+    def _issue(self, call: Call, job: tuple[Any, ...], new: Ref | None = None) -> int:
+        """Send a call; ``new`` is the reference among its arguments that it makes."""
+        to = call.to.id
+        payload, refs = self._pack(job, to, new)
+        number, wake = self._calls.add(call)
+        if wake:
+            self._transport.wake()
+        kind = Kind.INNER_CALL if call.inner else Kind.CALL
+        if not self._post(kind, to, number, payload, refs) and self._calls.pop(number) is not None:
+            self._calls.ended(call)
+            raise _closed_error(call) if self._closed else call.lost()
+        return number
+
+    # -- sending ---------------------------------------------------------------------------
+
+    def _pack(self, obj: Any, to: int, new: Ref | None = None) -> tuple[Payload, list[Ref]]:
+        refs: list[Ref] = []
+
+        def refer(rref: RRef[Any]) -> None:
+            if rref._agent is not self:
+                raise ValueError(f"{rref!r} is of an RPC that was shut down")
+            if new is not None and rref.entry.id == new.id:
+                refs.append(new)
+            else:
+                refs.append(self.references.outgoing(rref.entry, to))
+
+        try:
+            return Payload(obj, refer), refs
+        except BaseException:
+            self.references.unsent(refs, to)
+            raise
+
+    def _post(self, kind: Kind, to: int, number: int, payload: Payload, refs: list[Ref]) -> bool:
+        """Send a message with a body; whether it may arrive."""
+        parts = [payload.data, *payload.buffers]
+        file, places = self._lend(to, parts)
+        sent = self._transport.send(to, encode(kind, self.rank, number, refs, parts, file, places))
+        if not sent:
+            self._lender.taken(file)
+            self.references.unsent(refs, to)
+        return sent
+
+    def _lend(self, to: int, parts: Sequence[memoryview]) -> tuple[int, list[int]]:
+        """The memory file for the large ones of ``parts``, and the place of each part in it."""
+        sizes = [part.nbytes for part in parts]
+        large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
+        if not large or to not in self._readers:
+            return NO_FILE, []
+        offsets = memory.place([sizes[i] for i in large])
+        file = self._lender.lend(to, [parts[i] for i in large], offsets)
+        if file is None:
+            return NO_FILE, []
+        places = [-1] * len(parts)
+        for i, offset in zip(large, offsets, strict=True):
+            places[i] = offset
+        return file, places
+
+    def _tell(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
+        """Send a message without a body; to a rank that is gone, nothing."""
+        self._transport.send(to, encode(kind, self.rank, number, refs))
+
+    def _hello(self, to: int) -> bytes:
+        return b"".join(encode(Kind.HELLO, self.rank, int(self._probes[to].readable())))
+
+    # -- receiving: on the crew's threads ----------------------------------------------------
+
+    def _next_task(self) -> Task | None:
+        """Take messages until one asks for something that may take its time."""
+        while True:
+            frames = self._transport.receive()
+            try:
+                message = decode(frames)
+                if message.kind == Kind.STOP:
+                    return None
+                task = self._take(message)
+            except Exception:  # our bug; the others' messages must go on
+                _log.exception("rank %d dropped a message", self.rank)
+                continue
+            if task is not None:
+                return partial(self._context.copy().run, task)
+
+    def _take(self, message: Message) -> Task | None:
+        """What may be done at once, in the order of the messages; the rest is returned."""
+        sender, number = message.sender, message.number
+        self._transport.contact(sender)
+        match message.kind:
+            case Kind.CALL | Kind.INNER_CALL:
+                return partial(self._serve, self._unwrap(message))
+            case Kind.RESULT | Kind.ERROR:
+                arrived, call = self._unwrap(message), self._calls.pop(number)
+                if call is not None:  # it was neither late nor given up
+                    return self._finish(call, partial(self._outcome, arrived))
+            case Kind.HELLO:
+                if number:
+                    self._readers.add(sender)
+            case Kind.TAKEN:
+                self._lender.taken(number)
+            case Kind.ADD:
+                self.references.add(message.refs[0], sender, number)
+            case Kind.ADDED:
+                self.references.added(number)
+            case Kind.HOLDS:
+                self.references.holds(number)
+            case Kind.DROP:
+                freed = self.references.drop(message.refs[0].id, sender, number)
+                return None if freed is None else partial(_let_go, [freed])
+        return None
+
+    def _unwrap(self, message: Message) -> _Arrived:
+        refs = [
+            RRef.of(self, self.references.incoming(ref, message.sender)) for ref in message.refs
+        ]
+        file: Any = None
+        if message.file != NO_FILE:
+            pid = self._probes[message.sender].pid
+            try:
+                file = memory.take(pid, message.file, message.file_bytes)
+            except OSError as error:
+                file = error
+            self._tell(Kind.TAKEN, message.sender, message.file)
+        return _Arrived(message, refs, file)
+
+    def _outcome(self, arrived: _Arrived) -> Any:
+        """The result of a call that ended, or its exception."""
+        result = arrived.load()
+        if arrived.message.kind == Kind.ERROR:
+            raise result.rebuild(self.workers.find(arrived.message.sender))
+        return result
+
+    def _finish(self, call: Call, outcome: Callable[[], Any]) -> Task | None:
+        """End a call; what is left to be done for that, if anything."""
+        task = call.finish(outcome)
+        if task is None:
+            self._calls.ended(call)
+            return None
+
+        def finish() -> None:
+            try:
+                task()
+            finally:
+                self._calls.ended(call)
+
+        return finish
+
+    # -- serving ---------------------------------------------------------------------------
+
+    def _serve(self, arrived: _Arrived) -> None:
+        """Run what another rank asks for, and answer."""
+        to, number = arrived.message.sender, arrived.message.number
+        try:
+            fn, args, kwargs = arrived.load()
+        except BaseException as error:
+            self._answer_error(to, number, error)
+            return
+        try:
+            result = fn(*args, **kwargs)
+            if is_async(fn):
+                result = _later(fn, result)
+        except BaseException as error:
+            self._answer_error(to, number, error)
+            return
+        if isinstance(result, Later):
+            result.future.add_done_callback(partial(self._answer_future, to, number))
+        else:
+            self._answer(to, number, result)
+
+    def _answer_future(self, to: int, number: int, future: Any) -> None:
+        try:
+            result = future.value()
+        except BaseException as error:
+            self._answer_error(to, number, error)
+        else:
+            self._answer(to, number, result)
+
+    def _answer(self, to: int, number: int, result: Any) -> None:
+        try:
+            payload, refs = self._pack(result, to)
+        except BaseException as error:
+            self._answer_error(to, number, error)
+        else:
+            self._post(Kind.RESULT, to, number, payload, refs)
+
+    def _answer_error(self, to: int, number: int, error: BaseException) -> None:
+        payload, refs = self._pack(Failure.of(error), to)
+        self._post(Kind.ERROR, to, number, payload, refs)
+
+    # -- watching: on a thread of its own ------------------------------------------------------
+
+    def _watch(self) -> None:
+        """End the calls that are late, or whose worker is gone; tell what was dropped."""
+        while not self._closed:
+            next_loss = self._losing[0][0] if self._losing else math.inf
+            until = self._calls.sleep_until(next_loss)
+            lost = self._transport.watch(until - time.monotonic())
+            now = time.monotonic()
+            self._losing += [(now + _GRACE_SECONDS, rank) for rank in lost]
+            while self._losing and self._losing[0][0] <= now:
+                self._lose(self._losing.pop(0)[1])
+            for number in self._calls.late(now):
+                self._end(number, Call.late)
+            self.references.flush()
+
+    def _lose(self, rank: int) -> None:
+        self._transport.give_up(rank)
+        for number in self._calls.numbers(lambda call: call.to.id == rank):
+            self._end(number, Call.lost)
+        self._lender.lost(rank)
+        run_soon(partial(_let_go, self.references.lost(rank)))
+        run_soon(partial(self.gatherings.lose, rank))
+
+    def _end(self, number: int, reason: Callable[[Call], BaseException]) -> None:
+        """End a call with an error, if it has not ended meanwhile."""
+        call = self._calls.pop(number)
+        if call is None:
+            return
+        task = self._finish(call, partial(_raise, reason(call)))
+        if task is not None:
+            run_soon(partial(self._context.copy().run, task))
+
+    # -- leaving ---------------------------------------------------------------------------
+
+    def finish(self, timeout: Timeout) -> None:
+        """Wait until no worker has calls that have not ended. Collective.
+
+        Nobody is sure to stay idle because he is so now: a function that still runs may call him.
+        So all ask each other twice whether they made any call in between.
+
+        Raises:
+            RpcTimeoutError: It took longer.
+            PeerLostError: A worker died or left.
+        """
+        deadline = time.monotonic() + timeout_seconds(timeout, math.inf)
+        ranks = tuple(range(len(self.workers)))
+        before, now = None, {-1: 0}
+        while before != now:
+            if not self._calls.wait_idle(deadline):
+                raise RpcTimeoutError("shutdown: calls of this rank did not end in time")
+            left = max(0.001, deadline - time.monotonic())
+            before, now = now, self.gather("shutdown", ranks, self._calls.made, left)
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Leave. Calls that have not ended fail. Idempotent; waits for nobody.
+
+        Args:
+            linger_seconds: How long what was sent may take to leave.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        for number in self._calls.numbers(lambda call: True):
+            self._end(number, _closed_error)
+        self._transport.send(self.rank, encode(Kind.STOP, self.rank, 0))
+        self._transport.wake()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+        self._crew.join()
+        self._transport.close(linger_seconds)
+        self._lender.close()
+        self.references.close()
+
+
+def _arrive(key: Key, rank: int, obj: Any) -> Later:
+    """Runs where a gathering is led."""
+    return current_agent().gatherings.arrive(key, rank, obj)
+
+
+def _later(fn: Callable[..., Any], result: Any) -> Later:
+    if not isinstance(result, torch.futures.Future):
+        raise TypeError(
+            f"{fn.__qualname__} is marked with async_execution, so it must return a "
+            f"torch.futures.Future, but it returned {type(result).__name__}"
+        )
+    return Later(result)
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _let_go(entries: list[Owned]) -> None:
+    """Drop values where whatever their end sets off may block."""
+    entries.clear()
+
+
+def _closed_error(call: Call) -> BaseException:
+    return DistError(f"RPC was shut down on this rank before {call.what} returned")

@@ -1,0 +1,191 @@
+"""Calls that this rank has made and that are not answered yet."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilework.comm.callsite import Site, format_site
+from tilework.errors import PeerLostError, RpcTimeoutError
+from tilework.rpc.entries import Entry, Held
+from tilework.rpc.futures import RpcFuture
+from tilework.rpc.workers import WorkerInfo
+
+#: How a call ended: gives its result, or raises.
+Outcome = Callable[[], Any]
+Task = Callable[[], None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Call(ABC):
+    """One call to another rank."""
+
+    to: WorkerInfo
+    what: str
+    """The function."""
+    site: Site | None
+    """Where it was called."""
+    timeout: float
+    """Seconds."""
+    inner: bool = False
+    """Whether it is for RPC's own purposes."""
+    deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.timeout
+
+    @abstractmethod
+    def finish(self, outcome: Outcome) -> Task | None:
+        """It has ended. Never blocks: what may block is the task that it returns, if any."""
+
+    def lost(self) -> PeerLostError:
+        """The error for a worker that is gone."""
+        return PeerLostError(
+            f"{self.to_where()} died or left before {self.what} returned{self._called()}",
+            ranks=[self.to.id],
+        )
+
+    def late(self) -> RpcTimeoutError:
+        """The error for a worker that does not answer."""
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({self.timeout:g} s): {self.what} on "
+            f"{self.to_where()}{self._called()}. Pass a longer timeout if it may take so long"
+        )
+
+    def to_where(self) -> str:
+        """The worker, for messages."""
+        return f"worker {self.to.name!r} (rank {self.to.id})"
+
+    def _called(self) -> str:
+        site = format_site(self.site)
+        return f", called at {site}" if site else ""
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockingCall(Call):
+    """A call whose caller waits."""
+
+    _ended: threading.Lock = field(default_factory=threading.Lock)
+    _outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ended.acquire()
+
+    def finish(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._ended.release()
+
+    def wait(self) -> Any:
+        """Block until it has ended; return its result or raise."""
+        self._ended.acquire()
+        assert self._outcome is not None
+        return self._outcome()
+
+
+@dataclass(eq=False, kw_only=True)
+class FutureCall(Call):
+    """A call that completes a future."""
+
+    future: RpcFuture[Any] = field(default_factory=RpcFuture)
+
+    def finish(self, outcome: Outcome) -> Task:
+        return lambda: self._complete(outcome)
+
+    def _complete(self, outcome: Outcome) -> None:
+        try:
+            result = outcome()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+@dataclass(eq=False, kw_only=True)
+class CreatingCall(Call):
+    """A call that makes another rank the owner of a value."""
+
+    entry: Entry
+
+    def finish(self, outcome: Outcome) -> Task:
+        return lambda: self._note(outcome)
+
+    def _note(self, outcome: Outcome) -> None:
+        try:
+            outcome()
+        except Exception as error:
+            if isinstance(self.entry, Held):
+                self.entry.error = error
+            else:
+                self.entry.fail(error)
+        else:
+            if isinstance(self.entry, Held):
+                self.entry.confirmed = True
+
+
+class Calls:
+    """The calls that are not answered, by number."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count()
+        self._made = 0
+        #: Those made that have not ended.
+        self._work = 0
+        self._awake_at = math.inf
+
+    def add(self, call: Call) -> tuple[int, bool]:
+        """Its number, and whether who watches the deadlines must be woken for it."""
+        with self._lock:
+            number = next(self._numbers)
+            self._calls[number] = call
+            self._made += not call.inner
+            self._work += not call.inner
+            return number, call.deadline < self._awake_at
+
+    def pop(self, number: int) -> Call | None:
+        """The call, once; whoever gets it ends it, and says so."""
+        with self._lock:
+            return self._calls.pop(number, None)
+
+    def ended(self, call: Call) -> None:
+        """The call has ended, with whatever its end set off."""
+        with self._lock:
+            self._work -= not call.inner
+            if not self._work:
+                self._idle.notify_all()
+
+    def numbers(self, where: Callable[[Call], bool]) -> list[int]:
+        """The calls for which ``where`` holds."""
+        with self._lock:
+            return [number for number, call in self._calls.items() if where(call)]
+
+    def late(self, now: float) -> list[int]:
+        """The calls whose time is up."""
+        return self.numbers(lambda call: call.deadline <= now)
+
+    def sleep_until(self, at_most: float) -> float:
+        """When the next one is late, or ``at_most``: until then nobody need look again."""
+        with self._lock:
+            soonest = min((call.deadline for call in self._calls.values()), default=math.inf)
+            self._awake_at = min(soonest, at_most)
+            return self._awake_at
+
+    @property
+    def made(self) -> int:
+        """How many there were, RPC's own ones aside."""
+        return self._made
+
+    def wait_idle(self, deadline: float) -> bool:
+        """Wait until all have ended, RPC's own ones aside; whether that came in time."""
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._work, left)

@@ -1,0 +1,75 @@
+"""What a rank knows of one reference: its value, on its owner; who holds it, elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilework.rpc.futures import RpcFuture
+from tilework.rpc.message import RefId
+
+
+class Owned:
+    """On the owner: the value, once it is there.
+
+    It lives as long as an RRef of this rank, or the list of those that others hold, has it.
+    """
+
+    __slots__ = ("__weakref__", "_error", "_value", "holders", "id", "owner", "pending")
+
+    def __init__(self, id: RefId, owner: int) -> None:
+        self.id, self.owner = id, owner
+        #: How many references each rank was given and has not dropped.
+        self.holders: dict[int, int] = {}
+        #: Completes, with None, when the value is there; None once it is.
+        self.pending: RpcFuture[None] | None = RpcFuture()
+        # Not in the future, into which Python's garbage collector cannot look.
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def complete(self, value: Any) -> None:
+        """The value is there."""
+        self._value = value
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no value."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.set_result(None)
+
+    def get(self) -> Any:
+        """The value. Blocks until it is there; raises what it failed with."""
+        pending = self.pending
+        if pending is not None:
+            pending.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Held:
+    """Elsewhere: that this rank has references to it.
+
+    Args:
+        dropped: Called with id and owner when the last one is gone; from any thread, at any time.
+    """
+
+    __slots__ = ("__weakref__", "_dropped", "confirmed", "error", "id", "owner")
+
+    def __init__(self, id: RefId, owner: int, dropped: Callable[[RefId, int], None]) -> None:
+        self.id, self.owner, self._dropped = id, owner, dropped
+        #: Whether the owner is known to have counted this rank.
+        self.confirmed = False
+        #: Why there is no value, if so.
+        self.error: BaseException | None = None
+
+    def __del__(self) -> None:
+        self._dropped(self.id, self.owner)
+
+
+Entry = Owned | Held

@@ -1,0 +1,75 @@
+"""Exceptions that cross from one rank to another."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from types import TracebackType
+from typing import NamedTuple
+
+from tilework.comm.callsite import in_library
+from tilework.errors import RemoteError
+from tilework.rpc.workers import WorkerInfo
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that came from another rank and has no message to append to."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Failure(NamedTuple):
+    """What another rank is told of an exception."""
+
+    pickled: bytes | None
+    """The exception; None where it cannot be pickled, or is not for others (an interrupt)."""
+    name: str
+    text: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """That of ``error``."""
+        told = traceback.format_exception(type(error), error, _users(error.__traceback__))
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        return cls(_pickled(error), name.removeprefix("builtins."), str(error), "".join(told))
+
+    def rebuild(self, where: WorkerInfo) -> BaseException:
+        """The exception, as it is raised on this rank."""
+        text = f"On worker {where.name!r} (rank {where.id}):\n{self.traceback}"
+        error = _unpickled(self.pickled)
+        if error is None:
+            error = RemoteError(f"{self.name}: {self.text}\n\n{text}")
+        elif len(error.args) == 1 and error.args[0] == str(error):
+            error.args = (f"{error.args[0]}\n\n{text}",)
+        else:
+            error.__cause__ = RemoteTraceback(text)
+        return error
+
+
+def _users(found: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this package that only called the user's function."""
+    first = found
+    while found is not None and in_library[found.tb_frame.f_code.co_filename]:
+        found = found.tb_next
+    return found or first
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    if not isinstance(error, Exception):
+        return None
+    try:
+        data = pickle.dumps(error)
+    except Exception:
+        return None
+    return data if _unpickled(data) is not None else None
+
+
+def _unpickled(data: bytes | None) -> Exception | None:
+    """The exception; None where its class cannot be built that way."""
+    try:
+        error = None if data is None else pickle.loads(data)
+    except Exception:
+        return None
+    return error if isinstance(error, Exception) else None

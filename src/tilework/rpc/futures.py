@@ -1,0 +1,40 @@
+"""torch's futures, as RPC makes them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class RpcFuture(torch.futures.Future[T]):
+    """A future whose ``wait`` can be interrupted (Ctrl-C), which torch's cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready = threading.Event()
+
+    def wait(self) -> T:
+        """Block until it is complete; return its value, or raise its exception."""
+        self._ready.wait()
+        return super().wait()
+
+    def set_result(self, result: T) -> None:
+        """Complete it. Callbacks run on this thread."""
+        self._ready.set()
+        super().set_result(result)
+
+    def set_exception(self, result: Any) -> None:
+        """Complete it with an exception. Callbacks run on this thread."""
+        self._ready.set()
+        super().set_exception(result)
+
+
+class Later:
+    """What a function returns whose result will be in ``future``."""
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future

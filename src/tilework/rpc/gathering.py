@@ -1,0 +1,69 @@
+"""Gathering objects from workers: each calls the first of them, which answers when all have."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from tilework.errors import PeerLostError
+from tilework.rpc.futures import Later, RpcFuture
+
+#: What is gathered: its purpose, the ranks, and how many of these there were before.
+Key = tuple[str, tuple[int, ...], int]
+
+
+class _Round:
+    """One gathering, where it is led."""
+
+    def __init__(self) -> None:
+        self.objects: dict[int, Any] = {}
+        self.future: RpcFuture[dict[int, Any]] = RpcFuture()
+
+
+class Gatherings:
+    """One rank's part in gatherings."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._rounds: dict[Key, _Round] = {}
+        self._lost: set[int] = set()
+
+    def next(self, purpose: str, ranks: tuple[int, ...]) -> Key:
+        """The next one of these; the same on each of the ranks."""
+        with self._lock:
+            self._counts[purpose, ranks] += 1
+            return purpose, ranks, self._counts[purpose, ranks]
+
+    def arrive(self, key: Key, rank: int, obj: Any) -> Later:
+        """``rank`` contributes ``obj``; all objects, by rank, when all have."""
+        _, ranks, _ = key
+        with self._lock:
+            gone = sorted(self._lost.intersection(ranks))
+            if gone:
+                raise _lost_error(key, gone)
+            round = self._rounds.setdefault(key, _Round())
+            round.objects[rank] = obj
+            complete = len(round.objects) == len(ranks)
+            if complete:
+                del self._rounds[key]
+        if complete:
+            round.future.set_result({rank: round.objects[rank] for rank in ranks})
+        return Later(round.future)
+
+    def lose(self, rank: int) -> None:
+        """``rank`` will not come."""
+        with self._lock:
+            self._lost.add(rank)
+            ended = [key for key in self._rounds if rank in key[1]]
+            rounds = {key: self._rounds.pop(key) for key in ended}
+        for key, round in rounds.items():
+            round.future.set_exception(_lost_error(key, [rank]))
+
+
+def _lost_error(key: Key, gone: list[int]) -> PeerLostError:
+    purpose, ranks, _ = key
+    return PeerLostError(
+        f"{purpose} among ranks {list(ranks)}: ranks {gone} died or left", ranks=gone
+    )

@@ -1,0 +1,108 @@
+"""Making a rank's agent: finding the others, and agreeing with them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backends import hybrid_hosts
+from tilework.comm.backends.interfaces import address_towards
+from tilework.comm.world import current_world
+from tilework.rendezvous import rendezvous
+from tilework.rpc.agent import Agent
+from tilework.rpc.keys import agree_on_keys
+from tilework.rpc.meeting import Card, Meeting
+from tilework.rpc.memory import Lender
+from tilework.rpc.options import RpcBackendOptions
+from tilework.rpc.state import RpcState
+from tilework.rpc.transport import Transport
+from tilework.rpc.workers import Directory
+from tilework.store import PrefixStore, Store
+
+#: The longest that a rank waits for the others to call init_rpc.
+_LONGEST_SECONDS = 7 * 24 * 3600.0
+
+
+def find_store(
+    options: RpcBackendOptions, rank: int, world_size: int | None
+) -> tuple[Store, int, int, bool]:
+    """Where to meet, as which rank, of how many; and whether the store was opened for that."""
+    size = -1 if world_size is None else world_size
+    world = current_world()
+    if options.init_method is None and world.default_group is not None:
+        group = world.record(world.default_group)
+        rank = group.group.rank() if rank == -1 else rank
+        size = group.group.size() if size == -1 else size
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to world_size - 1, got {rank} of {size}")
+        return group.store, rank, size, False
+    url = options.init_method or "env://"
+    limit = timedelta(seconds=min(options.rpc_timeout, _LONGEST_SECONDS))
+    return *next(rendezvous(url, rank, size, timeout=limit)), True
+
+
+def join(
+    state: RpcState, store: Store, rank: int, size: int, name: str, options: RpcBackendOptions
+) -> None:
+    """Give ``state`` an agent that knows all others. Collective; blocks until all came."""
+    # Workers may meet at one store more than once; each of them counts its own visits.
+    visit = store.add(f"tilework/rpc/visits/{rank}", 1)
+    shared = PrefixStore(f"tilework/rpc/{visit}", store)
+    meeting = Meeting(shared, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS))
+    meeting.agree_on_size()
+    keys = agree_on_keys(shared, size)
+    with contextlib.ExitStack() as undo:
+        transport = Transport(rank, size, keys)
+        undo.callback(transport.close, 0.0)
+        lender = Lender()
+        undo.callback(lender.close)
+        host = _host(shared, rank, size)
+        mine = Card(name, keys.proof, host, transport.listen_here(), lender.probe)
+        cards = meeting.exchange(mine)
+        workers = Directory([card.name for card in cards])
+        addresses = _addresses(meeting, transport, store, cards, host)
+        undo.pop_all()
+    agent = Agent(
+        rank,
+        workers,
+        transport,
+        lender,
+        [card.probe for card in cards],
+        options.rpc_timeout,
+        options.num_worker_threads,
+    )
+    state.agent = agent
+    agent.start(addresses)
+
+
+def _host(store: Store, rank: int, size: int) -> str:
+    ranks = tuple(range(size))
+    request = DistributedBackendOptions(store, rank, size, store.timeout, "rpc", ranks)
+    return hybrid_hosts.host_identity(request)
+
+
+def _addresses(
+    meeting: Meeting, transport: Transport, store: Store, cards: list[Card], host: str
+) -> list[str]:
+    """Where each rank listens for this one. Collective."""
+    if len({card.host for card in cards}) == 1:
+        return [card.address for card in cards]
+    meeting.tell("tcp", transport.listen_on(address_towards(store) or _own_address()))
+    far = meeting.gather("tcp")
+    return [
+        card.address if card.host == host else address
+        for card, address in zip(cards, far, strict=True)
+    ]
+
+
+def _own_address() -> str:
+    """Where this host's name leads, if that is here."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return "127.0.0.1"
+    return address

@@ -1,0 +1,110 @@
+"""How the ranks that call init_rpc find each other, through a store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from tilework.errors import CollectiveMismatchError, DistStoreError, StoreTimeoutError
+from tilework.rpc.memory import Probe
+from tilework.store import Store
+
+#: How often waiting ranks look whether another has found something wrong.
+_LOOK_SECONDS = 0.1
+_RANKS_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others about itself."""
+
+    name: str
+    proof: str
+    """Equal where the job's secret is."""
+    host: str
+    """Equal where ranks may reach each other without a network."""
+    address: str
+    """Where it listens for those."""
+    probe: Probe
+
+
+class Meeting:
+    """One rank's part in a meeting of ``size`` at ``store``, within ``seconds``."""
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+
+    def agree_on_size(self) -> None:
+        """Raise CollectiveMismatchError, here and on the others, if another size was given."""
+        mine = f"rank {self._rank} says world_size={self._size}"
+        first = self._store.compare_set("size", "", mine).decode()
+        if first.partition("=")[2] != str(self._size):
+            self._disagree(f"ranks disagree on how many workers there are: {mine}, but {first}")
+
+    def exchange(self, card: Card) -> list[Card]:
+        """Every rank's card.
+
+        Raises:
+            CollectiveMismatchError: Two ranks have one number, or ranks have different secrets.
+            DistStoreError: Some did not come in time.
+        """
+        text = json.dumps(asdict(card))
+        if self._store.compare_set(f"card/{self._rank}", "", text).decode() != text:
+            self._disagree(
+                f"two workers say that they are rank {self._rank}, one of them called "
+                f"{card.name!r}: each needs a rank of its own"
+            )
+        cards = [_card(text) for text in self.gather("card")]
+        others = [rank for rank, other in enumerate(cards) if other.proof != cards[0].proof]
+        if others:
+            raise CollectiveMismatchError(
+                f"ranks {others} have another secret than rank 0: set TILEWORK_SECRET to the "
+                f"same on every rank, or on none",
+                ranks=others,
+            )
+        return cards
+
+    def tell(self, what: str, text: str) -> None:
+        """Let the others know, for their ``gather``."""
+        self._store.set(f"{what}/{self._rank}", text)
+
+    def gather(self, what: str) -> list[str]:
+        """What each rank told. Blocks."""
+        keys = [f"{what}/{rank}" for rank in range(self._size)]
+        while not self._there(keys):
+            if time.monotonic() > self._deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise DistStoreError(
+                    f"Timed out in init_rpc on rank {self._rank}: ranks {_some(missing)} of "
+                    f"{self._size} did not call it within {self._seconds:g} s. Check whether they "
+                    f"started, failed, or wait somewhere else"
+                )
+        return [value.decode() for value in self._store.multi_get(keys)]
+
+    def _there(self, keys: Sequence[str]) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=_LOOK_SECONDS))
+            found = True
+        except StoreTimeoutError:
+            found = False
+        if self._store.check(["disagreement"]):
+            raise CollectiveMismatchError(self._store.get("disagreement").decode())
+        return found
+
+    def _disagree(self, text: str) -> None:
+        self._store.set("disagreement", text)
+        raise CollectiveMismatchError(text)
+
+
+def _card(text: str) -> Card:
+    fields = json.loads(text)
+    return Card(**{**fields, "probe": Probe(*fields["probe"])})
+
+
+def _some(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _RANKS_SHOWN
+    return f"{list(ranks[:_RANKS_SHOWN])}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,186 @@
+"""Messages between ranks, as ZeroMQ carries them. All numbers are little-endian.
+
+    first frame    kind, sender, number; then, where there is a body: how many references and
+                   parts, the memory file's number; each reference; each part's size and place;
+                   the parts that stand here
+    more frames    the parts that stand apart, cut into frames of at most MAX_FRAME_BYTES
+
+The first part is a pickle, the others are its buffers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+from tilework.rpc.transport import MAX_FRAME_BYTES
+
+_HEAD: Final = struct.Struct("<BIQ")
+_BODY: Final = struct.Struct("<HIi")
+_REF: Final = struct.Struct("<IQIQ")
+_PART: Final = struct.Struct("<Qq")
+
+#: Places of parts; others are offsets in the memory file.
+_APART: Final = -1
+_HERE: Final = -2
+#: Larger pickles stand apart.
+_HERE_BYTES: Final = 64 << 10
+NO_FILE: Final = -1
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    #: Run a function. The number is the caller's, and the answer's.
+    CALL = 1
+    #: The same, for RPC's own purposes: not counted as work.
+    INNER_CALL = 2
+    RESULT = 3
+    ERROR = 4
+    #: About a reference: one more here (its owner is asked); yes; this many less here.
+    ADD = 5
+    ADDED = 6
+    DROP = 7
+    #: A reference arrived, and need not be held for this rank any longer. The number of its pin.
+    HOLDS = 8
+    #: A memory file was opened. Its number.
+    TAKEN = 9
+    #: The first word to a rank: 1 if the sender can open its memory files.
+    HELLO = 10
+    #: To oneself: stop receiving.
+    STOP = 11
+
+
+class RefId(NamedTuple):
+    """The name of a reference, the same on all ranks."""
+
+    creator: int
+    number: int
+
+
+class Ref(NamedTuple):
+    """A reference in a message."""
+
+    id: RefId
+    owner: int
+    pin: int
+    """What holds it at the sender until the receiver HOLDS it; one of these for the rest."""
+
+
+#: The owner itself sends it, and has counted it.
+COUNTED: Final = 0
+#: Its owner, who gets this, makes it: it is where the result of the call goes.
+NEW: Final = 1
+FIRST_PIN: Final = 2
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message that came."""
+
+    kind: int
+    sender: int
+    number: int
+    refs: list[Ref]
+    parts: list[tuple[int, int]]
+    """Size and place of each."""
+    file: int
+    rest: memoryview
+    """What follows in the first frame."""
+    frames: list[Any]
+    """The other frames."""
+
+    def load(self, memory: Any) -> list[Any]:
+        """The parts; ``memory`` is what the memory file holds, if there is one."""
+        parts: list[Any] = []
+        frames = iter(self.frames)
+        for size, place in self.parts:
+            if place == _HERE:
+                parts.append(self.rest[:size])
+            elif place == _APART:
+                parts.append(_join(frames, size))
+            else:
+                parts.append(memoryview(memory)[place : place + size])
+        return parts
+
+    @property
+    def file_bytes(self) -> int:
+        """How much of the memory file there is."""
+        return max(size + place for size, place in self.parts if place >= 0)
+
+
+def encode(
+    kind: Kind,
+    sender: int,
+    number: int,
+    refs: Sequence[Ref] = (),
+    parts: Sequence[memoryview] = (),
+    file: int = NO_FILE,
+    places: Sequence[int] = (),
+) -> list[bytes | memoryview]:
+    """A message's frames.
+
+    Args:
+        kind, sender, number: See :class:`Kind`.
+        refs: References in the pickle.
+        parts: The pickle and its buffers.
+        file: The memory file that some of the parts are in.
+        places: Each part's offset there, or negative; as many as parts, or none.
+    """
+    head: list[bytes | memoryview] = [_HEAD.pack(kind, sender, number)]
+    if not parts and not refs:
+        return head
+    head += [_BODY.pack(len(refs), len(parts), file)]
+    head += [_REF.pack(*ref.id, ref.owner, ref.pin) for ref in refs]
+    frames: list[bytes | memoryview] = []
+    here: bytes | memoryview = b""
+    for index, part in enumerate(parts):
+        place = places[index] if places else _APART
+        if place < 0:
+            place = _HERE if not index and part.nbytes <= _HERE_BYTES else _APART
+        head.append(_PART.pack(part.nbytes, place))
+        if place == _APART:
+            cuts = range(0, part.nbytes, MAX_FRAME_BYTES)
+            frames += [part[cut : cut + MAX_FRAME_BYTES] for cut in cuts]
+        elif place == _HERE:
+            here = part
+    return [b"".join([*head, here]), *frames]
+
+
+def decode(frames: Sequence[Any]) -> Message:
+    """The message in ``frames``. Raises struct.error if it is none."""
+    first = memoryview(frames[0].bytes)
+    kind, sender, number = _HEAD.unpack_from(first)
+    at = _HEAD.size
+    refs: list[Ref] = []
+    parts: list[tuple[int, int]] = []
+    file = NO_FILE
+    if len(first) > at:
+        ref_count, part_count, file = _BODY.unpack_from(first, at)
+        at += _BODY.size
+        for _ in range(ref_count):
+            creator, serial, owner, pin = _REF.unpack_from(first, at)
+            refs.append(Ref(RefId(creator, serial), owner, pin))
+            at += _REF.size
+        for _ in range(part_count):
+            parts.append(_PART.unpack_from(first, at))
+            at += _PART.size
+    return Message(kind, sender, number, refs, parts, file, first[at:], list(frames[1:]))
+
+
+def _join(frames: Any, size: int) -> Any:
+    """The next part of ``size`` bytes, in one piece, and writable."""
+    first = next(frames).buffer
+    if len(first) == size:
+        return first
+    whole = bytearray(size)
+    whole[: len(first)] = first
+    at = len(first)
+    while at < size:
+        piece = next(frames).buffer
+        whole[at : at + len(piece)] = piece
+        at += len(piece)
+    return whole

@@ -1,0 +1,141 @@
+"""Objects as bytes: pickle, with the memory of tensors and arrays apart from it.
+
+A tensor on the CPU is a few numbers in the pickle, and one buffer of exactly its elements; what
+else its storage holds does not travel. Like torch's, a tensor that arrives has no history: it is
+a leaf, which requires grad if the sender's did. References (RRef) are apart as well, since the
+receiver must count them whether or not it reads the pickle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tilework.rpc.rref import RRef
+
+#: Smaller buffers are copied into the pickle.
+_APART_BYTES: Final = 4 << 10
+
+
+class Payload:
+    """A pickled object.
+
+    Args:
+        obj: What to pickle.
+        refer: Called with each RRef in it.
+
+    Raises:
+        TypeError: It, or something in it, cannot be pickled.
+    """
+
+    def __init__(self, obj: Any, refer: Callable[[RRef[Any]], None]) -> None:
+        #: Buffers that stand apart, in order.
+        self.buffers: list[memoryview] = []
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self._keep, refer).dump(obj)
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            raise TypeError(
+                f"cannot be sent to another rank: {error}. Functions and classes travel by their "
+                f"name, so they must be defined at the top of a module that all ranks can import"
+            ) from error
+        self.data = file.getbuffer()
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether ``buffer`` is to be part of the pickle."""
+        view = buffer.raw()
+        if view.nbytes < _APART_BYTES:
+            return True
+        self.buffers.append(view)
+        return False
+
+
+def load(data: memoryview, buffers: Sequence[Any], refs: Sequence[RRef[Any]]) -> Any:
+    """The object that was pickled."""
+    if refs:
+        return _Unpickler(io.BytesIO(data), buffers, refs).load()
+    return pickle.loads(data, buffers=buffers)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        keep: Callable[[pickle.PickleBuffer], bool],
+        refer: Callable[[RRef[Any]], None],
+    ) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
+        self._refer = refer
+        self._refs = 0
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is Tensor and _is_plain(obj):
+            return _reduce_tensor(obj)
+        if kind is RRef:
+            self._refer(obj)
+            self._refs += 1
+            return _nth_ref, (self._refs - 1,)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, buffers: Sequence[Any], refs: Sequence[RRef[Any]]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._refs = refs
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _nth_ref.__name__):
+            return self._refs.__getitem__
+        return super().find_class(module, name)
+
+
+def _nth_ref(number: int) -> RRef[Any]:
+    """Stands in a pickle for the message's RRef of that number."""
+    raise pickle.UnpicklingError("a reference that came without its message")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is nothing but elements in this process's memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.__dict__
+    )
+
+
+def _reduce_tensor(tensor: Tensor) -> Any:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if not plain.is_contiguous():
+        plain = plain.clone()  # its elements alone, in their order where they have no gaps
+    size, buffer = plain.nbytes, None
+    if size:
+        memory = (ctypes.c_char * size).from_address(plain.data_ptr())
+        memory.tensor = plain  # type: ignore[attr-defined]  # as long as anyone reads it
+        buffer = pickle.PickleBuffer(memory)
+    shape = (tuple(plain.shape), plain.stride())
+    return _make_tensor, (buffer, plain.dtype, *shape, tensor.requires_grad)
+
+
+def _make_tensor(
+    buffer: Any,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Tensor:
+    if buffer is None:
+        made = torch.empty_strided(size, stride, dtype=dtype)
+    else:
+        made = torch.frombuffer(buffer, dtype=dtype)
+        if made.data_ptr() % dtype.itemsize:
+            made = made.clone()
+        made = made.as_strided(size, stride)
+    return made.requires_grad_() if requires_grad else made

@@ -1,0 +1,213 @@
+"""Who holds which references: so that a value lives exactly as long as one of them.
+
+The owner of a value counts how many references it was told that each rank has. Where
+the owner itself sends one, it counts it as it sends. Where another rank does, that one holds
+its own (a *pin*) until the receiver says that it HOLDS one; and the receiver says so only after the
+owner, asked to ADD one, has answered. So at every moment somebody counted holds it.
+
+Messages between two ranks arrive in order, which is what makes counting sums enough: a rank that
+drops all it has says how many that were, and those that are on their way to it remain.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilework.errors import PeerLostError
+from tilework.rpc.entries import Entry, Held, Owned
+from tilework.rpc.message import COUNTED, FIRST_PIN, NEW, Kind, Ref, RefId
+
+#: Sends one of the messages about references: kind, to, number, the reference if any.
+Send = Callable[[Kind, int, int, Sequence[Ref]], None]
+
+
+class References:
+    """All references of one rank. Its methods never wait for others.
+
+    Args:
+        rank: This rank.
+        send: How to tell others.
+        wake: Called when ``flush`` should be; from any thread, at any time.
+    """
+
+    def __init__(self, rank: int, send: Send, wake: Callable[[], None]) -> None:
+        self._rank, self._send, self._wake = rank, send, wake
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
+        self._pins = itertools.count(FIRST_PIN)
+        #: Values of this rank that other ranks, or messages to itself, refer to.
+        self._owned: dict[RefId, Owned] = {}
+        #: Values of other ranks that this one refers to, and as how many it is counted there.
+        self._held: dict[RefId, weakref.ref[Held]] = {}
+        self._counts: dict[RefId, int] = {}
+        #: What must live until the rank that it is for HOLDS it.
+        self._pinned: dict[int, tuple[int, Held]] = {}
+        #: By the number of our ADD: the sender of the reference, its pin, our entry.
+        self._asked: dict[int, tuple[int, int, Held]] = {}
+        self._questions = itertools.count()
+        self._dropped: deque[tuple[RefId, int]] = deque()
+
+    def own(self, value: Any) -> Owned:
+        """An entry for a value of this rank."""
+        entry = Owned(RefId(self._rank, next(self._ids)), self._rank)
+        entry.complete(value)
+        return entry
+
+    def create(self, owner: int) -> tuple[Entry, Ref]:
+        """An entry for a value that ``owner`` is about to make, and what to tell it."""
+        id = RefId(self._rank, next(self._ids))
+        if owner == self._rank:
+            entry = Owned(id, owner)
+            return entry, self.outgoing(entry, owner)
+        with self._lock:
+            return self._hold(id, owner, more=True), Ref(id, owner, NEW)
+
+    def outgoing(self, entry: Entry, to: int) -> Ref:
+        """What to put into a message to ``to`` for ``entry``."""
+        with self._lock:
+            if isinstance(entry, Owned):
+                self._owned[entry.id] = entry
+                entry.holders[to] = entry.holders.get(to, 0) + 1
+                return Ref(entry.id, entry.owner, COUNTED)
+            pin = next(self._pins)
+            self._pinned[pin] = (to, entry)
+            return Ref(entry.id, entry.owner, pin)
+
+    def unsent(self, refs: Sequence[Ref], to: int) -> None:
+        """The message with ``refs`` was not sent."""
+        for ref in refs:
+            if ref.pin >= FIRST_PIN:
+                self.holds(ref.pin)
+            elif ref.pin == COUNTED:
+                self.drop(ref.id, to, 1)
+            else:
+                with self._lock:
+                    self._counts.pop(ref.id, None)  # the owner never heard of it
+
+    # -- what arrives: in the order of the messages, one thread at a time --------------------
+
+    def incoming(self, ref: Ref, sender: int) -> Entry:
+        """The entry for a reference that came in a message."""
+        with self._lock:
+            if ref.owner == self._rank:
+                return self._come_home(ref, sender)
+            counted = ref.id in self._counts
+            entry = self._hold(ref.id, ref.owner, more=ref.pin == COUNTED or not counted)
+            if ref.pin == COUNTED:
+                entry.confirmed = True
+            elif counted:
+                self._send(Kind.HOLDS, sender, ref.pin, ())
+            else:
+                question = next(self._questions)
+                self._asked[question] = (sender, ref.pin, entry)
+                self._send(Kind.ADD, ref.owner, question, [ref])
+            return entry
+
+    def _come_home(self, ref: Ref, sender: int) -> Owned:
+        entry = self._owned.get(ref.id)
+        if ref.pin == NEW:
+            entry = self._owned[ref.id] = Owned(ref.id, self._rank)
+            entry.holders[sender] = 1
+        elif entry is None:
+            entry = Owned(ref.id, self._rank)
+            entry.fail(PeerLostError(f"the value was let go when rank {sender} was lost"))
+        if ref.pin >= FIRST_PIN:
+            self._send(Kind.HOLDS, sender, ref.pin, ())
+        elif ref.pin == COUNTED:
+            self._uncount(entry, sender, 1)
+        return entry
+
+    def add(self, ref: Ref, sender: int, question: int) -> None:
+        """``sender`` has one more reference to a value of this rank."""
+        with self._lock:
+            entry = self._owned.get(ref.id)
+            if entry is not None:
+                entry.holders[sender] = entry.holders.get(sender, 0) + 1
+            self._send(Kind.ADDED, sender, question, ())
+
+    def added(self, question: int) -> None:
+        """The owner has counted one more for this rank."""
+        with self._lock:
+            sender, pin, entry = self._asked.pop(question)
+            entry.confirmed = True
+            self._send(Kind.HOLDS, sender, pin, ())
+
+    def holds(self, pin: int) -> None:
+        """The rank that ``pin`` was for holds one itself."""
+        with self._lock:
+            self._pinned.pop(pin, None)
+
+    def drop(self, id: RefId, rank: int, count: int) -> Owned | None:
+        """``rank`` has ``count`` references less; the entry if those were the last ones."""
+        with self._lock:
+            entry = self._owned.get(id)
+            return None if entry is None else self._uncount(entry, rank, count)
+
+    def lost(self, rank: int) -> list[Owned]:
+        """``rank`` is gone, with all that it held; entries that nobody else holds."""
+        with self._lock:
+            for pin in [pin for pin, (to, _) in self._pinned.items() if to == rank]:
+                self.holds(pin)
+            asked = [q for q, (_, _, entry) in self._asked.items() if entry.owner == rank]
+            for question in asked:
+                self.added(question)
+            held = [entry for entry in self._owned.values() if rank in entry.holders]
+            freed = [self._uncount(entry, rank, entry.holders[rank]) for entry in held]
+            return [entry for entry in freed if entry is not None]
+
+    # -- what is dropped -------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Tell the owners of what this rank has dropped."""
+        while self._dropped:
+            id, owner = self._dropped.popleft()
+            with self._lock:
+                alive = self._held.get(id)
+                if alive is None or alive() is not None:
+                    continue  # told already, or another one came
+                del self._held[id]
+                count = self._counts.pop(id, 0)
+                if count:
+                    self._send(Kind.DROP, owner, count, [Ref(id, owner, COUNTED)])
+
+    def _gone(self, id: RefId, owner: int) -> None:
+        self._dropped.append((id, owner))
+        self._wake()
+
+    def close(self) -> list[Owned]:
+        """Forget everything; the entries that others held."""
+        with self._lock:
+            owned = list(self._owned.values())
+            for table in (self._owned, self._held, self._counts, self._pinned, self._asked):
+                table.clear()
+            return owned
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many values of this rank others refer to, and how many of others this rank does."""
+        with self._lock:
+            return len(self._owned), len(self._held)
+
+    # -- counting, with the lock ------------------------------------------------------------
+
+    def _hold(self, id: RefId, owner: int, more: bool) -> Held:
+        self._counts[id] = self._counts.get(id, 0) + more
+        known = self._held.get(id)
+        entry = known() if known is not None else None
+        if entry is None:
+            entry = Held(id, owner, self._gone)
+            self._held[id] = weakref.ref(entry)
+        return entry
+
+    def _uncount(self, entry: Owned, rank: int, count: int) -> Owned | None:
+        left = entry.holders.get(rank, 0) - count
+        if left > 0:
+            entry.holders[rank] = left
+        else:
+            entry.holders.pop(rank, None)
+        return None if entry.holders else self._owned.pop(entry.id, None)
