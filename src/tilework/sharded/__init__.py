@@ -22,6 +22,7 @@ from tilework.sharded.metadata import (
 )
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from tilework.sharded.showing import show
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -56,6 +57,7 @@ __all__ = [
     "parse_and_validate_remote_device",
     "rand",
     "randn",
+    "show",
     "validate_non_overlapping_shards_metadata",
     "zeros",
 ]

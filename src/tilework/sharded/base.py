@@ -13,6 +13,7 @@ from tilework.layout import Tiling
 from tilework.sharded import checks
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, tiling_of
 from tilework.sharded.registry import find_handler
+from tilework.sharded.showing import as_text, one_line
 from tilework.sharded.specs import ShardingSpec, infer_sharding_spec_from_shards_metadata
 from tilework.sharded.tiled import TiledTensor
 
@@ -114,7 +115,13 @@ class ShardedTensorBase(TiledTensor):
         return id(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"{type(self).__name__}({self._metadata})"
+        return one_line(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self), format_spec)
 
     @classmethod
     def __torch_function__(

@@ -1,0 +1,311 @@
+"""Who holds what: a sharded tensor in one line, in plain text, and in colours on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from tilework.sharded.picture import Line, Room, draw
+from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
+from tilework.sharded.tiled import TiledTensor
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from tilework.sharded.base import ShardedTensorBase
+
+#: For print(), which does not know the terminal.
+_PLAIN = Room(width=64, height=9, parts=6, slices=2)
+#: Wider pictures are no clearer.
+_WIDTH, _BAR_WIDTH = 90, 20
+#: So many owners are listed one by one; of more, neighbours that hold as much are joined.
+_LISTED = 16
+_COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
+    "#a6cee3", "#fccde5", "#ccebc5", "#d9c7a0", "#bebada")  # fmt: skip
+#: For outputs that are not in Unicode.
+_ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
+
+
+def show(
+    tensor: ShardedTensorBase | ShardingSpec,
+    *,
+    size: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Print who holds what: a picture in colours, and a table of what each rank has.
+
+    Local: it needs no more than the metadata, so one rank may call it alone. The picture shows
+    the shards in proportion, but none too small to be seen. Without colours (in a pipe, or with
+    NO_COLOR set) the labels tell the same. Of hundreds of shards some are drawn.
+
+    Args:
+        tensor: A sharded tensor; or a spec, to see how it would cut one.
+        size: The tensor's shape; with a spec only.
+        dtype: The tensor's dtype, with a spec only; torch's default dtype if None.
+
+    Raises:
+        TypeError: It is neither a sharded tensor nor a spec.
+        ValueError: The spec does not fit the size, or a spec comes without one.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, show
+        >>> show(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), size=(3,))
+        float32[3] in 2 chunks along dim 0 on ranks 0-1, 12 B
+        ...
+    """
+    from rich.console import Console
+
+    view = _view_of(tensor, size, dtype)
+    console = Console(highlight=False)
+    width = min(console.width, _WIDTH)
+    unicode = console.encoding.lower().startswith("utf")
+    console.print(f"{_headline(view)}, {_size_text(view.total)}", style="bold", markup=False)
+    console.print()
+    for line in view.picture(Room(width, height=14, parts=12, slices=4)):
+        console.print(_coloured(line, view, unicode), no_wrap=True, crop=True)
+    console.print()
+    console.print(_table(view, unicode, bars=width >= 60))
+
+
+def one_line(tensor: ShardedTensorBase) -> str:
+    """What repr() says of a tensor. Local.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, zeros
+        >>> from tilework.testing import run_ranks
+        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> run_ranks(2, lambda rank: zeros(spec, 10, 20))[0]
+        ShardedTensor(float32[10, 20] in 2 chunks along dim 0 on ranks 0-1)
+    """
+    metadata = tensor.metadata()
+    view = _View("", tensor.sharding_spec(), metadata, tuple(_owners(metadata)))
+    return f"{type(tensor).__name__}({_headline(view)})"
+
+
+def as_text(tensor: ShardedTensorBase) -> str:
+    """What print() shows of a tensor: one line, the picture, and the bytes of the ranks. Local."""
+    view = _view_of(tensor)
+    picture = ["".join(text for text, _ in line) for line in view.picture(_PLAIN)]
+    return "\n".join([_headline(view), *picture, f"{_size_text(view.total)}: {_loads(view)}"])
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A rank or worker, and its shards."""
+
+    name: str
+    rank: int | None
+    devices: tuple[str, ...]
+    shards: tuple[ShardMetadata, ...]
+    held: int  # bytes
+
+    @property
+    def place(self) -> str:
+        return f"{self.name}/{'+'.join(self.devices)}" if self.devices else self.name
+
+
+@dataclass(frozen=True)
+class _View:
+    """What can be told of a tensor."""
+
+    name: str  # how the headline begins
+    spec: ShardingSpec
+    metadata: ShardedTensorMetadata
+    owners: tuple[_Owner, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.metadata.size) * self.metadata.tensor_properties.dtype.itemsize
+
+    def colour_of(self, shard: ShardMetadata) -> str:
+        """The same for all shards of an owner, another for its neighbours."""
+        names = [owner.name for owner in self.owners]
+        return _COLOURS[names.index(_owner_name(shard)) % len(_COLOURS)]
+
+    def picture(self, room: Room) -> list[Line]:
+        """The shards, as lines of text."""
+        shards = self.metadata.shards_metadata
+        labels = [(str(s.placement or "?"), _owner_name(s).removeprefix("rank:")) for s in shards]
+        return draw(self.metadata.size, [shard.box for shard in shards], labels, room)
+
+
+def _view_of(
+    tensor: ShardedTensorBase | ShardingSpec,
+    size: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> _View:
+    if isinstance(tensor, ShardingSpec):
+        if size is None:
+            raise ValueError("a spec alone has no size: say show(spec, size=(...))")
+        properties = TensorProperties(dtype or torch.get_default_dtype())
+        metadata = tensor.build_metadata(tuple(size), properties)
+        return _View("", tensor, metadata, tuple(_owners(metadata)))
+    if not isinstance(tensor, TiledTensor):
+        raise TypeError(
+            f"expected a sharded tensor or a sharding spec, got {type(tensor).__name__}; a plain "
+            f"tensor is not on several ranks"
+        )
+    if size is not None or dtype is not None:
+        raise ValueError("size and dtype are those of the tensor: give them with a spec only")
+    metadata, group = tensor.metadata(), tensor._group()
+    idle: set[int] = set()
+    if group is not None:
+        idle = set(group.global_ranks) - set(tensor.tiling.ranks)
+    without = [_Owner(f"rank:{rank}", rank, (), (), 0) for rank in sorted(idle)]
+    name = f"{type(tensor).__name__} "
+    return _View(name, tensor.sharding_spec(), metadata, (*_owners(metadata), *without))
+
+
+def _owner_name(shard: ShardMetadata) -> str:
+    place = shard.placement
+    if place is None:
+        return "?"
+    return place.worker_name() or ("here" if place.rank() is None else f"rank:{place.rank()}")
+
+
+def _owners(metadata: ShardedTensorMetadata) -> list[_Owner]:
+    """All that have shards, empty ones too, in the order of ranks."""
+    found: dict[str, list[ShardMetadata]] = {}
+    for shard in metadata.shards_metadata:
+        found.setdefault(_owner_name(shard), []).append(shard)
+    itemsize = metadata.tensor_properties.dtype.itemsize
+    owners = []
+    for name, shards in found.items():
+        places = [shard.placement for shard in shards if shard.placement is not None]
+        devices = tuple(dict.fromkeys(str(place.device()) for place in places))
+        held = sum(shard.box.volume for shard in shards) * itemsize
+        rank = places[0].rank() if places else None
+        owners.append(_Owner(name, rank, devices, tuple(shards), held))
+    # Workers, whose ranks the metadata doesn't tell, come last, in the order of their shards.
+    return sorted(owners, key=lambda owner: math.inf if owner.rank is None else owner.rank)
+
+
+# -- in words ------------------------------------------------------------------------------
+
+
+def _headline(view: _View) -> str:
+    properties, n = view.metadata.tensor_properties, len(view.metadata.shards_metadata)
+    dtype = str(properties.dtype).removeprefix("torch.")
+    cut = f"shard{'s' * (n != 1)}"
+    if isinstance(view.spec, ChunkShardingSpec):
+        cut = f"chunk{'s' * (n != 1)} along dim {view.spec.dim % len(view.metadata.size)}"
+    holders = [owner for owner in view.owners if owner.shards]
+    kinds = {device.partition(":")[0] for owner in holders for device in owner.devices} - {"cpu"}
+    on = f" ({', '.join(sorted(kinds))})" if kinds else ""
+    gradient = ", requires_grad" if properties.requires_grad else ""
+    what = f"{view.name}{dtype}{list(view.metadata.size)}"
+    return f"{what} in {n} {cut} on {_names(holders)}{on}{gradient}"
+
+
+def _names(owners: Iterable[_Owner]) -> str:
+    """As in ``ranks 0-3, 7``, or ``trainer, ps0``."""
+    owners = list(owners)
+    ranks = sorted({owner.rank for owner in owners if owner.rank is not None})
+    found = [owner.name for owner in owners if owner.rank is None]
+    if ranks:
+        found = [f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)[0]}", *_spans(ranks)[1:], *found]
+    return ", ".join(found if len(found) <= 6 else [*found[:5], f"… ({len(owners)} in all)"])
+
+
+def _spans(ranks: Sequence[int]) -> list[str]:
+    """Neighbouring numbers joined, as in ``0-3``."""
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
+    ]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def _loads(view: _View) -> str:
+    """How many bytes who has."""
+    by_load: dict[int, list[_Owner]] = {}
+    for owner in view.owners:
+        by_load.setdefault(owner.held, []).append(owner)
+    if len(by_load) > 4:
+        return f"{_size_text(min(by_load))} to {_size_text(max(by_load))} on {_names(view.owners)}"
+    return ", ".join(
+        f"{_size_text(n) if n else 'nothing'} on {_names(owners)}" for n, owners in by_load.items()
+    )
+
+
+def _size_text(n: float) -> str:
+    """Bytes, as in ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1024
+    return f"{n:,.3g} TiB"
+
+
+# -- in colours ----------------------------------------------------------------------------
+
+
+def _coloured(line: Line, view: _View, unicode: bool) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    for words, number in line:
+        shard = None if number is None else view.metadata.shards_metadata[number]
+        style = "" if shard is None else f"black on {view.colour_of(shard)}"
+        text.append(words if unicode else words.translate(_ASCII), style)
+    return text
+
+
+def _table(view: _View, unicode: bool, bars: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for title in ("", "who", "shards", "bytes", "share", "")[: 6 if bars else 5]:
+        justify: Literal["left", "right"] = "right" if title in ("bytes", "share") else "left"
+        table.add_column(title, justify=justify, no_wrap=title != "shards")
+    most = max((owner.held for owner in view.owners), default=0) or 1
+    for row in _rows(view.owners):
+        colour = view.colour_of(row[0].shards[0]) if row[0].shards and len(row) == 1 else ""
+        bar = "█" * math.ceil(_BAR_WIDTH * max(owner.held for owner in row) / most)
+        words = ["██" if colour else "", *_told(row, view.total or 1), bar]
+        cells = [
+            Text(word if unicode else word.translate(_ASCII), colour if "█" in word else "")
+            for word in words
+        ]
+        table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def _rows(owners: Sequence[_Owner]) -> list[list[_Owner]]:
+    """What is told in one row: each owner, or if they are many, neighbours that hold as much."""
+    if len(owners) <= _LISTED:
+        return [[owner] for owner in owners]
+    runs = groupby(owners, key=lambda o: (o.devices, [s.shard_sizes for s in o.shards]))
+    rows = [list(run) for _, run in runs]
+    rest = [owner for row in rows[_LISTED - 1 :] for owner in row]
+    return rows if len(rows) <= _LISTED else [*rows[: _LISTED - 1], rest]
+
+
+def _told(row: Sequence[_Owner], total: int) -> list[str]:
+    """Who, which shards, bytes, and the share of all bytes."""
+    first, loads = row[0], sorted(owner.held for owner in row)
+    if len(row) == 1:
+        shares = f"{first.held / total:.1%}"
+        return [first.place, _shards_text(first.shards), _size_text(first.held), shares]
+    alike = len({(o.devices, tuple(s.shard_sizes for s in o.shards)) for o in row}) == 1
+    shards = f"each {_shards_text(first.shards)}" if alike else "of several sizes"
+    span = " to ".join(dict.fromkeys((_size_text(loads[0]), _size_text(loads[-1]))))
+    return [_names(row), shards, f"{span} each", f"{sum(owner.held for owner in row) / total:.1%}"]
+
+
+def _shards_text(shards: Sequence[ShardMetadata]) -> str:
+    """The shards' sizes, as in ``2 x [3, 20] + [1, 20]``."""
+    runs = [(list(sizes), len(list(run))) for sizes, run in groupby(s.shard_sizes for s in shards)]
+    words = [f"{n} x {sizes}" if n > 1 else str(sizes) for sizes, n in runs]
+    if len(words) > 3:
+        words = [*words[:2], f"… ({len(shards)} in all)"]
+    return " + ".join(words) or "none"
