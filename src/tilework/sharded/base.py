@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.layout import Tiling
 from tilework.sharded import checks
-from tilework.sharded.metadata import Shard, ShardedTensorMetadata, tiling_of
+from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, tiling_of
 from tilework.sharded.registry import find_handler
 from tilework.sharded.showing import as_text, one_line
 from tilework.sharded.specs import ShardingSpec, infer_sharding_spec_from_shards_metadata
@@ -66,6 +68,7 @@ class ShardedTensorBase(TiledTensor):
         """
         metadata = sharded_tensor_metadata
         checks.check_metadata(metadata)
+        checks.check_listed(local_shards, metadata)
         spec = sharding_spec or infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         return cls._from_metadata(spec, metadata, local_shards)
 
@@ -103,6 +106,43 @@ class ShardedTensorBase(TiledTensor):
         owners = tuple(-1 if place is None else place.rank() or 0 for place in places)
         return tiling_of(self._metadata, owners)
 
+    def like(self: BaseT, tensors: Iterable[Tensor], **properties: Any) -> BaseT:
+        """A tensor cut as this one, of other local tensors. Local; not collective.
+
+        Args:
+            tensors: One for each of :meth:`local_shards`, of the same size; any dtype or device.
+            properties: Fields of :class:`TensorProperties` that differ from this tensor's.
+
+        Example:
+            >>> from tilework.sharded import ChunkShardingSpec, ones
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     st = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
+            ...     return st.like([st.local_tensor() * 3]).full_tensor().tolist()
+            >>> run_ranks(2, program)[0]
+            [3.0, 3.0, 3.0, 3.0]
+        """
+        shards = [
+            shard.with_tensor(tensor)
+            for shard, tensor in zip(self._local_shards, tensors, strict=True)
+        ]
+        metadata = self._metadata
+        changed = replace(metadata.tensor_properties, **properties)
+        return self._again(shards, replace(metadata, tensor_properties=changed))
+
+    def _again(self: BaseT, shards: list[Shard], metadata: ShardedTensorMetadata) -> BaseT:
+        """Cut and placed as this one; nothing needs to be checked again."""
+        made = type(self)._from_metadata(self._sharding_spec, metadata, shards)
+        made._inherit(self)
+        return made
+
+    def _inherit(self, other: ShardedTensorBase) -> None:
+        """Take over what tensors that are cut and placed alike have in common."""
+
+    def _set_properties(self, **properties: Any) -> None:
+        changed = replace(self._metadata.tensor_properties, **properties)
+        self._metadata = replace(self._metadata, tensor_properties=changed)
+
     def is_pinned(self) -> bool:  # type: ignore[override]
         """Whether the shards were asked to be in pinned memory."""
         return self._metadata.tensor_properties.pin_memory
@@ -114,7 +154,7 @@ class ShardedTensorBase(TiledTensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return one_line(self)
 
     def __str__(self) -> str:
@@ -122,6 +162,23 @@ class ShardedTensorBase(TiledTensor):
 
     def __format__(self, format_spec: str) -> str:
         return format(str(self), format_spec)
+
+    def __copy__(self: BaseT) -> BaseT:
+        made = self._again(list(self._local_shards), self._metadata)
+        mark_parameter(made, _is_parameter(self))
+        return made
+
+    def __deepcopy__(self: BaseT, memo: dict[int, Any]) -> BaseT:
+        if id(self) not in memo:
+            shards = [Shard(copy.deepcopy(s.tensor, memo), s.metadata) for s in self._local_shards]
+            made = memo[id(self)] = self._again(shards, self._metadata)
+            mark_parameter(made, _is_parameter(self))
+        found: BaseT = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        shards = [(shard.tensor, shard.metadata) for shard in self._local_shards]
+        return _rebuild, (shards, self._metadata, self._sharding_spec, _is_parameter(self))
 
     @classmethod
     def __torch_function__(
@@ -133,6 +190,29 @@ class ShardedTensorBase(TiledTensor):
         if first is None or handler is None:
             raise checks.unsupported(func, args, kwargs)
         return handler(types, args, kwargs, first._group())
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def mark_parameter(tensor: Tensor, is_parameter: bool) -> None:
+    """Have torch.nn take ``tensor`` for a Parameter, or not."""
+    if is_parameter:
+        tensor._is_param = True
+
+
+def _rebuild(
+    shards: list[tuple[Tensor, ShardMetadata]],
+    metadata: ShardedTensorMetadata,
+    spec: ShardingSpec,
+    is_parameter: bool,
+) -> ShardedTensorBase:
+    """The tensor that was saved."""
+    local = [Shard(tensor, shard) for tensor, shard in shards]
+    made = ShardedTensorBase._from_metadata(spec, metadata, local)
+    mark_parameter(made, is_parameter)
+    return made
 
 
 def _common_device(metadata: ShardedTensorMetadata) -> torch.device:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.sharded.checks import flat_size
 from tilework.sharded.metadata import Shard
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
@@ -111,9 +110,8 @@ def _filled(
     properties: dict[str, Any],
     fill: Callable[[Shard], Tensor | None],
 ) -> ShardedTensor:
-    made = ShardedTensor(spec, flat_size(size), **properties)
-    with torch.no_grad():
-        for shard in made.local_shards():
-            if shard.tensor.device.type != "meta":
-                fill(shard)
-    return made
+    def fill_real(shard: Shard) -> None:
+        if not shard.tensor.is_meta:
+            fill(shard)
+
+    return ShardedTensor(spec, *size, fill=fill_real, **properties)

@@ -17,6 +17,7 @@ class RemoteDevice:
         remote_device: ``"rank:<rank>/<device>"`` (a global rank), ``"<worker name>/<device>"`` (a
             name given to :func:`tilework.rpc.init_rpc`), each also without a device, which
             then is the CPU; or a device alone, as a string or a torch.device: this rank's own.
+            A device without an index is whichever is the owner's current one.
 
     Raises:
         ValueError: The string is none of these.
@@ -34,14 +35,16 @@ class RemoteDevice:
 
     def __init__(self, remote_device: str | torch.device) -> None:
         if isinstance(remote_device, torch.device):
-            rank, worker, device = None, None, remote_device
+            self._set(None, None, remote_device)
         elif isinstance(remote_device, str):
-            rank, worker, device = _parse(remote_device)
+            self._set(*_parse(remote_device))
         else:
             raise TypeError(
                 f"a remote device is a string ({_FORMATS}) or a torch.device, "
                 f"not {type(remote_device).__name__}"
             )
+
+    def _set(self, rank: int | None, worker: str | None, device: torch.device) -> None:
         object.__setattr__(self, "_rank", rank)
         object.__setattr__(self, "_worker", worker)
         object.__setattr__(self, "_device", device)
@@ -65,8 +68,9 @@ class RemoteDevice:
             >>> RemoteDevice("rank:1/cpu").with_device("meta")
             RemoteDevice('rank:1/meta')
         """
-        owner = "" if self._owner is None else f"{self._owner}/"
-        return RemoteDevice(f"{owner}{device}")
+        made = object.__new__(RemoteDevice)
+        made._set(self._rank, self._worker, torch.device(device))
+        return made
 
     @property
     def _owner(self) -> str | None:
@@ -82,18 +86,28 @@ class RemoteDevice:
         return RemoteDevice, (str(self),)
 
 
+def covers(wanted: torch.device, device: torch.device) -> bool:
+    """Whether ``device`` is ``wanted``, or of its kind where that is all that is asked for.
+
+    Example:
+        >>> covers(torch.device("cuda"), torch.device("cuda:1"))
+        True
+    """
+    return wanted.type == device.type and wanted.index in (None, device.index)
+
+
 def _parse(text: str) -> tuple[int | None, str | None, torch.device]:
     owner, slash, device = text.partition("/")
     if not slash and (found := _device(owner)) is not None:
         return None, None, found
     found = _device(device) if slash else torch.device("cpu")
-    if not owner or found is None:
-        raise ValueError(f"Could not parse remote device {text!r}: it must be {_FORMATS}")
     kind, colon, number = owner.partition(":")
+    if found is None or not owner:
+        raise ValueError(f"Could not parse remote_device {text!r}: it must be {_FORMATS}")
     if not colon:
         return None, owner, found
-    if kind != "rank" or not number.isdecimal():
-        raise ValueError(f"Could not parse remote device {text!r}: it must be {_FORMATS}")
+    if kind != "rank" or not (number.isascii() and number.isdigit()):
+        raise ValueError(f"Could not parse remote_device {text!r}: it must be {_FORMATS}")
     return int(number), None, found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import (
@@ -15,6 +17,9 @@ from tilework.comm.world import (
     get_world_size,
     is_initialized,
 )
+from tilework.sharded.device import covers
+from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata
+from tilework.sharded.specs import ShardingSpec
 
 
 class _Loading:
@@ -62,6 +67,20 @@ def current_process_group() -> ProcessGroup | NonMember:
     """The group of :func:`load_with_process_group`, else the default group."""
     group = current_world().state(_Loading).group
     return get_default_group() if group is None else group
+
+
+def as_loaded(
+    metadata: ShardedTensorMetadata,
+    spec: ShardingSpec,
+    local: Sequence[tuple[Tensor, ShardMetadata]],
+) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
+    """What was saved, on the device where torch.load's ``map_location`` put this rank's shards."""
+    for tensor, shard in local:
+        if shard.placement is not None and not covers(shard.placement.device(), tensor.device):
+            there = tensor.device
+            shards = [Shard(tensor, shard.moved(there)) for tensor, shard in local]
+            return metadata.moved(there), spec.moved(there), shards
+    return metadata, spec, [Shard(tensor, shard) for tensor, shard in local]
 
 
 #: A rank's number and the number of ranks: in its group, and in all.

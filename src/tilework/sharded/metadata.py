@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilework.layout import Box, Tile, Tiling
-from tilework.sharded.device import RemoteDevice
+from tilework.sharded.device import RemoteDevice, covers
 
 ItemT = TypeVar("ItemT", covariant=True)
 
@@ -86,9 +86,10 @@ class ShardMetadata:
         return Box(tuple(self.shard_offsets), tuple(self.shard_sizes))
 
     def moved(self, device: torch.device) -> ShardMetadata:
-        """The same part, on ``device`` of the rank that has it."""
-        place = self.placement and self.placement.with_device(device)
-        return ShardMetadata(self.shard_offsets, self.shard_sizes, place)
+        """The same part, on ``device`` of the rank that has it; as it is if it is on such a one."""
+        if self.placement is None or covers(device, self.placement.device()):
+            return self
+        return replace(self, placement=self.placement.with_device(device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardMetadata, (tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement)
@@ -130,7 +131,7 @@ def _named_properties(
     dtype: str, layout: str, memory_format: str, requires_grad: bool, pin_memory: bool
 ) -> TensorProperties:
     kinds = (torch.dtype, torch.layout, torch.memory_format)
-    found = [getattr(torch, name, None) for name in (dtype, layout, memory_format)]
+    found: list[Any] = [getattr(torch, name, None) for name in (dtype, layout, memory_format)]
     for kind, name, value in zip(kinds, (dtype, layout, memory_format), found, strict=True):
         if not isinstance(value, kind):
             raise ValueError(f"torch has no {kind.__name__} {name!r}")
@@ -157,8 +158,8 @@ class ShardedTensorMetadata:
 
     def moved(self, device: torch.device) -> ShardedTensorMetadata:
         """The same tensor with all shards on ``device`` of the ranks that have them."""
-        shards = [shard.moved(device) for shard in self.shards_metadata]
-        return ShardedTensorMetadata(Items(shards), self.size, self.tensor_properties)
+        moved = Items([shard.moved(device) for shard in self.shards_metadata])
+        return replace(self, shards_metadata=moved)
 
     def __reduce__(self) -> tuple[Any, ...]:
         shards = tuple(self.shards_metadata)
@@ -196,7 +197,7 @@ class Shard:
                 f"metadata.shard_sizes is {sizes}"
             )
         place = self.metadata.placement
-        if place is not None and place.device() != self.tensor.device:
+        if place is not None and not covers(place.device(), self.tensor.device):
             raise ValueError(
                 f"Local shard tensor device does not match with its placement: the tensor is on "
                 f"{self.tensor.device}, metadata.placement is {place}"
@@ -213,6 +214,5 @@ class Shard:
     def with_tensor(self, tensor: Tensor) -> Shard:
         """The same part with other values, on whatever device they are."""
         place = self.metadata.placement
-        if place is None or place.device() == tensor.device:
-            return Shard(tensor, self.metadata)
-        return Shard(tensor, self.metadata.moved(tensor.device))
+        fits = place is None or covers(place.device(), tensor.device)
+        return Shard(tensor, self.metadata if fits else self.metadata.moved(tensor.device))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 
 from tilework import rpc
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, resolve
 from tilework.sharded.device import RemoteDevice
+from tilework.sharded.metadata import ShardMetadata
+
+#: The global rank that owns a shard, and the device as that rank sees it.
+Place = tuple[int, torch.device]
 
 
 def parse_and_validate_remote_device(
@@ -14,31 +20,47 @@ def parse_and_validate_remote_device(
 ) -> tuple[int, torch.device]:
     """The global rank and the device of a placement; a worker's name is looked up.
 
-    Local; not collective. On ranks outside ``group`` its members are not checked.
+    Local; not collective.
 
     Raises:
         ValueError: There is no placement, its rank is not in the group, no worker has that
             name, or it names neither.
         RuntimeError: It names a worker, and :func:`tilework.rpc.init_rpc` was not called.
     """
-    if remote_device is None:
+    return _place(remote_device, _ranks_of(group))
+
+
+def places(group: AnyGroup, shards: Iterable[ShardMetadata]) -> list[Place]:
+    """As :func:`parse_and_validate_remote_device`, of each shard."""
+    ranks = _ranks_of(group)
+    return [_place(shard.placement, ranks) for shard in shards]
+
+
+def _ranks_of(group: AnyGroup) -> Collection[int] | None:
+    """The group's ranks; None where this rank cannot know them."""
+    found = resolve(group)
+    if isinstance(found, NonMember):
+        return found.global_ranks or None
+    ranks = get_process_group_ranks(found)
+    together = range(len(ranks))
+    return together if ranks == list(together) else ranks
+
+
+def _place(place: RemoteDevice | None, ranks: Collection[int] | None) -> Place:
+    if place is None:
         raise ValueError("remote device is None: give the shard a placement such as 'rank:0/cpu'")
-    worker, rank = remote_device.worker_name(), remote_device.rank()
+    worker, rank = place.worker_name(), place.rank()
     if worker is not None:
-        return _rank_of_worker(worker), remote_device.device()
+        rank = _rank_of_worker(worker)
     if rank is None:
         raise ValueError(
-            f"remote device {remote_device} does not tell whose it is: "
-            f"write 'rank:<rank>/{remote_device}'"
+            f"remote device {place} does not tell whose it is: write 'rank:<rank>/{place}'"
         )
-    found = resolve(group)
-    if not isinstance(found, NonMember):
-        ranks = get_process_group_ranks(found)
-        if rank not in ranks:
-            raise ValueError(
-                f"Global rank {rank} does not exist in input process group: its ranks are {ranks}"
-            )
-    return rank, remote_device.device()
+    if ranks is not None and rank not in ranks:
+        raise ValueError(
+            f"Global rank {rank} does not exist in input process group: its ranks are {list(ranks)}"
+        )
+    return rank, place.device()
 
 
 def _rank_of_worker(name: str) -> int:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tilework import rpc
-from tilework.comm.world import current_world, get_rank
+from tilework.comm.agreement import agree
+from tilework.comm.world import AnyGroup, current_world, get_rank, get_world_size
 from tilework.sharded.metadata import Shard
-
-if TYPE_CHECKING:
-    from tilework.sharded.base import ShardedTensorBase
 
 
 @dataclass(eq=False)
@@ -40,12 +37,13 @@ def expected() -> Expected:
     return current_world().state(Expected)
 
 
-def check_ready() -> None:
-    """Whether RRefs can be made.
+def check_ready(everyone: AnyGroup = None) -> None:
+    """Whether RRefs can be made by the ranks of ``everyone``.
 
     Raises:
         RuntimeError: RPC is not initialized.
-        ValueError: The ranks of RPC and of the default process group differ.
+        ValueError: The ranks of RPC and of the default process group differ, or only some of them
+            are in ``everyone``.
     """
     if not rpc.is_initialized():
         raise RuntimeError(
@@ -53,31 +51,45 @@ def check_ready() -> None:
             "set to True"
         )
     rank, worker = get_rank(), rpc.get_worker_info().id
-    if rank != worker:
+    world, workers = get_world_size(), len(rpc.get_worker_infos())
+    if (rank, world) != (worker, workers):
         raise ValueError(
             f"Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process "
-            f"group rank: {rank} and RPC rank: {worker}"
+            f"group rank: {rank} of {world} and RPC rank: {worker} of {workers}"
+        )
+    if get_world_size(everyone) != workers:
+        raise ValueError(
+            f"init_rrefs=True takes all {workers} ranks, but the tensor is made by the "
+            f"{get_world_size(everyone)} of its group: make it without, or on all ranks"
         )
 
 
-def share(tensor: ShardedTensorBase) -> RemoteShards:
-    """Exchange RRefs to the shards of ``tensor``. Collective over all workers; blocks."""
+def share(shards: Sequence[Shard]) -> RemoteShards:
+    """Exchange RRefs to this rank's shards for those of all others.
+
+    Collective over the default group, whose ranks are the workers; blocks. What fails on one rank
+    raises on all.
+    """
     state = expected()
     made = RemoteShards(next(state.numbers))
     state.known[made.number] = made
-    numbers = rpc.all_gather(made.number)
-    mine = [rpc.RRef(shard) for shard in tensor.local_shards()]
-    me = rpc.get_worker_info()
-    if mine:
-        futures = [
-            rpc.rpc_async(info, _receive, args=(numbers[info.name], mine, me.id))
-            for info in rpc.get_worker_infos()
-            if info.id != me.id
-        ]
-        for future in futures:
-            future.wait()
-    rpc.all_gather(None)  # all have received all
+    numbers = agree(lambda: made.number)
+    agree(lambda: _send(shards, numbers))
     return made
+
+
+def _send(shards: Sequence[Shard], numbers: Sequence[int]) -> None:
+    """Tell every other rank of this one's shards; blocks until they know."""
+    if not shards:
+        return
+    mine, me = [rpc.RRef(shard) for shard in shards], get_rank()
+    futures = [
+        rpc.rpc_async(rank, _receive, args=(number, mine, me))
+        for rank, number in enumerate(numbers)
+        if rank != me
+    ]
+    for future in futures:
+        future.wait()
 
 
 def _receive(number: int, rrefs: list[rpc.RRef[Shard]], owner: int) -> None:

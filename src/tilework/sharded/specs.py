@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tilework.layout import check_boxes, check_disjoint, chunk_offsets, chunk_sizes, infer_chunking
-from tilework.sharded.device import RemoteDevice
+from tilework.sharded.device import RemoteDevice, covers
 from tilework.sharded.metadata import (
     Items,
     ShardedTensorMetadata,
@@ -31,9 +31,22 @@ class ShardingSpec(ABC):
             ValueError: A tensor of this size cannot be cut so.
         """
 
-    @abstractmethod
     def moved(self, device: torch.device) -> ShardingSpec:
         """The same cuts, with all shards on ``device`` of the ranks that have them."""
+        return _Moved(self, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved(ShardingSpec):
+    """A spec of a kind that is not known here, on other devices."""
+
+    spec: ShardingSpec
+    device: torch.device
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        return self.spec.build_metadata(tensor_sizes, tensor_properties).moved(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,11 @@ class ChunkShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(Items(shards), torch.Size(size), tensor_properties)
 
     def moved(self, device: torch.device) -> ChunkShardingSpec:
-        return ChunkShardingSpec(self.dim, [place.with_device(device) for place in self.placements])
+        kept = [
+            place if covers(device, place.device()) else place.with_device(device)
+            for place in self.placements
+        ]
+        return ChunkShardingSpec(self.dim, kept)
 
     def __reduce__(self) -> tuple[type[ChunkShardingSpec], tuple[object, ...]]:
         return ChunkShardingSpec, (self.dim, tuple(self.placements))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from tilework import rpc
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import AnyGroup, NonMember, get_default_group, get_rank, resolve
+from tilework.comm.world import AnyGroup, NonMember, get_rank, resolve
 from tilework.layout import Tiling
-from tilework.sharded import checks, loading, moves, remote
-from tilework.sharded.base import ShardedTensorBase
+from tilework.sharded import checks, joining, loading, moves, remote
+from tilework.sharded.base import ShardedTensorBase, mark_parameter
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.metadata import (
     Items,
@@ -26,7 +25,7 @@ from tilework.sharded.metadata import (
     _named_properties,
     tiling_of,
 )
-from tilework.sharded.placement import parse_and_validate_remote_device
+from tilework.sharded.placement import Place, places
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -54,7 +53,9 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Whose ranks hold the shards; the default group if None. Placements name
             global ranks.
         init_rrefs: Whether to make RRefs to all shards for :meth:`remote_shards`; collective
-            over all workers, and needs :func:`tilework.rpc.init_rpc`.
+            over the default group, whose ranks must be RPC workers: blocks, and what is wrong on
+            one rank raises on all.
+        fill: Called with each new shard of this rank, to write its values.
 
     Raises:
         ValueError: The spec does not fit the size or the group, or an unsupported layout.
@@ -87,56 +88,64 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.contiguous_format,
         process_group: AnyGroup = None,
         init_rrefs: bool = False,
+        fill: Callable[[Shard], object] | None = None,
     ) -> ShardedTensor:
-        if not isinstance(sharding_spec, ShardingSpec):
-            raise ValueError(
-                f"Expecting ShardingSpec but got: {type(sharding_spec).__name__}; "
-                f"make a ChunkShardingSpec or an EnumerableShardingSpec"
+        def make() -> ShardedTensor:
+            if init_rrefs:
+                remote.check_ready()
+            spec = checks.check_spec(sharding_spec)
+            checks.check_formats(layout, memory_format)
+            properties = TensorProperties(
+                dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
             )
-        checks.check_formats(layout, memory_format)
-        properties = TensorProperties(
-            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
-        )
-        metadata = sharding_spec.build_metadata(checks.flat_size(size), properties)
-        return cls._make(sharding_spec, metadata, None, process_group, init_rrefs)
+            metadata = spec.build_metadata(checks.flat_size(size), properties)
+            placed = places(process_group, metadata.shards_metadata)
+            shards = checks.new_shards(metadata, placed, get_rank(), fill)
+            return cls._assembled(spec, metadata, placed, shards, process_group)
+
+        return cls._made(make, init_rrefs)
 
     # A class with __new__ alone would pass its arguments on to Tensor.__init__.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     @classmethod
-    def _make(
+    def _made(cls, make: Callable[[], ShardedTensor], init_rrefs: bool) -> ShardedTensor:
+        """What ``make()`` returns, which must not communicate; with RRefs if asked for."""
+        if not init_rrefs:
+            return make()
+        # All ranks or none come to the exchange.
+        made = checks.agree_on(make, lambda st: checks.describe(st.metadata()), "the tensor", None)
+        made._share()
+        return made
+
+    def _share(self) -> None:
+        self._init_rrefs, self._remote = True, remote.share(self._local_shards)
+
+    @classmethod
+    def _assembled(
         cls,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
-        shards: Iterable[Shard] | None,
+        placed: Sequence[Place],
+        shards: Iterable[Shard],
         group: AnyGroup,
-        init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """One on ``group``; ``shards`` None: with new, unset memory for this rank's."""
-        group = get_default_group() if group is None else group
-        if init_rrefs:
-            remote.check_ready()
-        placed = [
-            parse_and_validate_remote_device(group, shard.placement)
-            for shard in metadata.shards_metadata
-        ]
-        if shards is None:
-            mine, properties = get_rank(), metadata.tensor_properties
-            shards = [
-                Shard(checks.empty_shard(shard, device, properties), shard)
-                for shard, (owner, device) in zip(metadata.shards_metadata, placed, strict=True)
-                if owner == mine
-            ]
+        """One of what is known to fit together."""
         self = cls._from_metadata(spec, metadata, shards)
-        self._process_group = group
-        self._owners = tuple(owner for owner, _ in placed)
+        self._process_group = resolve(group)
+        self._owners = tuple([owner for owner, _ in placed])
         self._known_tiling = None
-        self._init_rrefs = init_rrefs
-        self._remote = None
-        if init_rrefs:
-            self._remote = remote.share(self)
+        self._init_rrefs, self._remote = False, None
         return self
+
+    @classmethod
+    def _of_joined(cls, joined: joining.Joined, group: AnyGroup, init_rrefs: bool) -> ShardedTensor:
+        placed = places(group, joined.metadata.shards_metadata)
+        made = cls._assembled(joined.spec, joined.metadata, placed, joined.shards, group)
+        if init_rrefs:
+            made._share()
+        return made
 
     @classmethod
     def init_from_local_shards(
@@ -159,15 +168,13 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ValueError: Shards do not fit this rank, each other, the size, or those of other ranks.
         """
-        size = checks.flat_size(global_size)
-        metadata = checks.gather_metadata(local_shards, size, process_group)
-        spec = infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        return cls._make(spec, metadata, local_shards, process_group, init_rrefs)
+        joined = joining.join_shards(local_shards, global_size, process_group, init_rrefs)
+        return cls._of_joined(joined, process_group, init_rrefs)
 
     @classmethod
     def init_from_local_tensor(
         cls,
-        local_tensor: Tensor,
+        local_tensor: Tensor | None,
         sharding_spec: ShardingSpec,
         *global_size: int | Sequence[int],
         process_group: AnyGroup = None,
@@ -178,8 +185,9 @@ class ShardedTensor(ShardedTensorBase):
         Collective over the group; blocks. What is wrong on one rank raises on all.
 
         Args:
-            local_tensor: This rank's shard, contiguous; it is used as it is.
-            sharding_spec: Gives each rank of the group exactly one shard.
+            local_tensor: This rank's shard, contiguous; it is used as it is. None on ranks that
+                the spec gives none.
+            sharding_spec: Gives each rank of the group at most one shard.
             global_size: The whole tensor's shape, the same on every rank.
             process_group: The group; the default group if None.
             init_rrefs: See :class:`ShardedTensor`.
@@ -187,14 +195,13 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ValueError: The spec does not fit, or the tensor is not the shard that it names.
         """
-        size = checks.flat_size(global_size)
-        shard = checks.gather_one_shard(local_tensor, sharding_spec, size, process_group)
-        properties = TensorProperties.create_from_tensor(local_tensor)
-        metadata = sharding_spec.build_metadata(size, properties)
-        return cls._make(sharding_spec, metadata, [shard], process_group, init_rrefs)
+        joined = joining.join_tensor(
+            local_tensor, sharding_spec, global_size, process_group, init_rrefs
+        )
+        return cls._of_joined(joined, process_group, init_rrefs)
 
     @classmethod
-    def from_local_shards_and_global_metadata(  # type: ignore[override]
+    def from_local_shards_and_global_metadata(
         cls,
         local_shards: Sequence[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
@@ -211,11 +218,20 @@ class ShardedTensor(ShardedTensorBase):
             ValueError: The metadata does not fit itself or the group, or this rank's shards are
                 not those that it names.
         """
-        metadata = sharded_tensor_metadata
-        checks.check_metadata(metadata)
-        shards = checks.own_shards(local_shards, metadata, process_group)
-        spec = sharding_spec or infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        return cls._make(spec, metadata, shards, process_group, init_rrefs)
+
+        def make() -> ShardedTensor:
+            if init_rrefs:
+                remote.check_ready()
+            metadata = sharded_tensor_metadata
+            checks.check_metadata(metadata)
+            placed = places(process_group, metadata.shards_metadata)
+            shards = checks.own_shards(local_shards, metadata, placed)
+            spec = sharding_spec or infer_sharding_spec_from_shards_metadata(
+                metadata.shards_metadata
+            )
+            return cls._assembled(spec, metadata, placed, shards, process_group)
+
+        return cls._made(make, init_rrefs)
 
     @property
     def process_group(self) -> ProcessGroup | NonMember:
@@ -231,37 +247,11 @@ class ShardedTensor(ShardedTensorBase):
             self._known_tiling = tiling_of(self._metadata, self._owners)
         return self._known_tiling
 
-    def like(self, tensors: Iterable[Tensor], **properties: Any) -> ShardedTensor:
-        """A tensor cut as this one, of other local tensors. Local; not collective.
-
-        Args:
-            tensors: One for each of :meth:`local_shards`, of the same size; any dtype or device.
-            properties: Fields of :class:`TensorProperties` that differ from this tensor's.
-
-        Example:
-            >>> from tilework.sharded import ChunkShardingSpec, ones
-            >>> from tilework.testing import run_ranks
-            >>> def program(rank):
-            ...     st = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
-            ...     return st.like([st.local_tensor() * 3]).full_tensor().tolist()
-            >>> run_ranks(2, program)[0]
-            [3.0, 3.0, 3.0, 3.0]
-        """
-        shards = [
-            shard.with_tensor(tensor)
-            for shard, tensor in zip(self._local_shards, tensors, strict=True)
-        ]
-        metadata = self._metadata
-        changed = replace(metadata.tensor_properties, **properties)
-        return self._again(shards, replace(metadata, tensor_properties=changed))
-
-    def _again(self, shards: list[Shard], metadata: ShardedTensorMetadata) -> ShardedTensor:
-        """Cut and placed as this one; nothing needs to be checked again."""
-        made = type(self)._from_metadata(self._sharding_spec, metadata, shards)
-        made._process_group, made._owners = self._process_group, self._owners
-        made._known_tiling = self._known_tiling
-        made._init_rrefs, made._remote = False, None
-        return made
+    def _inherit(self, other: ShardedTensorBase) -> None:
+        assert isinstance(other, ShardedTensor)
+        self._process_group, self._owners = other._process_group, other._owners
+        self._known_tiling = other._known_tiling
+        self._init_rrefs, self._remote = False, None
 
     def _on(
         self,
@@ -275,16 +265,14 @@ class ShardedTensor(ShardedTensorBase):
         metadata, spec = replace(self._metadata, tensor_properties=properties), self._sharding_spec
         if device is not None:
             metadata, spec = metadata.moved(device), spec.moved(device)
-        mine = zip(self._local_shards, tiles, strict=True)
-        made = self._again([shard.with_tensor(tile) for shard, tile in mine], metadata)
+        placed, rank = zip(metadata.shards_metadata, self._owners, strict=True), get_rank()
+        mine = [shard for shard, owner in placed if owner == rank]
+        shards = [Shard(tile, shard) for tile, shard in zip(tiles, mine, strict=True)]
+        made = self._again(shards, metadata)
         made._sharding_spec = spec
         if group is not None:
             made._process_group = resolve(group)
         return made
-
-    def _set_properties(self, **properties: Any) -> None:
-        changed = replace(self._metadata.tensor_properties, **properties)
-        self._metadata = replace(self._metadata, tensor_properties=changed)
 
     def gather(  # type: ignore[override]
         self,
@@ -321,7 +309,8 @@ class ShardedTensor(ShardedTensorBase):
         """Cut this tensor anew, in place; return it.
 
         Collective over the group; blocks. Each rank receives only what it lacks. Takes memory for
-        the new shards and one bounded buffer.
+        the new shards and one bounded buffer. A tensor with RRefs makes new ones, so all ranks
+        must call it then.
 
         Args:
             resharding_spec: Any spec whose placements are on ranks of the group.
@@ -330,23 +319,25 @@ class ShardedTensor(ShardedTensorBase):
             ValueError: It is no spec, or does not fit the tensor or the group; the tensor stays
                 as it was.
         """
-        spec, metadata, owners, shards = moves.reshard(self, resharding_spec)
-        self._sharding_spec, self._metadata = spec, metadata
-        self._owners, self._local_shards, self._known_tiling = owners, shards, None
+        metadata, placed, shards = moves.reshard(self, resharding_spec)
+        self._sharding_spec, self._metadata, self._local_shards = resharding_spec, metadata, shards
+        self._owners, self._known_tiling = tuple([owner for owner, _ in placed]), None
+        if self._init_rrefs:
+            self._share()
         return self
 
     def remote_shards(self) -> dict[int, list[rpc.RRef[Shard]]]:
         """RRefs to the other ranks' shards, by global rank; ranks without shards are left out.
 
         Raises:
-            RuntimeError: The tensor was made with ``init_rrefs=False``.
+            RuntimeError: The tensor was made with ``init_rrefs=False``, or from another one.
         """
         if self._remote is None:
             raise RuntimeError(
                 "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available: "
                 "make it with init_rrefs=True, after tilework.rpc.init_rpc"
             )
-        return self._remote.rrefs
+        return dict(sorted(self._remote.rrefs.items()))
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """This tensor in another dtype or on other devices; itself if that changes nothing.
@@ -354,8 +345,8 @@ class ShardedTensor(ShardedTensorBase):
         Local; not collective, but to be called alike on every rank, since the metadata changes.
 
         Args:
-            args: As those of torch.Tensor.to. A device without an index, such as ``"cpu"``, or
-                this rank's own: each rank's shards stay with it.
+            args: As those of torch.Tensor.to. Each rank's shards stay with it, on its current
+                device of that kind; another index is ignored with a warning.
             kwargs: Likewise, and ``process_group``: the group of the result, where the present
                 one does not serve the new device.
 
@@ -364,7 +355,7 @@ class ShardedTensor(ShardedTensorBase):
         """
         return moves.to(self, *args, **kwargs)
 
-    def cpu(  # type: ignore[override]
+    def cpu(
         self,
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: AnyGroup = None,
@@ -372,7 +363,7 @@ class ShardedTensor(ShardedTensorBase):
         """This tensor in CPU memory; itself if it is there. See :meth:`to`."""
         return moves.to(self, "cpu", memory_format=memory_format, process_group=process_group)
 
-    def cuda(  # type: ignore[override]
+    def cuda(
         self,
         device: torch.device | str | int | None = None,
         non_blocking: bool = False,
@@ -388,34 +379,31 @@ class ShardedTensor(ShardedTensorBase):
         """
         return moves.cuda(self, device, non_blocking, memory_format, process_group)
 
-    def __copy__(self) -> ShardedTensor:
-        return self._again(list(self._local_shards), self._metadata)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        if id(self) not in memo:
-            shards = [Shard(copy.deepcopy(s.tensor, memo), s.metadata) for s in self._local_shards]
-            memo[id(self)] = self._again(shards, self._metadata)
-        found: ShardedTensor = memo[id(self)]
-        return found
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
-        shards = [(shard.tensor, shard.metadata) for shard in self._local_shards]
-        seat = loading.seat(self._process_group)
-        return _rebuild, (shards, self._metadata, seat, self._sharding_spec, self._init_rrefs)
+        _, state = super().__reduce_ex__(protocol)
+        return _rebuild, (*state, loading.seat(self._process_group), self._init_rrefs)
 
 
 def _rebuild(
     shards: list[tuple[Tensor, ShardMetadata]],
     metadata: ShardedTensorMetadata,
-    seat: loading.Seat,
     spec: ShardingSpec,
+    is_parameter: bool,
+    seat: loading.Seat,
     init_rrefs: bool,
 ) -> ShardedTensor:
     """The tensor that was saved, on the current group."""
-    group = loading.find_seat(seat)
-    local = [Shard(tensor, shard) for tensor, shard in shards]
-    return ShardedTensor._make(spec, metadata, local, group, init_rrefs)
+
+    def make() -> ShardedTensor:
+        group = loading.find_seat(seat)
+        found, cut, local = loading.as_loaded(metadata, spec, shards)
+        placed = places(group, found.shards_metadata)
+        return ShardedTensor._assembled(cut, found, placed, local, group)
+
+    made = ShardedTensor._made(make, init_rrefs)
+    mark_parameter(made, is_parameter)
+    return made
 
 
 # What torch.load accepts with weights_only=True, besides tensors and containers.

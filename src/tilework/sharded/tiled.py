@@ -29,7 +29,7 @@ class TiledTensor(Tensor):
         device: torch.device,
         requires_grad: bool,
     ) -> TiledT:
-        made: TiledT = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: TiledT = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=device, requires_grad=requires_grad
         )
         return made
@@ -44,7 +44,9 @@ class TiledTensor(Tensor):
         """This rank's tiles, in the order of ``tiling.of(rank)``."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Only what goes around the interception comes here; it must not lose a gradient or
         # compute on the memory that is not there.
         raise RuntimeError(
