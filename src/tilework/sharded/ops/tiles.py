@@ -1,0 +1,184 @@
+"""What every operator is made of: a rank's tiles in, a sharded tensor of their results out.
+
+A rank without tiles works on a stand-in: an empty tile with the tensor's dtype and a place in the
+autograd graph. So each rank finds the same dtype, the same ``requires_grad`` and the same errors,
+and takes part in whatever is communicated, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import NonMember, get_rank
+from tilework.layout import Box
+from tilework.sharded.checks import unsupported
+from tilework.sharded.metadata import Items, Shard, ShardMetadata
+from tilework.sharded.specs import infer_sharding_spec_from_shards_metadata
+from tilework.sharded.tensor import ShardedTensor
+
+OTHER_LAYOUT = (
+    "both must be cut alike, on the same ranks: reshard one to the other's sharding_spec()"
+)
+PLAIN_OPERAND = "a plain operand must be a number or a tensor without dims: shard_tensor cuts it"
+
+
+def graph_tiles(tensor: ShardedTensor) -> list[Tensor]:
+    """This rank's tiles, or its stand-in if there are none."""
+    tiles = tensor.local_tiles()
+    return tiles or [_stand_in(tensor)]
+
+
+def _stand_in(tensor: ShardedTensor) -> Tensor:
+    shards, found = tensor.__dict__.get("_stand_in", (None, None))
+    # A reshard or a change of dtype has given the tensor other shards.
+    if shards is not tensor._local_shards:
+        found = torch.zeros(
+            (0,) * tensor.dim(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        keep_stand_in(tensor, found)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def keep_stand_in(tensor: ShardedTensor, stand_in: Tensor) -> None:
+    """Make it this rank's; its part in the graph is the tensor's."""
+    tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)
+
+
+def no_elements(tensor: ShardedTensor, ndim: int = 1) -> Tensor:
+    """No elements, but a place in the graph after the tensor's tiles on this rank."""
+    return _emptied(graph_tiles(tensor)[0], ndim)
+
+
+def _emptied(tile: Tensor, ndim: int) -> Tensor:
+    flat = tile.reshape(-1)[:0]
+    return flat.reshape((0,) * ndim) if ndim else flat.sum(dtype=tile.dtype)
+
+
+def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
+    """Zeros of the tensor's dtype, with a place in the graph after its tiles on this rank."""
+    zeros = torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+    if not tensor.requires_grad:
+        return zeros
+    return zeros + no_elements(tensor).sum()
+
+
+def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
+    """A tensor cut as ``operand``, of what came of its :func:`graph_tiles`."""
+    metadata, spec, first = operand._metadata, operand._sharding_spec, results[0]
+    properties = replace(
+        metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
+    )
+    metadata = replace(metadata, tensor_properties=properties)
+    if first.device != operand.device:
+        metadata, spec = metadata.moved(first.device), spec.moved(first.device)
+    shards = [s.with_tensor(t) for s, t in zip(operand.local_shards(), results, strict=False)]
+    made = operand._again(shards, metadata)
+    made._sharding_spec = spec
+    if not shards:
+        keep_stand_in(made, first)
+    return made
+
+
+def settle(operand: ShardedTensor) -> ShardedTensor:
+    """``operand``, after its tiles have been written in place."""
+    requires_grad = graph_tiles(operand)[0].requires_grad
+    if requires_grad != operand.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.requires_grad_(operand, requires_grad)
+        operand._set_properties(requires_grad=requires_grad)
+    return operand
+
+
+def recut(
+    tensor: ShardedTensor,
+    size: Sequence[int],
+    place: Callable[[Box], Box | None],
+    apply: Callable[[Tensor, Box], Tensor],
+    stand_in: Tensor | None = None,
+) -> ShardedTensor:
+    """A tensor whose tiles are made from this one's, each on the rank where it is.
+
+    Args:
+        tensor: The tensor.
+        size: The result's.
+        place: From a tile's box to that of its result; None: nothing is left of it.
+        apply: From a tile and its box to its result.
+        stand_in: What came of this rank's, if it has one and the dtype changes.
+    """
+    metadata = tensor._metadata
+    boxes = [place(shard.box) for shard in metadata.shards_metadata]
+    left = [(i, box) for i, box in enumerate(boxes) if box is not None]
+    shards = [
+        ShardMetadata(box.offsets, box.sizes, metadata.shards_metadata[i].placement)
+        for i, box in left
+    ]
+    described = dict(zip((i for i, _ in left), shards, strict=True))
+    local = [
+        Shard(apply(shard.tensor, shard.metadata.box), described[i])
+        for i, shard in zip(tensor.tiling.of(get_rank()), tensor.local_shards(), strict=True)
+        if i in described
+    ]
+    if local:
+        first = local[0].tensor
+    else:
+        source = graph_tiles(tensor)[0] if stand_in is None else stand_in
+        first = _emptied(source, len(size))
+    properties = replace(
+        metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
+    )
+    whole = replace(
+        metadata,
+        shards_metadata=Items(shards),
+        size=torch.Size(size),
+        tensor_properties=properties,
+    )
+    made = tensor._again(local, whole)
+    made._sharding_spec = infer_sharding_spec_from_shards_metadata(shards)
+    made._owners = tuple(tensor._owners[i] for i, _ in left)
+    made._known_tiling = None
+    if not local:
+        keep_stand_in(made, first)
+    return made
+
+
+def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
+    """The tensor's group, for what needs all of its ranks.
+
+    Raises:
+        ValueError: This rank is not in it.
+    """
+    group = tensor.process_group
+    if isinstance(group, NonMember):
+        raise ValueError(
+            f"{name}: rank {get_rank()} is not in the tensor's group of ranks "
+            f"{list(group.global_ranks)}"
+        )
+    return group
+
+
+def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
+    """Whether each tile of one has its like in the other, on the same rank."""
+    if a is b:
+        return True
+    if a.process_group is not b.process_group or a._owners != b._owners:
+        return False
+    one, two = a._metadata, b._metadata
+    return one.shards_metadata is two.shards_metadata or a.tiling == b.tiling
+
+
+def sharded_argument(func: Callable[..., Any], args: Any, kwargs: Any) -> ShardedTensor:
+    """The first argument, which must be the sharded one."""
+    tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(tensor, ShardedTensor):
+        raise unsupported(func, args, kwargs)
+    return tensor
