@@ -27,12 +27,13 @@ from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later, RpcFuture
 from tilework.rpc.gathering import Gatherings, Key
 from tilework.rpc.memory import Lender, Probe
-from tilework.rpc.message import NO_FILE, Kind, Message, Ref, decode, encode
+from tilework.rpc.message import NEW, NO_FILE, Kind, Message, Ref, decode, encode
 from tilework.rpc.options import Timeout, timeout_seconds
 from tilework.rpc.payload import Payload, load
 from tilework.rpc.references import References
 from tilework.rpc.rref import RRef, fill
 from tilework.rpc.state import current_agent
+from tilework.rpc.tally import Tally
 from tilework.rpc.transport import Transport
 from tilework.rpc.workers import Directory, To
 
@@ -56,6 +57,12 @@ class _Arrived:
             raise DistError(f"cannot open the sender's memory: {self.file}")
         data, *buffers = self.message.load(self.file)
         return load(data, buffers, self.refs)
+
+    def fail_new(self, error: BaseException) -> None:
+        """The value that it was to make will not come."""
+        for rref, ref in zip(self.refs, self.message.refs, strict=True):
+            if ref.pin == NEW and isinstance(rref.entry, Owned):
+                rref.entry.fail(error)
 
 
 class Agent:
@@ -86,6 +93,8 @@ class Agent:
         self.gatherings = Gatherings()
         self._transport, self._lender, self._probes = transport, lender, probes
         self._calls = Calls()
+        #: Calls of RPC's own that this rank has not answered yet.
+        self._answering = Tally()
         #: Ranks that can open this one's memory files.
         self._readers: set[int] = set()
         self._losing: list[tuple[float, int]] = []
@@ -256,6 +265,8 @@ class Agent:
         self._transport.contact(sender)
         match message.kind:
             case Kind.CALL | Kind.INNER_CALL:
+                if message.kind == Kind.INNER_CALL:
+                    self._answering.begin()
                 return partial(self._serve, self._unwrap(message))
             case Kind.RESULT | Kind.ERROR:
                 arrived, call = self._unwrap(message), self._calls.pop(number)
@@ -317,43 +328,35 @@ class Agent:
 
     def _serve(self, arrived: _Arrived) -> None:
         """Run what another rank asks for, and answer."""
-        to, number = arrived.message.sender, arrived.message.number
+        message = arrived.message
         try:
             fn, args, kwargs = arrived.load()
         except BaseException as error:
-            self._answer_error(to, number, error)
+            arrived.fail_new(error)
+            self._answer(message, partial(_raise, error))
             return
         try:
             result = fn(*args, **kwargs)
             if is_async(fn):
                 result = _later(fn, result)
         except BaseException as error:
-            self._answer_error(to, number, error)
+            self._answer(message, partial(_raise, error))
             return
         if isinstance(result, Later):
-            result.future.add_done_callback(partial(self._answer_future, to, number))
+            result.future.add_done_callback(lambda done: self._answer(message, done.value))
         else:
-            self._answer(to, number, result)
+            self._answer(message, lambda: result)
 
-    def _answer_future(self, to: int, number: int, future: Any) -> None:
+    def _answer(self, message: Message, outcome: Callable[[], Any]) -> None:
+        """Answer a call with what ``outcome`` returns or raises."""
+        to, number = message.sender, message.number
         try:
-            result = future.value()
+            kind, (payload, refs) = Kind.RESULT, self._pack(outcome(), to)
         except BaseException as error:
-            self._answer_error(to, number, error)
-        else:
-            self._answer(to, number, result)
-
-    def _answer(self, to: int, number: int, result: Any) -> None:
-        try:
-            payload, refs = self._pack(result, to)
-        except BaseException as error:
-            self._answer_error(to, number, error)
-        else:
-            self._post(Kind.RESULT, to, number, payload, refs)
-
-    def _answer_error(self, to: int, number: int, error: BaseException) -> None:
-        payload, refs = self._pack(Failure.of(error), to)
-        self._post(Kind.ERROR, to, number, payload, refs)
+            kind, (payload, refs) = Kind.ERROR, self._pack(Failure.of(error), to)
+        self._post(kind, to, number, payload, refs)
+        if message.kind == Kind.INNER_CALL:
+            self._answering.end()
 
     # -- watching: on a thread of its own ------------------------------------------------------
 
@@ -404,10 +407,11 @@ class Agent:
         ranks = tuple(range(len(self.workers)))
         before, now = None, {-1: 0}
         while before != now:
-            if not self._calls.wait_idle(deadline):
+            if not self._calls.work.wait_none(deadline):
                 raise RpcTimeoutError("shutdown: calls of this rank did not end in time")
             left = max(0.001, deadline - time.monotonic())
-            before, now = now, self.gather("shutdown", ranks, self._calls.made, left)
+            before, now = now, self.gather("shutdown", ranks, self._calls.work.total, left)
+        self._answering.wait_none(deadline)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Leave. Calls that have not ended fail. Idempotent; waits for nobody.
@@ -437,7 +441,7 @@ def _arrive(key: Key, rank: int, obj: Any) -> Later:
 
 
 def _later(fn: Callable[..., Any], result: Any) -> Later:
-    if not isinstance(result, torch.futures.Future):
+    if not isinstance(result, torch._C.Future):  # of which torch.futures.Future is one kind
         raise TypeError(
             f"{fn.__qualname__} is marked with async_execution, so it must return a "
             f"torch.futures.Future, but it returned {type(result).__name__}"

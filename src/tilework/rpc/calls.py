@@ -15,6 +15,7 @@ from tilework.comm.callsite import Site, format_site
 from tilework.errors import PeerLostError, RpcTimeoutError
 from tilework.rpc.entries import Entry, Held
 from tilework.rpc.futures import RpcFuture
+from tilework.rpc.tally import Tally
 from tilework.rpc.workers import WorkerInfo
 
 #: How a call ended: gives its result, or raises.
@@ -134,21 +135,19 @@ class Calls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._calls: dict[int, Call] = {}
         self._numbers = itertools.count()
-        self._made = 0
-        #: Those made that have not ended.
-        self._work = 0
+        self._calls: dict[int, Call] = {}
         self._awake_at = math.inf
+        #: Those that have not ended, with whatever their end sets off; RPC's own ones aside.
+        self.work = Tally()
 
     def add(self, call: Call) -> tuple[int, bool]:
         """Its number, and whether who watches the deadlines must be woken for it."""
+        if not call.inner:
+            self.work.begin()
         with self._lock:
             number = next(self._numbers)
             self._calls[number] = call
-            self._made += not call.inner
-            self._work += not call.inner
             return number, call.deadline < self._awake_at
 
     def pop(self, number: int) -> Call | None:
@@ -157,11 +156,9 @@ class Calls:
             return self._calls.pop(number, None)
 
     def ended(self, call: Call) -> None:
-        """The call has ended, with whatever its end set off."""
-        with self._lock:
-            self._work -= not call.inner
-            if not self._work:
-                self._idle.notify_all()
+        """The call has ended."""
+        if not call.inner:
+            self.work.end()
 
     def numbers(self, where: Callable[[Call], bool]) -> list[int]:
         """The calls for which ``where`` holds."""
@@ -178,14 +175,3 @@ class Calls:
             soonest = min((call.deadline for call in self._calls.values()), default=math.inf)
             self._awake_at = min(soonest, at_most)
             return self._awake_at
-
-    @property
-    def made(self) -> int:
-        """How many there were, RPC's own ones aside."""
-        return self._made
-
-    def wait_idle(self, deadline: float) -> bool:
-        """Wait until all have ended, RPC's own ones aside; whether that came in time."""
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        with self._lock:
-            return self._idle.wait_for(lambda: not self._work, left)

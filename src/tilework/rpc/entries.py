@@ -25,14 +25,14 @@ class Owned:
         self.pending: RpcFuture[None] | None = RpcFuture()
         # Not in the future, into which Python's garbage collector cannot look.
         self._value: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def complete(self, value: Any) -> None:
         """The value is there."""
         self._value = value
         self._end()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """There will be no value."""
         self._error = error
         self._end()

@@ -36,5 +36,5 @@ class RpcFuture(torch.futures.Future[T]):
 class Later:
     """What a function returns whose result will be in ``future``."""
 
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
+    def __init__(self, future: torch._C.Future[Any]) -> None:
         self.future = future

@@ -180,14 +180,14 @@ def fill(rref: RRef[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
             entry.complete(result)
             return
         result.add_done_callback(lambda done: _copy(done, entry))
-    except Exception as error:
+    except BaseException as error:
         entry.fail(error)
 
 
 def _copy(done: Any, entry: Owned) -> None:
     try:
         entry.complete(done.value())
-    except Exception as error:
+    except BaseException as error:
         entry.fail(error)
 
 
