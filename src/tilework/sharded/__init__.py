@@ -20,8 +20,12 @@ from tilework.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
+from tilework.sharded.module import collect_local_shard, reshard_output
+from tilework.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
 from tilework.sharded.placement import parse_and_validate_remote_device
+from tilework.sharded.plan import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from tilework.sharded.sharding import PartialCoverError, shard_parameter, shard_tensor
 from tilework.sharded.showing import show
 from tilework.sharded.specs import (
     ChunkShardingSpec,
@@ -30,22 +34,29 @@ from tilework.sharded.specs import (
     infer_sharding_spec_from_shards_metadata,
     validate_non_overlapping_shards_metadata,
 )
+from tilework.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
 from tilework.sharded.tensor import ShardedTensor
 from tilework.sharded.tiled import TiledTensor
 
 __all__ = [
     "ChunkShardingSpec",
     "EnumerableShardingSpec",
+    "PartialCoverError",
     "RemoteDevice",
     "Shard",
     "ShardMetadata",
+    "ShardedOptimizer",
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "TensorProperties",
     "TiledTensor",
     "arange",
+    "collect_local_shard",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
     "empty",
@@ -53,11 +64,18 @@ __all__ = [
     "infer_sharding_spec_from_shards_metadata",
     "init_from_local_shards",
     "load_with_process_group",
+    "named_params_with_sharded_tensor",
     "ones",
     "parse_and_validate_remote_device",
+    "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
+    "shard_tensor",
     "show",
+    "state_dict_hook",
     "validate_non_overlapping_shards_metadata",
     "zeros",
 ]

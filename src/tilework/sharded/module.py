@@ -1,0 +1,106 @@
+"""What happens to a module's output: cut anew, or reduced to this rank's shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tilework.sharded.relayout import resharded
+from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
+from tilework.sharded.tensor import ShardedTensor
+
+
+def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+    """Cut the sharded tensors that ``module`` returns anew, in each forward pass.
+
+    Local; the module's forward is collective from now on, over the group of its output. So is
+    backward. The output is a new tensor; what the module holds itself stays as it was.
+
+    Args:
+        module: Hooked in place. What it returns besides sharded tensors is left alone.
+        resharding_spec: Any whose placements are on ranks of the output's group.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: ``resharding_spec`` is no spec.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import ChunkShardingSpec, ones, reshard_output
+        >>> from tilework.testing import run_ranks
+        >>> class Ones(torch.nn.Module):
+        ...     def forward(self, spec):
+        ...         return ones(spec, 4, 6)
+        >>> def program(rank):
+        ...     rows, columns = (ChunkShardingSpec(d, ["rank:0/cpu", "rank:1/cpu"]) for d in (0, 1))
+        ...     return reshard_output(Ones(), columns)(rows).local_tensor().shape
+        >>> run_ranks(2, program)
+        [torch.Size([4, 3]), torch.Size([4, 3])]
+    """
+    if not isinstance(resharding_spec, ShardingSpec):
+        raise ValueError(
+            f"Expecting ShardingSpec but got: {type(resharding_spec).__name__}; make a "
+            f"ChunkShardingSpec or an EnumerableShardingSpec"
+        )
+    module.register_forward_hook(_Reshard(resharding_spec))
+    return module
+
+
+def collect_local_shard(module: nn.Module) -> nn.Module:
+    """Return this rank's shard of each sharded tensor that ``module`` returns, as a plain tensor.
+
+    Local; not collective. Gradients flow. If a chunk has the extent 1 along the dim that is cut,
+    that dim is left out: of a tensor of size [4, 16] in 4 chunks each rank gets one of size [16].
+
+    Args:
+        module: Hooked in place. Its forward raises NotImplementedError where this rank holds no
+            or several shards. What it returns besides sharded tensors is left alone.
+
+    Returns:
+        ``module``.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import ChunkShardingSpec, collect_local_shard, ones
+        >>> from tilework.testing import run_ranks
+        >>> class Ones(torch.nn.Module):
+        ...     def forward(self, spec):
+        ...         return ones(spec, 2, 3)
+        >>> def program(rank):
+        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     return collect_local_shard(Ones())(rows).tolist()
+        >>> run_ranks(2, program)
+        [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    module.register_forward_hook(_Collect())
+    return module
+
+
+@dataclass(frozen=True)
+class _Reshard:
+    """A forward hook; unlike a closure it can be pickled with its module."""
+
+    spec: ShardingSpec
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return pytree.tree_map_only(ShardedTensor, lambda st: resharded(st, self.spec), output)
+
+
+@dataclass(frozen=True)
+class _Collect:
+    """Another."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return pytree.tree_map_only(ShardedTensor, _local, output)
+
+
+def _local(tensor: ShardedTensor) -> Tensor:
+    shard, spec = tensor.local_tensor(), tensor.sharding_spec()
+    if isinstance(spec, ChunkShardingSpec) and shard.size(spec.dim) == 1:
+        return shard.squeeze(spec.dim)
+    return shard

@@ -1,0 +1,115 @@
+"""An optimizer's state for a sharded parameter: from states of shards to one, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import get_process_group_ranks
+from tilework.sharded.relayout import laid_out_as
+from tilework.sharded.tensor import ShardedTensor
+
+#: What an optimizer keeps for one tensor.
+State = Mapping[str, Any]
+#: ("shard", dtype): a tensor of the shard's size; or ("value", value): the same for all shards.
+Entry = tuple[str, Any]
+
+
+def agreed_entries(
+    parameters: Mapping[str, Sequence[tuple[Tensor, State]]], group: ProcessGroup
+) -> dict[str, dict[str, Entry]]:
+    """What is kept for each parameter, also on ranks without a shard. Collective; blocks.
+
+    Args:
+        parameters: By name, this rank's shards and their states.
+        group: That of the parameters.
+
+    Raises:
+        RuntimeError: Shards of one parameter have different entries or values.
+    """
+    said = agree(
+        lambda: {name: _of_shards(name, shards) for name, shards in parameters.items()}, group
+    )
+    found: dict[str, dict[str, Entry]] = {}
+    for name in said[0]:
+        for rank, theirs in zip(get_process_group_ranks(group), said, strict=True):
+            entries = theirs.get(name)
+            if entries is not None:
+                _check_same(name, found.setdefault(name, entries), entries, f"rank {rank}")
+    return found
+
+
+def _of_shards(name: str, shards: Sequence[tuple[Tensor, State]]) -> dict[str, Entry] | None:
+    """What all of a rank's shards have; None if it has none, or only empty ones."""
+    # Backward may leave out a shard without elements, which then has no state.
+    found = [_entries(tensor, state) for tensor, state in shards if tensor.numel()]
+    for entries in found:
+        _check_same(name, found[0], entries, "another shard")
+    return found[0] if found else None
+
+
+def _entries(tensor: Tensor, state: State) -> dict[str, Entry]:
+    def entry(value: Any) -> Entry:
+        if not isinstance(value, Tensor):
+            return "value", value
+        if value.shape == tensor.shape:
+            return "shard", str(value.dtype).removeprefix("torch.")
+        return "value", value.detach().cpu()
+
+    return {key: entry(value) for key, value in state.items()}
+
+
+def _check_same(name: str, one: Mapping[str, Entry], two: Mapping[str, Entry], where: str) -> None:
+    for key in {*one, *two}:
+        if key not in one or key not in two or not _same(one[key], two[key]):
+            raise RuntimeError(
+                f"the state {key!r} of parameter {name!r} is {one.get(key, 'missing')} for one "
+                f"shard and {two.get(key, 'missing')} on {where}: in each step all shards "
+                f"must have a gradient, or none"
+            )
+
+
+def _same(one: Entry, two: Entry) -> bool:
+    if one[0] != two[0] or not isinstance(one[1], Tensor) or not isinstance(two[1], Tensor):
+        return (one[0] == two[0] and one[1] is two[1]) or bool(one[1] == two[1])
+    return torch.equal(one[1], two[1])
+
+
+def joined(
+    parameter: ShardedTensor, states: Sequence[State], entries: Mapping[str, Entry]
+) -> dict[str, Any]:
+    """The state of the whole parameter: sharded tensors cut as it is, and values. Local.
+
+    They share memory with the shards' states.
+    """
+    found: dict[str, Any] = {}
+    for key, (kind, value) in entries.items():
+        if kind == "value":
+            found[key] = states[0].get(key, value) if states else value
+            continue
+        dtype = getattr(torch, value)
+        tiles = [
+            state[key] if key in state else torch.empty_like(tile, dtype=dtype).detach()
+            for tile, state in zip(parameter.local_tiles(), states, strict=True)
+        ]
+        found[key] = parameter.like(tiles, dtype=dtype, requires_grad=False)
+    return found
+
+
+def parts(value: Any, parameter: Tensor) -> list[Any]:
+    """A state of the whole parameter, for each local tensor of it; copies.
+
+    Collective over the parameter's group if ``value`` is sharded otherwise.
+    """
+    whole = isinstance(value, Tensor) and value.shape == parameter.shape
+    if not isinstance(parameter, ShardedTensor):
+        return [value.full_tensor() if isinstance(value, ShardedTensor) else copy.deepcopy(value)]
+    if whole:
+        return [tile.clone() for tile in laid_out_as(value, parameter).local_tiles()]
+    return [copy.deepcopy(value) for _ in parameter.local_tiles()]

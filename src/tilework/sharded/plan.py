@@ -1,0 +1,275 @@
+"""Sharding whole modules by a plan: which parameter is cut how, and what becomes of outputs."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from tilework.comm.world import AnyGroup
+from tilework.sharded.module import collect_local_shard, reshard_output
+from tilework.sharded.sharding import (
+    Cut,
+    Facts,
+    agree_on,
+    as_parameter,
+    put_parameter,
+    tensor_of,
+)
+from tilework.sharded.specs import ShardingSpec
+
+
+class Sharder(ABC):
+    """Shards a submodule in a way that no spec can say."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """The module that takes the place of ``module``; may be the same, changed.
+
+        Called on every rank of the group, in the same order, so it may communicate.
+        """
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a module is to be sharded; a value.
+
+    Names are those of ``named_parameters()`` and ``named_modules()``; ``""`` is the module itself.
+    In a parameter's name each part between dots may have wildcards: ``"layers.*.weight"`` names
+    that parameter of each of the layers. An exact name goes before a wildcard.
+
+    Args:
+        plan: For parameters (buffers and plain tensors too, by their exact names) the spec, for
+            submodules a :class:`Sharder`.
+        output_plan: For modules how what they return is cut anew (:func:`reshard_output`); None
+            leaves it.
+        return_local_tensor: Modules that return this rank's shard (:func:`collect_local_shard`),
+            after ``output_plan``.
+
+    Raises:
+        TypeError: Something else is given.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, ShardingPlan
+        >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> plan = ShardingPlan({"embedding.weight": rows, "layers.*.weight": rows})
+    """
+
+    plan: Mapping[str, ShardingSpec | Sharder]
+    output_plan: Mapping[str, ShardingSpec | None] | None = None
+    return_local_tensor: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, how in self.plan.items():
+            if not isinstance(how, ShardingSpec | Sharder):
+                raise TypeError(
+                    f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', got "
+                    f"{type(how).__name__}"
+                )
+            if isinstance(how, Sharder) and name == "":
+                raise KeyError("Module path must not be empty for custom sharder!")
+        for name, spec in (self.output_plan or {}).items():
+            if not isinstance(spec, ShardingSpec | None):
+                raise TypeError(
+                    f"Only `ShardingSpec` is supported as output_plan for '{name}', got "
+                    f"{type(spec).__name__}"
+                )
+        if isinstance(self.return_local_tensor, str):
+            raise TypeError(
+                f"return_local_tensor is a list of module names, got the string "
+                f"{self.return_local_tensor!r}"
+            )
+
+
+class ShardingPlanner(ABC):
+    """Makes plans for modules."""
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """How to shard ``module``; the same on every rank."""
+
+
+def shard_module(
+    module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: AnyGroup = None
+) -> None:
+    """Shard a module as the plan says, with the values that one rank has.
+
+    Collective over the group; blocks. The whole plan is checked on all ranks first: what is wrong
+    on one raises on all, and the module is as it was. Parameters that are shared between modules
+    stay shared.
+
+    Args:
+        module: Changed in place. On ranks other than ``src_rank`` it may be on the meta device, as
+            far as the plan shards it.
+        plan: The same on every rank.
+        src_rank: The global rank whose values count.
+        process_group: The group; the default group if None.
+
+    Raises:
+        AttributeError: The module has nothing of a name, or of any that fits a wildcard.
+        RuntimeError: A parameter is of a submodule that a Sharder is to shard.
+        ValueError: A spec does not fit, one parameter gets two, or ranks have different plans.
+        TypeError: A Sharder returned no module.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import ChunkShardingSpec, ShardingPlan, shard_module
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     shard_module(model, ShardingPlan({"*.weight": rows}))
+        ...     return [tuple(p.shape) for p in model[0].weight.local_tiles()]
+        >>> run_ranks(2, program)
+        [[(2, 3)], [(2, 3)]]
+    """
+    resolved: list[_Resolved] = []
+
+    def check() -> Facts:
+        resolved.append(_Resolved(module, plan, src_rank, process_group))
+        return resolved[0].facts()
+
+    said = agree_on(check, process_group)
+    todo = resolved[0]
+    # In an order that is the same on all ranks, whatever the order in which they wrote the plan.
+    for name, cut in sorted(todo.cuts.items()):
+        parameter = as_parameter(cut.scatter(said[name]["requires_grad"]))
+        for place in todo.places_of(cut.tensor):
+            put_parameter(*_at(module, place), parameter)
+    for name, sharder in sorted(todo.sharders.items()):
+        _replace_module(module, name, sharder)
+    for name, spec in todo.outputs.items():
+        reshard_output(module.get_submodule(name), spec)
+    for name in plan.return_local_tensor or ():
+        collect_local_shard(module.get_submodule(name))
+
+
+class _Resolved:
+    """A plan's names, looked up in a module."""
+
+    def __init__(
+        self, module: nn.Module, plan: ShardingPlan, src_rank: int, group: AnyGroup
+    ) -> None:
+        self.module, self.plan = module, plan
+        # A shared parameter comes under each of its names.
+        self.parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.modules = dict(module.named_modules(remove_duplicate=False))
+        specs, self.sharders = self._specs_and_sharders()
+        self.cuts: dict[str, Cut] = {}
+        for name, spec in specs.items():
+            tensor = tensor_of(*_at(module, name))
+            self._check_free(name)
+            if not self._known(name, tensor, spec):
+                self.cuts[name] = Cut(name, tensor, spec, src_rank, group)
+        outputs = (plan.output_plan or {}).items()
+        self.outputs = {name: spec for name, spec in outputs if spec is not None}
+        for name in (*self.sharders, *self.outputs, *(plan.return_local_tensor or ())):
+            self._require(name, self.modules)
+
+    def facts(self) -> Facts:
+        """What ranks must agree on."""
+        return {
+            **{name: cut.facts() for name, cut in self.cuts.items()},
+            **{
+                f"{name} (by a Sharder)": {"sharder": type(sharder).__name__}
+                for name, sharder in self.sharders.items()
+            },
+            **{
+                f"{name} (output)": {"sharding_spec": repr(spec)}
+                for name, spec in self.outputs.items()
+            },
+            "return_local_tensor": {"modules": sorted(self.plan.return_local_tensor or ())},
+        }
+
+    def places_of(self, tensor: Tensor) -> list[str]:
+        """All names of one tensor."""
+        names = [name for name, parameter in self.parameters.items() if parameter is tensor]
+        return names or [name for name, cut in self.cuts.items() if cut.tensor is tensor]
+
+    def _specs_and_sharders(self) -> tuple[dict[str, ShardingSpec], dict[str, Sharder]]:
+        specs: dict[str, ShardingSpec] = {}
+        sharders: dict[str, Sharder] = {}
+        # Wildcards first, so that exact names override them.
+        for name, how in sorted(
+            self.plan.plan.items(), key=lambda entry: not _is_pattern(entry[0])
+        ):
+            if isinstance(how, Sharder):
+                sharders[name] = how
+            elif not _is_pattern(name):
+                self._require(name, self.parameters)
+                specs[name] = how
+            else:
+                for found in self._matches(name):
+                    if specs.setdefault(found, how) != how:
+                        raise ValueError(
+                            f"two wildcards of the plan give {found!r} different specs: {how} and "
+                            f"{specs[found]}; name it exactly, which goes before wildcards"
+                        )
+        return specs, sharders
+
+    def _matches(self, pattern: str) -> list[str]:
+        found = [name for name in self.parameters if _fits(name, pattern)]
+        if not found:
+            raise self._unknown(pattern, self.parameters)
+        return found
+
+    def _require(self, name: str, known: Mapping[str, object]) -> None:
+        if name not in known:
+            owner, _, last = name.rpartition(".")
+            # What is no parameter and no module may still be a plain tensor.
+            if known is self.modules or not hasattr(self.modules.get(owner), last):
+                raise self._unknown(name, known)
+
+    def _unknown(self, name: str, known: Iterable[str]) -> AttributeError:
+        close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        return AttributeError(f"{type(self.module).__name__} has no attribute `{name}`{hint}")
+
+    def _check_free(self, name: str) -> None:
+        for sharder in self.sharders:
+            if name.startswith(f"{sharder}."):
+                raise RuntimeError(
+                    f"the plan shards parameter {name!r}, but also has a Sharder for the module "
+                    f"{sharder!r} that it is in: leave out one of them"
+                )
+
+    def _known(self, name: str, tensor: Tensor, spec: ShardingSpec) -> bool:
+        """Whether the same tensor is to be cut already, under another name."""
+        for other, cut in self.cuts.items():
+            if cut.tensor is tensor:
+                if cut.spec != spec:
+                    raise ValueError(
+                        f"{other!r} and {name!r} are one parameter, but the plan gives them "
+                        f"different specs: {cut.spec} and {spec}"
+                    )
+                return True
+        return False
+
+
+def _is_pattern(name: str) -> bool:
+    return any(char in name for char in "*?[")
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _at(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, last = name.rpartition(".")
+    return module.get_submodule(owner), last
+
+
+def _replace_module(module: nn.Module, name: str, sharder: Sharder) -> None:
+    owner, last = _at(module, name)
+    made = sharder.shard(module.get_submodule(name))
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"{type(sharder).__name__}.shard returned {type(made).__name__} for {name!r}: it must "
+            f"return a module"
+        )
+    setattr(owner, last, made)

@@ -1,0 +1,126 @@
+"""Hooks that bring sharded tensors into state dicts of modules, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import NonMember
+from tilework.sharded.relayout import check_alike, laid_out_as, layout_of
+from tilework.sharded.tensor import ShardedTensor
+
+
+def state_dict_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Add sharded tensors that are plain attributes to a module's ``state_dict()``.
+
+    Local; not collective. For ``module.register_state_dict_post_hook``. Serves all submodules
+    too. Sharded parameters are in state dicts without it.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import ChunkShardingSpec, ones, state_dict_hook
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     module = torch.nn.Module()
+        ...     module.table = ones(ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
+        ...     module.register_state_dict_post_hook(state_dict_hook)
+        ...     return list(module.state_dict())
+        >>> run_ranks(1, program)
+        [['table']]
+    """
+    for start, submodule in _submodules(module, prefix):
+        for name, value in vars(submodule).items():
+            if isinstance(value, ShardedTensor):
+                destination[start + name] = value
+
+
+def pre_load_state_dict_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Make a state dict fit a module with sharded tensors, before it is loaded.
+
+    For ``module.register_load_state_dict_pre_hook``. Serves all submodules too. Sharded tensors
+    become the attributes of their names, also of those that are None or something else so far.
+    A parameter keeps its layout and gets the values: a sharded one from a tensor of any other
+    layout, or from a plain one; a plain one from a sharded tensor.
+
+    Collective, if a parameter's layout and that of its values differ, over the parameter's group (a
+    plain one's: over that of its values). What is wrong on one rank raises on all. Modules without
+    sharded tensors are left alone.
+
+    Raises:
+        ValueError: Ranks load different things, or values lie on ranks outside the group.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import ChunkShardingSpec, shard_parameter
+        >>> from tilework.sharded import pre_load_state_dict_hook
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     linear = torch.nn.Linear(3, 2)
+        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     shard_parameter(linear, "weight", rows)
+        ...     linear.register_load_state_dict_pre_hook(pre_load_state_dict_hook)
+        ...     linear.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+        ...     return linear.weight.local_tensor().tolist()
+        >>> run_ranks(2, program)
+        [[[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]]]
+    """
+    for start, submodule in _submodules(module, prefix):
+        for name, value in list(vars(submodule).items()):
+            if isinstance(state_dict.get(start + name), ShardedTensor):
+                setattr(submodule, name, state_dict.pop(start + name))
+            elif isinstance(value, ShardedTensor):
+                missing_keys.append(start + name)
+    if not local_metadata.get("assign_to_params_buffers", False):
+        _fit_parameters(dict(_parameters(module, prefix)), state_dict)
+
+
+def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -> None:
+    """Replace values by such as have their parameters' layouts."""
+    values = {
+        key: state_dict[key]
+        for key, parameter in parameters.items()
+        # What has another size is left to torch's own message.
+        if isinstance(state_dict.get(key), Tensor) and state_dict[key].shape == parameter.shape
+    }
+    groups: dict[ProcessGroup, dict[str, str]] = {}
+    for key, parameter in parameters.items():
+        value = values.get(key)
+        tensor = parameter if isinstance(parameter, ShardedTensor) else value
+        if isinstance(tensor, ShardedTensor) and not isinstance(tensor.process_group, NonMember):
+            groups.setdefault(tensor.process_group, {})[key] = layout_of(value)
+    for group, layouts in groups.items():
+        check_alike(lambda layouts=layouts: layouts, group)  # type: ignore[misc]
+    for key, value in values.items():
+        parameter = parameters[key]
+        if isinstance(parameter, ShardedTensor):
+            state_dict[key] = laid_out_as(value, parameter)
+        elif isinstance(value, ShardedTensor):
+            state_dict[key] = value.full_tensor()
+
+
+def _submodules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Each with what its keys begin with; one that has two names comes twice, as in torch."""
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        yield f"{prefix}{path}." if path else prefix, submodule
+
+
+def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by their keys."""
+    for start, submodule in _submodules(module, prefix):
+        for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+            if tensor is not None:
+                yield start + name, tensor
