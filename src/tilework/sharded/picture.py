@@ -62,10 +62,10 @@ def draw(
         >>> for line in draw((8,), boxes, [["0"], ["1"]], Room(17, 9, 6, 2)):
         ...     print("".join(text for text, _ in line))
         → dim 0
-        0          6   8
-        ┌──────────┬───┐
-        │    0     │ 1 │
-        └──────────┴───┘
+        0           6   8
+        ┌───────────┬───┐
+        │     0     │ 1 │
+        └───────────┴───┘
     """
     full = {number for number, box in enumerate(boxes) if not box.empty}
     if not full:

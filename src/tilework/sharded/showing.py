@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +16,6 @@ from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
 from tilework.sharded.tiled import TiledTensor
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from tilework.sharded.base import ShardedTensorBase
 
 #: For print(), which does not know the terminal.
@@ -29,6 +26,9 @@ _WIDTH, _BAR_WIDTH = 90, 20
 _LISTED = 16
 _COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
     "#a6cee3", "#fccde5", "#ccebc5", "#d9c7a0", "#bebada")  # fmt: skip
+_TITLES = ("who", "shards", "bytes", "share")
+#: Text, and rich's name of a style.
+Styled = tuple[str, str]
 #: For outputs that are not in Unicode.
 _ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
 
@@ -61,17 +61,17 @@ def show(
         ...
     """
     from rich.console import Console
+    from rich.text import Text
 
     view = _view_of(tensor, size, dtype)
     console = Console(highlight=False)
     width = min(console.width, _WIDTH)
-    unicode = console.encoding.lower().startswith("utf")
-    console.print(f"{_headline(view)}, {_size_text(view.total)}", style="bold", markup=False)
-    console.print()
-    for line in view.picture(Room(width, height=14, parts=12, slices=4)):
-        console.print(_coloured(line, view, unicode), no_wrap=True, crop=True)
-    console.print()
-    console.print(_table(view, unicode, bars=width >= 60))
+    picture = [_coloured(line, view) for line in view.picture(Room(width, 14, 12, 4))]
+    headline = f"{_headline(view)}, {_size_text(view.total)}"
+    for line in [[(headline, "bold")], [], *picture, [], *_table(view, width)]:
+        if not console.encoding.lower().startswith("utf"):
+            line = [(text.translate(_ASCII), style) for text, style in line]
+        console.print(Text.assemble(*line), overflow="fold")
 
 
 def one_line(tensor: ShardedTensorBase) -> str:
@@ -109,6 +109,16 @@ class _Owner:
     @property
     def place(self) -> str:
         return f"{self.name}/{'+'.join(self.devices)}" if self.devices else self.name
+
+    @property
+    def kinds(self) -> set[str]:
+        """The types of its devices."""
+        return {device.partition(":")[0] for device in self.devices}
+
+    @property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Those of its shards."""
+        return [tuple(shard.shard_sizes) for shard in self.shards]
 
 
 @dataclass(frozen=True)
@@ -198,7 +208,7 @@ def _headline(view: _View) -> str:
     if isinstance(view.spec, ChunkShardingSpec):
         cut = f"chunk{'s' * (n != 1)} along dim {view.spec.dim % len(view.metadata.size)}"
     holders = [owner for owner in view.owners if owner.shards]
-    kinds = {device.partition(":")[0] for owner in holders for device in owner.devices} - {"cpu"}
+    kinds = set[str]().union(*(owner.kinds for owner in holders)) - {"cpu"}
     on = f" ({', '.join(sorted(kinds))})" if kinds else ""
     gradient = ", requires_grad" if properties.requires_grad else ""
     what = f"{view.name}{dtype}{list(view.metadata.size)}"
@@ -248,64 +258,73 @@ def _size_text(n: float) -> str:
 # -- in colours ----------------------------------------------------------------------------
 
 
-def _coloured(line: Line, view: _View, unicode: bool) -> Text:
-    from rich.text import Text
-
-    text = Text()
-    for words, number in line:
-        shard = None if number is None else view.metadata.shards_metadata[number]
-        style = "" if shard is None else f"black on {view.colour_of(shard)}"
-        text.append(words if unicode else words.translate(_ASCII), style)
-    return text
+def _coloured(line: Line, view: _View) -> list[Styled]:
+    """A line of the picture."""
+    shards = view.metadata.shards_metadata
+    return [
+        (text, "" if number is None else f"black on {view.colour_of(shards[number])}")
+        for text, number in line
+    ]
 
 
-def _table(view: _View, unicode: bool, bars: bool) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for title in ("", "who", "shards", "bytes", "share", "")[: 6 if bars else 5]:
-        justify: Literal["left", "right"] = "right" if title in ("bytes", "share") else "left"
-        table.add_column(title, justify=justify, no_wrap=title != "shards")
+def _table(view: _View, width: int) -> list[list[Styled]]:
+    """What each owner has, and bars for the bytes; narrow ones lack shares, sizes, bars."""
+    rows = _rows(view.owners)
+    told = [_TITLES, *(_told(row, view.total or 1) for row in rows)]
+    widths = [2 + max(map(len, column)) for column in zip(*told, strict=True)]
+    columns = [0, 1, 2, 3]
+    for dropped in (3, 1):
+        if 2 + sum(widths[c] for c in columns) > width:
+            columns.remove(dropped)
+    room = min(_BAR_WIDTH, width - 4 - sum(widths[c] for c in columns))
     most = max((owner.held for owner in view.owners), default=0) or 1
-    for row in _rows(view.owners):
+    lines: list[list[Styled]] = [
+        [(f"    {_in_columns(_TITLES, widths, columns)}".rstrip(), "bold")]
+    ]
+    for row, words in zip(rows, told[1:], strict=True):
         colour = view.colour_of(row[0].shards[0]) if row[0].shards and len(row) == 1 else ""
-        bar = "█" * math.ceil(_BAR_WIDTH * max(owner.held for owner in row) / most)
-        words = ["██" if colour else "", *_told(row, view.total or 1), bar]
-        cells = [
-            Text(word if unicode else word.translate(_ASCII), colour if "█" in word else "")
-            for word in words
-        ]
-        table.add_row(*cells[: len(table.columns)])
-    return table
+        length = math.ceil(room * max(owner.held for owner in row) / most) if room > 4 else 0
+        text = _in_columns(words, widths, columns)
+        text = text if length else text.rstrip()
+        lines.append([("██  " if colour else "    ", colour), (text, ""), ("█" * length, colour)])
+    return lines
+
+
+def _in_columns(words: Sequence[str], widths: Sequence[int], columns: Sequence[int]) -> str:
+    """Some of the words, each in its width: text to the left, numbers to the right."""
+    cells = [
+        words[c].ljust(widths[c]) if c < 2 else words[c].rjust(widths[c] - 2) + "  "
+        for c in columns
+    ]
+    return "".join(cells)
 
 
 def _rows(owners: Sequence[_Owner]) -> list[list[_Owner]]:
     """What is told in one row: each owner, or if they are many, neighbours that hold as much."""
     if len(owners) <= _LISTED:
         return [[owner] for owner in owners]
-    runs = groupby(owners, key=lambda o: (o.devices, [s.shard_sizes for s in o.shards]))
+    runs = groupby(owners, key=lambda owner: (owner.kinds, owner.sizes))
     rows = [list(run) for _, run in runs]
     rest = [owner for row in rows[_LISTED - 1 :] for owner in row]
     return rows if len(rows) <= _LISTED else [*rows[: _LISTED - 1], rest]
 
 
-def _told(row: Sequence[_Owner], total: int) -> list[str]:
+def _told(row: Sequence[_Owner], total: int) -> tuple[str, ...]:
     """Who, which shards, bytes, and the share of all bytes."""
     first, loads = row[0], sorted(owner.held for owner in row)
     if len(row) == 1:
         shares = f"{first.held / total:.1%}"
-        return [first.place, _shards_text(first.shards), _size_text(first.held), shares]
-    alike = len({(o.devices, tuple(s.shard_sizes for s in o.shards)) for o in row}) == 1
-    shards = f"each {_shards_text(first.shards)}" if alike else "of several sizes"
+        return first.place, _sizes_text(first.sizes), _size_text(first.held), shares
+    alike = all(owner.sizes == first.sizes for owner in row)
+    shards = f"each {_sizes_text(first.sizes)}" if alike else "of several sizes"
     span = " to ".join(dict.fromkeys((_size_text(loads[0]), _size_text(loads[-1]))))
-    return [_names(row), shards, f"{span} each", f"{sum(owner.held for owner in row) / total:.1%}"]
+    return (_names(row), shards, f"{span} each", f"{sum(owner.held for owner in row) / total:.1%}")
 
 
-def _shards_text(shards: Sequence[ShardMetadata]) -> str:
-    """The shards' sizes, as in ``2 x [3, 20] + [1, 20]``."""
-    runs = [(list(sizes), len(list(run))) for sizes, run in groupby(s.shard_sizes for s in shards)]
-    words = [f"{n} x {sizes}" if n > 1 else str(sizes) for sizes, n in runs]
+def _sizes_text(sizes: Sequence[tuple[int, ...]]) -> str:
+    """Those of an owner's shards, as in ``2 x [3, 20] + [1, 20]``."""
+    runs = [(list(size), len(list(run))) for size, run in groupby(sizes)]
+    words = [f"{n} x {size}" if n > 1 else str(size) for size, n in runs]
     if len(words) > 3:
-        words = [*words[:2], f"… ({len(shards)} in all)"]
+        words = [*words[:2], f"… ({len(sizes)} in all)"]
     return " + ".join(words) or "none"
