@@ -2,12 +2,21 @@
 
 from tilework.layout.box import Box
 from tilework.layout.chunking import chunk_offsets, chunk_size, chunk_sizes, offsets_of
+from tilework.layout.collective import Collective
 from tilework.layout.cost import CostModel
 from tilework.layout.inference import infer_chunking
-from tilework.layout.placements import Partial, Placement, Replicate, Shard, mesh_tiling
-from tilework.layout.planning import Collective, Piece, Plan, plan
+from tilework.layout.moves import Piece
+from tilework.layout.placements import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    chunk_tiling,
+    mesh_tiling,
+)
+from tilework.layout.planning import Plan, plan
 from tilework.layout.tiling import Tile, Tiling
-from tilework.layout.validation import check_boxes, check_disjoint
+from tilework.layout.validation import check_boxes, check_disjoint, find_overlap
 from tilework.layout.whole_plan import WholePlan, whole
 
 __all__ = [
@@ -28,6 +37,8 @@ __all__ = [
     "chunk_offsets",
     "chunk_size",
     "chunk_sizes",
+    "chunk_tiling",
+    "find_overlap",
     "infer_chunking",
     "mesh_tiling",
     "offsets_of",

@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a message costs; used to choose and to print, never to decide what is right.
+    """What messages cost, and which ranks share a host. It chooses and predicts, nothing else.
+
+    The defaults are what shared memory takes on a small machine (``benchmarks/``), and a network of
+    10 Gbit/s.
 
     Args:
-        latency: Seconds that any message or collective takes within a host.
-        host_latency: The same, between hosts.
-        seconds_per_byte: Of moving a byte from rank to rank within a host.
-        host_seconds_per_byte: The same, between hosts.
-        hosts: The host of each rank, by any name; ranks that are not in it share one host.
+        latency: Seconds of a message or collective, however short, within a host.
+        seconds_per_byte: What each byte of it adds.
+        network_latency: The same two, between hosts.
+        network_seconds_per_byte: Likewise.
+        hosts: The host of each rank, by any name; ranks that are not in it share one.
+
+    Raises:
+        ValueError: A cost is negative.
+
+    Example:
+        >>> cost = CostModel(network_latency=1e-4, hosts={0: "a", 1: "a", 2: "b"})
+        >>> cost.seconds(0, 1, 0), cost.seconds(0, 2, 0)
+        (2e-06, 0.0001)
     """
 
     latency: float = 2e-6
-    host_latency: float = 5e-5
-    seconds_per_byte: float = 1e-10
-    host_seconds_per_byte: float = 1e-9
+    seconds_per_byte: float = 2e-10
+    network_latency: float = 8e-5
+    network_seconds_per_byte: float = 8e-10
     hosts: Mapping[int, object] = field(default_factory=dict)
 
-    def host(self, rank: int) -> object:
-        """The host of a rank; None where unknown."""
-        return self.hosts.get(rank)
+    def __post_init__(self) -> None:
+        within, between = (
+            (self.latency, self.seconds_per_byte),
+            (self.network_latency, self.network_seconds_per_byte),
+        )
+        if min(*within, *between) < 0:
+            raise ValueError(f"costs are not negative, got {self}")
+
+    def near(self, src: int, dst: int) -> bool:
+        """Whether both ranks are on one host."""
+        return not self.hosts or self.hosts.get(src) == self.hosts.get(dst)
 
     def seconds(self, src: int, dst: int, nbytes: int) -> float:
         """Of one message of ``nbytes`` from ``src`` to ``dst``."""
-        if self.host(src) == self.host(dst):
+        if self.near(src, dst):
             return self.latency + nbytes * self.seconds_per_byte
-        return self.host_latency + nbytes * self.host_seconds_per_byte
+        return self.network_latency + nbytes * self.network_seconds_per_byte
+
+    def parts(self, nbytes: int, most: int) -> int:
+        """In how many parts, at most ``most``, as many ranks best send a message of ``nbytes``."""
+        if not self.latency:
+            return most
+        return max(1, min(most, math.isqrt(int(nbytes * self.seconds_per_byte / self.latency))))

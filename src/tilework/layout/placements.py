@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
-from tilework.layout.box import Ints, trusted_box
-from tilework.layout.chunking import chunk_sizes, offsets_of
-from tilework.layout.tiling import Tile, Tiling
+from tilework.layout.box import Box, Ints, trusted_box
+from tilework.layout.chunking import chunk_offsets, chunk_sizes, offsets_of
+from tilework.layout.tiling import Tile, Tiling, trusted_tile, trusted_tiling
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A mesh axis cuts ``dim`` into as many parts as it has ranks.
+    """A mesh axis cuts ``dim`` into as many parts as the axis is long.
 
     Args:
         dim: Which dim; negative ones count from the last.
-        sizes: The size of each part; None for chunks as ``torch.chunk`` makes them.
+        sizes: The size of each part; None: as ``torch.chunk`` cuts.
+
+    Raises:
+        ValueError: ``sizes`` is empty or has a negative number.
 
     Example:
         >>> Shard(0), Shard(-1, sizes=(3, 5))
@@ -33,18 +38,18 @@ class Shard:
         if self.sizes is not None:
             sizes = tuple(map(int, self.sizes))
             if not sizes or min(sizes) < 0:
-                raise ValueError(f"Shard's sizes are one or more, none negative, got {sizes}")
+                raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Each rank of a mesh axis holds the same."""
+    """All ranks along a mesh axis hold the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction of what the ranks of a mesh axis hold.
+    """The value is the reduction of what the ranks along a mesh axis hold.
 
     Args:
         reduce_op: How they are combined.
@@ -54,23 +59,32 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
-#: A mesh: nested sequences of ranks, all of one length at each level.
+
+#: The ranks of a mesh, as lists in lists (or tuples), one level for each axis.
 Mesh = Sequence[Any]
 
 
-def mesh_tiling(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> Tiling:
-    """The tiling that placements on a mesh write down.
+def mesh_tiling(
+    shape: Sequence[int],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    *,
+    order: Sequence[int] | None = None,
+) -> Tiling:
+    """The tiling that placements on a mesh mean.
 
-    Where several mesh axes shard one dim, the first cuts the whole, the next its parts.
+    Where several axes shard one dim, the first cuts the whole and the next cuts each part.
+    Each combination of coordinates along the Partial axes is a term.
 
     Args:
         shape: The tensor's global shape.
-        mesh: The ranks, as a nested sequence with one level for each mesh axis.
-        placements: What each mesh axis does, one per axis.
+        mesh: The ranks, in lists one level deep for each axis of the mesh.
+        placements: What each axis does.
+        order: The axes in the order in which they cut; None: from the first to the last.
 
     Raises:
-        ValueError: The mesh is ragged, or repeats a rank; there are more or fewer placements than
-            axes; a dim does not exist; sizes do not add up; several reductions differ.
+        ValueError: The mesh is ragged or has a rank twice, placements or order do not fit to its
+            axes, a dim does not exist, sizes do not add up, or axes name different reductions.
 
     Example:
         >>> tiling = mesh_tiling((4, 6), [[0, 1], [2, 3]], [Shard(0), Replicate()])
@@ -79,59 +93,123 @@ def mesh_tiling(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement
     """
     shape = tuple(map(int, shape))
     lengths, ranks = _flat(mesh)
-    if len(placements) != len(lengths):
-        raise ValueError(
-            f"a mesh of shape {lengths} needs {len(lengths)} placements, got {len(placements)}"
-        )
-    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    if len(ops) > 1:
-        raise ValueError(f"a tensor has one reduction, got {', '.join(sorted(ops))}")
-    tiles: dict[tuple[Ints, Ints], dict[tuple[Ints, Ints], list[int]]] = {}
-    for coordinate, rank in zip(product(*map(range, lengths)), ranks, strict=True):
-        offsets, sizes = [0] * len(shape), list(shape)
-        term, place = [], []
-        for at, n, placement in zip(coordinate, lengths, placements, strict=True):
-            if isinstance(placement, Partial):
-                term.append(at)
-            elif isinstance(placement, Shard):
-                place.append(at)
-                dim = _dim(placement, len(shape))
-                parts = _parts(placement, sizes[dim], n)
-                offsets[dim] += offsets_of(parts)[at]
-                sizes[dim] = parts[at]
-        box = (tuple(offsets), tuple(sizes))
-        owners = tiles.setdefault(tuple(term), {})  # type: ignore[arg-type]
-        owners.setdefault((tuple(place), box), []).append(rank)  # type: ignore[arg-type]
-    terms = tuple(
-        tuple(Tile(trusted_box(box[0], box[1]), tuple(owners)) for (_, box), owners in term.items())
-        for term in tiles.values()
-    )
-    return Tiling(shape, terms, ops.pop() if len(terms) > 1 else None)
+    _check_mesh(lengths, ranks, placements)
+    strides = [math.prod(lengths[axis + 1 :]) for axis in range(len(lengths))]
+
+    def steps(kind: type[Placement]) -> list[int]:
+        """How far it is in ``ranks`` to each combination of coordinates along such axes."""
+        spans = [
+            range(0, length * stride, stride)
+            for length, stride, placement in zip(lengths, strides, placements, strict=True)
+            if isinstance(placement, kind)
+        ]
+        return [sum(combination) for combination in product(*spans)]
+
+    cells = [(0, (0,) * len(shape), shape)]
+    for axis in _cutting_order(order, len(lengths)):
+        if isinstance(placement := placements[axis], Shard):
+            cells = _cut(cells, placement, lengths[axis], strides[axis])
+    boxes = [(at, trusted_box(offsets, sizes)) for at, offsets, sizes in cells]
+    copies = steps(Replicate)
+
+    def tile(at: int, box: Box) -> Tile:
+        return trusted_tile(box, tuple([ranks[at + copy] for copy in copies]))
+
+    terms = tuple([tuple([tile(term + at, box) for at, box in boxes]) for term in steps(Partial)])
+    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
+    return trusted_tiling(shape, terms, ops.pop() if len(terms) > 1 else None)
 
 
-def _dim(placement: Shard, ndim: int) -> int:
-    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < ndim:
-        raise ValueError(f"{placement} names no dim of a tensor with {ndim} dims")
-    return dim
+def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:
+    """One chunk of ``dim`` for each entry of ``owners``, as ``torch.chunk`` cuts.
+
+    A rank may own several chunks. An empty chunk is where it would be if the extent went on.
+
+    Raises:
+        ValueError: There is no owner, or no such dim.
+
+    Example:
+        >>> [str(box) for box in chunk_tiling((5, 2), 0, [0, 1, 0]).boxes_of(0)]
+        ['[0:2, 0:2]', '[4:5, 0:2]']
+    """
+    shape = tuple(map(int, shape))
+    dim = _existing(dim, shape)
+    starts = chunk_offsets(shape[dim], len(owners))
+    sizes = chunk_sizes(shape[dim], len(owners))
+    zeros = (0,) * len(shape)
+    tiles = [
+        trusted_tile(trusted_box(_with(zeros, dim, start), _with(shape, dim, size)), (int(owner),))
+        for start, size, owner in zip(starts, sizes, owners, strict=True)
+    ]
+    return trusted_tiling(shape, (tuple(tiles),))
 
 
-def _parts(placement: Shard, extent: int, n: int) -> list[int]:
+#: A place in the list of ranks, offsets, sizes.
+Cell = tuple[int, Ints, Ints]
+
+
+def _cut(cells: list[Cell], placement: Shard, length: int, stride: int) -> list[Cell]:
+    """Each cell cut into as many as the axis is long."""
+    dim = _existing(placement.dim, cells[0][2])
+
+    @cache  # few extents are different
+    def parts(extent: int) -> list[tuple[int, int, int]]:
+        sizes = _sizes(placement, extent, length)
+        return list(zip(range(0, length * stride, stride), offsets_of(sizes), sizes, strict=True))
+
+    return [
+        (place + at, _with(offsets, dim, offsets[dim] + start), _with(sizes, dim, size))
+        for place, offsets, sizes in cells
+        for at, start, size in parts(sizes[dim])
+    ]
+
+
+def _with(numbers: Ints, dim: int, number: int) -> Ints:
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
+
+
+def _existing(dim: int, shape: Ints) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"a tensor of shape {shape} has no dim {dim}")
+    return dim % len(shape)
+
+
+def _sizes(placement: Shard, extent: int, length: int) -> list[int]:
     if placement.sizes is None:
-        return chunk_sizes(extent, n)
-    if len(placement.sizes) != n or sum(placement.sizes) != extent:
-        raise ValueError(f"{placement} does not cut {extent} elements into {n} parts")
+        return chunk_sizes(extent, length)
+    if len(placement.sizes) != length or sum(placement.sizes) != extent:
+        raise ValueError(
+            f"{placement} does not cut an extent of {extent} into {length} parts, one for each "
+            f"rank along the axis"
+        )
     return list(placement.sizes)
 
 
-def _flat(mesh: Any) -> tuple[Ints, Ints]:
+def _flat(mesh: Any) -> tuple[Ints, list[int]]:
     """The mesh's shape, and its ranks in order."""
-    if not isinstance(mesh, Sequence):
-        return (), (int(mesh),)
-    inner = [_flat(part) for part in mesh]
-    if not inner or any(lengths != inner[0][0] for lengths, _ in inner):
-        raise ValueError(f"a mesh is as long everywhere along each axis, and not empty: {mesh}")
-    ranks = tuple([rank for _, part in inner for rank in part])
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"a mesh has each rank once, got {ranks}")
-    return (len(inner), *inner[0][0]), ranks
+    if not isinstance(mesh, (list, tuple)):
+        return (), [int(mesh)]
+    if not any(isinstance(part, (list, tuple)) for part in mesh):
+        return (len(mesh),), list(map(int, mesh))
+    lengths, ranks = zip(*map(_flat, mesh), strict=True)
+    if len(set(lengths)) != 1:
+        raise ValueError(f"a mesh has parts of one shape along each axis, got {set(lengths)}")
+    return (len(mesh), *lengths[0]), [rank for part in ranks for rank in part]
+
+
+def _check_mesh(lengths: Ints, ranks: list[int], placements: Sequence[Placement]) -> None:
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"a mesh has one or more ranks, none twice, got {ranks}")
+    if len(placements) != len(lengths):
+        raise ValueError(
+            f"a mesh of shape {lengths} takes {len(lengths)} placements, got {list(placements)}"
+        )
+    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
+    if len(ops) > 1:
+        raise ValueError(f"a tensor has one reduction, its Partial placements have {sorted(ops)}")
+
+
+def _cutting_order(order: Sequence[int] | None, axes: int) -> Sequence[int]:
+    if order is not None and sorted(order) != list(range(axes)):
+        raise ValueError(f"order names each of the mesh's {axes} axes once, got {list(order)}")
+    return range(axes) if order is None else order

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
 
 from tilework.layout.box import Box, Ints
+from tilework.layout.search import BoxIndex
 from tilework.layout.validation import check_boxes
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A box of a tensor, and the ranks that hold it, each a whole copy.
+    """A box of a tensor, and the ranks that hold it, a whole copy each.
 
     Args:
         box: Which part of the tensor.
         owners: Global ranks, at least one, none twice; the preferred one first.
+
+    Raises:
+        ValueError: There is no owner, or one is named twice.
 
     Example:
         >>> Tile(Box((0, 0), (5, 10)), (0, 4)).owners
@@ -29,34 +38,48 @@ class Tile:
     def __post_init__(self) -> None:
         owners = tuple(map(int, self.owners))
         if not owners or len(set(owners)) != len(owners):
-            raise ValueError(
-                f"the tile {self.box} needs one or more different owners, got {owners}"
-            )
-        object.__setattr__(self, "owners", owners)
+            raise ValueError(f"tile {self.box} needs at least one owner, none twice, got {owners}")
+        _set_owners(self, owners)
+
+
+_new = object.__new__
+# A slot's descriptor writes where a frozen dataclass refuses.
+_set_box = Tile.__dict__["box"].__set__
+_set_owners = Tile.__dict__["owners"].__set__
+
+
+def trusted_tile(box: Box, owners: Ints) -> Tile:
+    """A tile of what is known to be right, unchecked."""
+    tile = _new(Tile)
+    _set_box(tile, box)
+    _set_owners(tile, owners)
+    return tile
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Which ranks hold which boxes of a tensor: the layout of every kind of sharded tensor.
+    """Which ranks hold which boxes of a tensor: what every way to shard one comes down to.
 
-    The tensor's value is the reduction of its terms; each term covers the tensor exactly. There
-    is one term unless the value is partial: the sum (say) of what several ranks hold.
+    The tensor's value is the reduction of its terms, each of which covers the tensor exactly.
+    There is one term unless the value is partial: the sum (say) of what several ranks hold.
+    Tiles without elements may be anywhere.
 
-    A rank's local tensors are always listed as ``of(rank)`` lists its tiles.
+    Local tensors of a rank are always listed as :meth:`of` lists its tiles.
 
     Args:
         shape: The tensor's global shape.
         terms: The tiles of each term.
-        reduce_op: How terms are combined ("sum", "max", …); None for one term.
+        reduce_op: How terms are combined ("sum", "max", …); None if and only if there is one term.
 
     Raises:
-        ValueError: A term does not cover the shape exactly, or several terms have no
-            ``reduce_op``, or one has.
+        ValueError: A term does not cover the shape exactly (the message names the boxes, see
+            :func:`~tilework.layout.check_boxes`), or terms and ``reduce_op`` do not fit together.
 
     Example:
-        >>> halves = Tiling.of_tiles((4,), [Tile(Box((0,), (2,)), (0,)), Tile(Box((2,), (2,)), (1,))])
-        >>> halves.ranks, halves.boxes_of(1)
-        ((0, 1), (Box(offsets=(2,), sizes=(2,)),))
+        >>> upper, lower = Box((0,), (2,)), Box((2,), (2,))
+        >>> halves = Tiling.of_tiles((4,), [Tile(upper, (0,)), Tile(lower, (1, 2))])
+        >>> halves.ranks, halves.of(1), halves.boxes_of(1) == (lower,)
+        ((0, 1, 2), (1,), True)
     """
 
     shape: Ints
@@ -68,7 +91,7 @@ class Tiling:
         object.__setattr__(self, "terms", tuple(map(tuple, self.terms)))
         if not self.terms or (len(self.terms) > 1) != (self.reduce_op is not None):
             raise ValueError(
-                f"a tiling has one term and no reduce_op, or several terms and one, got "
+                f"a tiling has one term and no reduce_op, or several terms and a reduce_op, got "
                 f"{len(self.terms)} terms and reduce_op={self.reduce_op!r}"
             )
         for term in self.terms:
@@ -81,34 +104,73 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """All tiles of all terms, in order; a tile's index in here names it."""
-        return tuple([tile for term in self.terms for tile in term])
+        """All tiles of all terms, in order; other parts name a tile by its index in here."""
+        return self.terms[0] if len(self.terms) == 1 else sum(self.terms, ())
 
     @cached_property
     def ranks(self) -> Ints:
-        """The ranks that hold anything, empty tiles too; ascending."""
+        """The ranks that hold a tile, ascending; an empty tile counts."""
         return tuple(sorted(self._held))
-
-    def term_of(self, tile: int) -> int:
-        """The term that the tile with this index belongs to."""
-        for number, term in enumerate(self.terms):
-            if tile < len(term):
-                return number
-            tile -= len(term)
-        raise IndexError(f"the tiling has {len(self.tiles)} tiles")
 
     def of(self, rank: int) -> Ints:
         """The indices of the tiles that ``rank`` holds, ascending."""
         return self._held.get(rank, ())
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that ``rank`` holds, as :meth:`of` lists them."""
+        """The boxes that ``rank`` holds, in the order of :meth:`of`."""
         return tuple([self.tiles[i].box for i in self.of(rank)])
+
+    def term_of(self, tile: int) -> int:
+        """Which term the tile with this index belongs to."""
+        return bisect_right(self.term_starts, tile) - 1
+
+    def overlapping(self, term: int, box: Box) -> list[int]:
+        """The indices of the tiles of one term that share an element with ``box``, ascending."""
+        start = self.term_starts[term]
+        found = self._indices[term].overlapping(box)
+        return [start + i for i in found] if start else found
+
+    @cached_property
+    def term_starts(self) -> Ints:
+        """The index of each term's first tile."""
+        return (0, *accumulate(map(len, self.terms)))[:-1]
 
     @cached_property
     def _held(self) -> dict[int, Ints]:
-        held: dict[int, list[int]] = {}
+        held: defaultdict[int, list[int]] = defaultdict(list)
         for i, tile in enumerate(self.tiles):
             for owner in tile.owners:
-                held.setdefault(owner, []).append(i)
+                held[owner].append(i)
         return {rank: tuple(tiles) for rank, tiles in held.items()}
+
+    @cached_property
+    def _indices(self) -> list[BoxIndex]:
+        return [BoxIndex([tile.box for tile in term]) for term in self.terms]
+
+    @cached_property
+    def digest(self) -> int:
+        """A number below 2**63 that is the same in every process where the tiling is equal.
+
+        Different tilings have different ones, as far as BLAKE2 tells them apart.
+        """
+        tiles = [[(t.box.offsets, t.box.sizes, t.owners) for t in term] for term in self.terms]
+        text = repr((self.shape, tiles, self.reduce_op)).encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    def __hash__(self) -> int:
+        # A few tiles tell most tilings apart, and thousands would take longer than a plan.
+        ends = [(len(term), term[:1], term[-1:]) for term in (self.terms[0], self.terms[-1])]
+        return hash((self.shape, *ends, self.reduce_op))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only what it is made of; the rest is found again."""
+        return {name: self.__dict__[name] for name in ("shape", "terms", "reduce_op")}
+
+
+def trusted_tiling(
+    shape: Ints, terms: tuple[tuple[Tile, ...], ...], reduce_op: str | None = None
+) -> Tiling:
+    """A tiling that is right by construction, unchecked."""
+    tiling = _new(Tiling)
+    tiling.__dict__.update(shape=shape, terms=terms, reduce_op=reduce_op)
+    return tiling

@@ -1,49 +1,94 @@
-"""Whether boxes overlap, and whether they cover a shape."""
+"""Whether boxes overlap and whether they cover a shape, and errors that name those that do not."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from tilework.layout.box import Box, whole_box
+from tilework.layout.box import Box
+from tilework.layout.columns import Columns
+
+
+def find_overlap(
+    offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """Which two boxes overlap, the lower number first; None if no two do.
+
+    The boxes are given as their offsets and their sizes. Empty ones overlap nothing.
+
+    Raises:
+        ValueError: The boxes differ in their number of dims.
+
+    Example:
+        >>> find_overlap([[0], [5], [4]], [[5], [5], [1]])
+        (0, 2)
+    """
+    return Columns(offsets, sizes).overlap()
 
 
 def check_disjoint(boxes: Sequence[Box]) -> None:
     """No two boxes share an element.
 
     Raises:
-        ValueError: Two overlap; the message names both.
+        ValueError: Two overlap (the message names both), or they differ in their number of dims.
 
     Example:
         >>> check_disjoint([Box((0,), (5,)), Box((4,), (5,))])
         Traceback (most recent call last):
         ValueError: boxes 0 and 1 overlap: [0:5] and [4:9] share [4:5]
     """
-    for j, b in enumerate(boxes):
-        for i, a in enumerate(boxes[:j]):
-            if (shared := a.intersection(b)) is not None:
-                raise ValueError(f"boxes {i} and {j} overlap: {a} and {b} share {shared}")
+    _check_overlap(_columns(boxes), boxes)
 
 
 def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """The boxes cover the shape, each element once. Empty boxes may be anywhere.
 
     Raises:
-        ValueError: A box is out of bounds, two overlap, or a part is not covered; the message
-            names them.
+        ValueError: A box has another number of dims or is out of bounds, two overlap, or a part is
+            not covered; the message names them.
 
     Example:
         >>> check_boxes((10,), [Box((0,), (5,)), Box((5,), (5,))])
+        >>> check_boxes((10,), [Box((0,), (5,)), Box((6,), (4,))])
+        Traceback (most recent call last):
+        ValueError: total volume 9 does not match tensor volume 10: no box covers [5:6]
     """
-    whole = whole_box(shape)
-    for i, box in enumerate(boxes):
-        if box.ndim != whole.ndim:
-            raise ValueError(f"box {i}, {box}, has {box.ndim} dims, the tensor {whole.ndim}")
-        if not whole.contains(box):
-            raise ValueError(f"box {i}, {box}, is out of bounds of the tensor, {whole}")
-    check_disjoint(boxes)
-    volume = sum(box.volume for box in boxes)
-    if volume != math.prod(shape):
+    shape = tuple(shape)
+    columns = _columns(boxes)
+    _check_bounds(shape, columns, boxes)
+    if columns.cover((0,) * len(shape), shape):
+        return
+    _check_overlap(columns, boxes)
+    volume, expected = sum([box.volume for box in boxes]), math.prod(shape)
+    if volume != expected:
         raise ValueError(
-            f"the boxes' total volume of {volume} does not match tensor volume {math.prod(shape)}"
+            f"total volume {volume} does not match tensor volume {expected}: no box covers "
+            f"{columns.first_gap(shape)}"
         )
+
+
+def _columns(boxes: Sequence[Box]) -> Columns:
+    return Columns([box.offsets for box in boxes], [box.sizes for box in boxes])
+
+
+def _check_bounds(shape: tuple[int, ...], columns: Columns, boxes: Sequence[Box]) -> None:
+    if boxes and boxes[0].ndim != len(shape):
+        raise ValueError(
+            f"a tensor of shape {shape} has {len(shape)} dims, its boxes {boxes[0].ndim}"
+        )
+    for dim, (extent, ends) in enumerate(zip(shape, columns.ends, strict=True)):
+        if columns.count and max(ends) > extent:
+            i = columns.positions[ends.index(max(ends))]
+            raise ValueError(
+                f"box {i}, {boxes[i]}, is out of bounds: dim {dim} of a tensor of shape {shape} "
+                f"ends at {extent}"
+            )
+
+
+def _check_overlap(columns: Columns, boxes: Sequence[Box]) -> None:
+    pair = columns.overlap()
+    if pair is None:
+        return
+    i, j = pair
+    a, b = boxes[i], boxes[j]
+    raise ValueError(f"boxes {i} and {j} overlap: {a} and {b} share {a.intersection(b)}")

@@ -1,38 +1,97 @@
-"""Every rank's plan at once: who sends how much to whom."""
+"""Every rank's plan at once: who sends how much to whom, as numbers and as a table."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import StringIO
+from typing import TYPE_CHECKING
 
+from tilework.layout.collective import Kind
 from tilework.layout.cost import CostModel
-from tilework.layout.planning import Plan, plan
+from tilework.layout.planning import Plan, moves_between, plan_of
 from tilework.layout.tiling import Tiling
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: A table shows so many edges: the heaviest ones.
+MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
 class WholePlan:
-    """The plans of all ranks, for tests, tables and costs; a rank that moves data needs its own."""
+    """The plans of all ranks: to look at, to test, and to predict. Made by :func:`whole`.
+
+    ``print`` shows it as a table, and rich draws it.
+    """
 
     plans: tuple[Plan, ...]
+    cost: CostModel = field(default_factory=CostModel)
+    itemsize: int = 4
+    """Bytes per element in what is printed."""
 
     def edges(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """The bytes that move, by (sender, receiver)."""
-        volumes: Counter[tuple[int, int]] = Counter()
-        for one in self.plans:
-            for piece in one.sends:
-                volumes[piece.src, piece.dst] += piece.box.volume
-        return {edge: itemsize * volume for edge, volume in sorted(volumes.items())}
+        """The bytes that move, by (sender, receiver), ascending."""
+        return {edge: itemsize * volume for edge, volume in self._volumes.items()}
 
-    def seconds(self, cost: CostModel, itemsize: int = 4) -> float:
-        """The time of the busiest rank, sending or receiving one message after another."""
-        busy: Counter[tuple[str, int]] = Counter()
+    def seconds(self, cost: CostModel | None = None, itemsize: int | None = None) -> float:
+        """How long it should take: what the busiest rank sends or receives, one after the other."""
+        cost, itemsize = cost or self.cost, self.itemsize if itemsize is None else itemsize
+        seconds: dict[tuple[str, int], float] = {}
         for (src, dst), nbytes in self.edges(itemsize).items():
-            seconds = cost.seconds(src, dst, nbytes)
-            busy["sends", src] += seconds  # type: ignore[assignment]
-            busy["receives", dst] += seconds  # type: ignore[assignment]
-        return max(busy.values(), default=0.0)
+            taken = cost.seconds(src, dst, nbytes)
+            for end in (("sends", src), ("receives", dst)):
+                seconds[end] = seconds.get(end, 0.0) + taken
+        return max(seconds.values(), default=0.0)
+
+    @property
+    def kind(self) -> Kind:
+        """The collective that does the same."""
+        return self.plans[0].collective.kind if self.plans else "none"
+
+    @cached_property
+    def _volumes(self) -> dict[tuple[int, int], int]:
+        volumes: Counter[tuple[int, int]] = Counter()
+        for plan in self.plans:
+            for piece in plan.sends:
+                volumes[piece.src, piece.dst] += piece.box.volume
+        return dict(sorted(volumes.items()))
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        edges = self.edges(self.itemsize)
+        table = Table(title=self._summary(), title_justify="left")
+        for name in ("from", "to", "bytes", "predicted"):
+            table.add_column(name, justify="right")
+        heaviest = sorted(edges, key=lambda edge: (-edges[edge], edge))[:MOST_ROWS]
+        for src, dst in sorted(heaviest):
+            nbytes = edges[src, dst]
+            seconds = self.cost.seconds(src, dst, nbytes)
+            table.add_row(str(src), str(dst), f"{nbytes:,}", f"{seconds * 1e6:,.1f} us")
+        rest = len(edges) - len(heaviest)
+        if rest:
+            nbytes = sum(edges.values()) - sum(edges[edge] for edge in heaviest)
+            table.add_row("…", f"{rest:,} more", f"{nbytes:,}", "")
+        return table
+
+    def _summary(self) -> str:
+        edges = self.edges(self.itemsize)
+        kept = self.itemsize * sum(p.box.volume for plan in self.plans for p in plan.keeps)
+        return (
+            f"{self.kind}: {sum(edges.values()):,} bytes between {len(self.plans):,} ranks, "
+            f"{kept:,} copied in place, predicted {self.seconds() * 1e6:,.1f} us"
+        )
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue().rstrip("\n")
 
 
 def whole(
@@ -40,16 +99,30 @@ def whole(
     target: Tiling,
     ranks: Iterable[int] | None = None,
     cost: CostModel | None = None,
+    itemsize: int = 4,
 ) -> WholePlan:
     """The plans of ``ranks`` (None: all that hold anything before or after).
 
+    Args:
+        source: The layout that the tensor has.
+        target: The layout that it gets.
+        ranks: Whose plans.
+        cost: As for :func:`plan`; also what is predicted.
+        itemsize: Bytes per element in what is printed.
+
+    Raises:
+        ValueError: The shapes differ.
+        NotImplementedError: The target is partial with a reduction without a neutral element.
+
     Example:
-        >>> from tilework.layout.placements import Replicate, Shard, mesh_tiling
+        >>> from tilework.layout import Replicate, Shard, mesh_tiling
         >>> rows = mesh_tiling((4, 4), [0, 1], [Shard(0)])
         >>> everything = mesh_tiling((4, 4), [0, 1], [Replicate()])
-        >>> whole(rows, everything).edges(itemsize=4)
-        {(0, 1): 32, (1, 0): 32}
+        >>> print(whole(rows, everything))
+        all_gather: ...
     """
+    moves = moves_between(source, target, cost)
     if ranks is None:
         ranks = sorted({*source.ranks, *target.ranks})
-    return WholePlan(tuple([plan(source, target, rank, cost) for rank in ranks]))
+    plans = tuple([plan_of(moves, rank) for rank in ranks])
+    return WholePlan(plans, CostModel() if cost is None else cost, itemsize)

@@ -1,0 +1,67 @@
+"""Finding two boxes that overlap, among boxes in any arrangement, by cutting them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+#: Where boxes start and end, in each dim.
+Spans = list[tuple[list[int], list[int]]]
+
+#: So many boxes are compared each with each.
+FEW = 16
+
+
+def find_pair(spans: Spans, count: int) -> tuple[int, int] | None:
+    """Two boxes that overlap in every dim of ``spans``; none is empty.
+
+    The boxes are cut apart at medians until few are left. O(n log n) as long as few boxes cross a
+    cut; where every cut crosses most of them, each is compared with each.
+    """
+    if len(spans) == 1:
+        return _neighbours(*spans[0])
+    parts: list[Sequence[int]] = [range(count)]
+    while parts:
+        members = parts.pop()
+        cut = _cut(spans, members) if len(members) > FEW else None
+        if cut is not None:
+            parts += cut
+        elif (pair := _compare(spans, members)) is not None:
+            return pair
+    return None
+
+
+def _neighbours(starts: list[int], ends: list[int]) -> tuple[int, int] | None:
+    """In one dim, if any two overlap, two do that follow each other."""
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+    return next(((i, j) for i, j in pairwise(order) if ends[i] > starts[j]), None)
+
+
+def _compare(spans: Spans, members: Sequence[int]) -> tuple[int, int] | None:
+    for i, j in combinations(members, 2):
+        for starts, ends in spans:
+            if starts[i] >= ends[j] or starts[j] >= ends[i]:
+                break
+        else:
+            return i, j
+    return None
+
+
+def _cut(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """The boxes before a cut and those after it; those that it crosses are in both.
+
+    None if no cut leaves clearly fewer of them on each side.
+    """
+    count = len(members)
+    best, fewest = None, 1.25 * count
+    for starts, ends in spans:
+        for column in (starts, ends):
+            at = sorted([column[i] for i in members])[count // 2]
+            before = [i for i in members if starts[i] < at]
+            after = [i for i in members if ends[i] > at]
+            total = len(before) + len(after)
+            if total <= fewest and max(len(before), len(after)) <= 0.9 * count:
+                if total <= count + 2 * count**0.5:
+                    return before, after
+                best, fewest = (before, after), total
+    return best
