@@ -2,6 +2,7 @@
 
 from tilework.sharded import ops as _ops  # noqa: F401  # for its table
 from tilework.sharded.base import ShardedTensorBase
+from tilework.sharded.convert import from_full_tensor
 from tilework.sharded.creation import (
     arange,
     empty,
@@ -60,6 +61,7 @@ __all__ = [
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
     "empty",
+    "from_full_tensor",
     "full",
     "infer_sharding_spec_from_shards_metadata",
     "init_from_local_shards",
