@@ -76,6 +76,8 @@ def arange(
 ) -> ShardedTensor:
     """A sharded tensor of one dim, as torch.arange with these numbers gives it.
 
+    Floats are the numbers nearest to ``start + i * step``; torch's own may be one rounding off.
+
     Example:
         >>> from tilework.sharded import ChunkShardingSpec, arange
         >>> from tilework.testing import run_ranks
@@ -89,10 +91,13 @@ def arange(
     # Of the whole range only the shape and the dtype are needed here.
     whole = torch.arange(first, last, step, dtype=properties.pop("dtype", None), device="meta")
 
+    # Floats are rounded once, at the end; integers are never floats.
+    number, exact = (float, torch.float64) if whole.is_floating_point() else (int, torch.int64)
+
     def fill(shard: Shard) -> None:
-        offset = shard.metadata.shard_offsets[0]
-        n = shard.tensor.numel()
-        shard.tensor.copy_(torch.arange(offset, offset + n, dtype=whole.dtype) * step + first)
+        offset, n = shard.metadata.shard_offsets[0], shard.tensor.numel()
+        steps = torch.arange(offset, offset + n, dtype=exact)
+        shard.tensor.copy_(steps * number(step) + number(first))
 
     return _filled(sharding_spec, tuple(whole.shape), {**properties, "dtype": whole.dtype}, fill)
 

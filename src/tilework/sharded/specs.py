@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
+from tilework.comm.world import AnyGroup
 from tilework.layout import check_boxes, check_disjoint, chunk_offsets, chunk_sizes, infer_chunking
 from tilework.sharded.device import RemoteDevice, covers
 from tilework.sharded.metadata import (
@@ -17,9 +20,15 @@ from tilework.sharded.metadata import (
     TensorProperties,
 )
 
+if TYPE_CHECKING:
+    from tilework.sharded.tensor import ShardedTensor
+
 
 class ShardingSpec(ABC):
     """How tensors are cut. Two that are equal cut every tensor alike."""
+
+    #: :func:`tilework.sharded.shard_tensor` puts itself here: it is made of specs.
+    _shard_tensor: ClassVar[Callable[..., ShardedTensor]]
 
     @abstractmethod
     def build_metadata(
@@ -34,6 +43,12 @@ class ShardingSpec(ABC):
     def moved(self, device: torch.device) -> ShardingSpec:
         """The same cuts, with all shards on ``device`` of the ranks that have them."""
         return _Moved(self, device)
+
+    def shard(
+        self, tensor: Tensor, src_rank: int = 0, process_group: AnyGroup = None
+    ) -> ShardedTensor:
+        """``tensor`` of ``src_rank``, cut so. See :func:`tilework.sharded.shard_tensor`."""
+        return self._shard_tensor(tensor, self, src_rank, process_group)
 
 
 @dataclass(frozen=True, slots=True)
