@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilework.rpc.futures import RpcFuture
@@ -53,23 +52,16 @@ class Owned:
 
 
 class Held:
-    """Elsewhere: that this rank has references to it.
+    """Elsewhere: that this rank has references to it. It lives as long as one of those."""
 
-    Args:
-        dropped: Called with id and owner when the last one is gone; from any thread, at any time.
-    """
+    __slots__ = ("__weakref__", "confirmed", "error", "id", "owner")
 
-    __slots__ = ("__weakref__", "_dropped", "confirmed", "error", "id", "owner")
-
-    def __init__(self, id: RefId, owner: int, dropped: Callable[[RefId, int], None]) -> None:
-        self.id, self.owner, self._dropped = id, owner, dropped
+    def __init__(self, id: RefId, owner: int) -> None:
+        self.id, self.owner = id, owner
         #: Whether the owner is known to have counted this rank.
         self.confirmed = False
         #: Why there is no value, if so.
         self.error: BaseException | None = None
-
-    def __del__(self) -> None:
-        self._dropped(self.id, self.owner)
 
 
 Entry = Owned | Held

@@ -26,6 +26,19 @@ from tilework.rpc.message import COUNTED, FIRST_PIN, NEW, Kind, Ref, RefId
 Send = Callable[[Kind, int, int, Sequence[Ref]], None]
 
 
+class _Watch(weakref.ref[Held]):
+    """Tells, from any thread and at any time, that this rank has no reference left.
+
+    Not by ``__del__``: that comes while weak references still find the entry.
+    """
+
+    __slots__ = ("id", "owner")
+
+    def __init__(self, entry: Held, gone: Callable[[_Watch], None]) -> None:
+        super().__init__(entry, gone)  # type: ignore[call-arg]
+        self.id, self.owner = entry.id, entry.owner
+
+
 class References:
     """All references of one rank. Its methods never wait for others.
 
@@ -43,14 +56,14 @@ class References:
         #: Values of this rank that other ranks, or messages to itself, refer to.
         self._owned: dict[RefId, Owned] = {}
         #: Values of other ranks that this one refers to, and as how many it is counted there.
-        self._held: dict[RefId, weakref.ref[Held]] = {}
+        self._held: dict[RefId, _Watch] = {}
         self._counts: dict[RefId, int] = {}
         #: What must live until the rank that it is for HOLDS it.
         self._pinned: dict[int, tuple[int, Held]] = {}
         #: By the number of our ADD: the sender of the reference, its pin, our entry.
         self._asked: dict[int, tuple[int, int, Held]] = {}
         self._questions = itertools.count()
-        self._dropped: deque[tuple[RefId, int]] = deque()
+        self._dropped: deque[_Watch] = deque()
 
     def own(self, value: Any) -> Owned:
         """An entry for a value of this rank."""
@@ -165,18 +178,18 @@ class References:
     def flush(self) -> None:
         """Tell the owners of what this rank has dropped."""
         while self._dropped:
-            id, owner = self._dropped.popleft()
+            gone = self._dropped.popleft()
+            id, owner = gone.id, gone.owner
             with self._lock:
-                alive = self._held.get(id)
-                if alive is None or alive() is not None:
-                    continue  # told already, or another one came
+                if self._held.get(id) is not gone:
+                    continue  # another one came
                 del self._held[id]
                 count = self._counts.pop(id, 0)
                 if count:
                     self._send(Kind.DROP, owner, count, [Ref(id, owner, COUNTED)])
 
-    def _gone(self, id: RefId, owner: int) -> None:
-        self._dropped.append((id, owner))
+    def _gone(self, watch: _Watch) -> None:
+        self._dropped.append(watch)
         self._wake()
 
     def close(self) -> list[Owned]:
@@ -200,8 +213,8 @@ class References:
         known = self._held.get(id)
         entry = known() if known is not None else None
         if entry is None:
-            entry = Held(id, owner, self._gone)
-            self._held[id] = weakref.ref(entry)
+            entry = Held(id, owner)
+            self._held[id] = _Watch(entry, self._gone)
         return entry
 
     def _uncount(self, entry: Owned, rank: int, count: int) -> Owned | None:
