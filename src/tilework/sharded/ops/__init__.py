@@ -1,8 +1,12 @@
 """Torch's operators on sharded tensors. One table binds them; everything else raises."""
 
 from tilework.sharded.ops import (
+    along,
     basic,
+    comparing,
     elementwise,
+    reductions,
+    slicing,
 )
 from tilework.sharded.registry import install
 
@@ -10,5 +14,9 @@ install(
     {
         **basic.TABLE,
         **elementwise.TABLE,
+        **along.TABLE,
+        **reductions.TABLE,
+        **slicing.TABLE,
+        **comparing.TABLE,
     }
 )

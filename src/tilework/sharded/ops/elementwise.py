@@ -29,102 +29,19 @@ from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 
 #: Spelled differently from an operator with the tag, or made of such.
-_ALIASES = [
-    "absolute",
-    "arccos",
-    "arccosh",
-    "arcsin",
-    "arcsinh",
-    "arctan",
-    "arctan2",
-    "arctanh",
-    "divide",
-    "fix",
-    "float_power",
-    "floor_divide",
-    "greater",
-    "greater_equal",
-    "isclose",
-    "isreal",
-    "less",
-    "less_equal",
-    "multiply",
-    "negative",
-    "not_equal",
-    "subtract",
-    "mod",
-    "and",
-    "or",
-    "invert",
-    "truediv",
-    "floordiv",
-    "rshift",
-    "and",
-    "log_sigmoid",
-    "logsigmoid",
-    "softsign",
-    "tanhshrink",
-    "hardswish",
-    "threshold",
-    "glu_",
-    "rrelu",
-    "hardtanh",
-    "softmin_",
-    "expit",
-    "gammainc",
-    "gammaincc",
-    "gammaln",
-    "log1p",
-    "multigammaln",
-    "ndtr",
-    "psi",
-]
+_ALIASES = """
+    absolute and arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide expit fix float_power
+    floor_divide floordiv gammainc gammaincc gammaln greater greater_equal hardswish hardtanh invert
+    isclose isreal less less_equal log_sigmoid logsigmoid mod multigammaln multiply ndtr negative
+    not_equal or psi rrelu rshift softsign subtract tanhshrink threshold truediv
+"""
 #: What keeps the shape, and is not computed from elements alone.
-_SHAPE_KEEPING = [
-    "alpha_dropout",
-    "bernoulli",
-    "bfloat16",
-    "bool",
-    "byte",
-    "cauchy_",
-    "cdouble",
-    "cfloat",
-    "chalf",
-    "char",
-    "conj",
-    "contiguous",
-    "copy_",
-    "detach",
-    "detach_",
-    "double",
-    "dropout",
-    "empty_like",
-    "exponential_",
-    "feature_alpha_dropout",
-    "fill_",
-    "float",
-    "full_like",
-    "geometric_",
-    "half",
-    "int",
-    "log_normal_",
-    "long",
-    "normal_",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "random_",
-    "real",
-    "resolve_conj",
-    "resolve_neg",
-    "retain_grad",
-    "short",
-    "type",
-    "uniform_",
-    "zero_",
-    "zeros_like",
-]
+_SHAPE_KEEPING = """
+    alpha_dropout bernoulli bfloat16 bool byte cauchy_ cdouble cfloat chalf char conj contiguous
+    copy_ detach detach_ double dropout empty_like exponential_ fill_ float full_like geometric_
+    half imag int log_normal_ long normal_ ones_like rand_like randint_like randn_like random_ real
+    resolve_conj resolve_neg retain_grad short type uniform_ zero_ zeros_like
+"""
 #: Also names of reductions.
 _NOT_HERE = {"max", "min"}
 
@@ -236,10 +153,10 @@ def spellings(name: str) -> Iterator[Callable[..., Any]]:
                 yield found
 
 
-ELEMENTWISE = (pointwise_names() | set(_ALIASES)) - _NOT_HERE
+ELEMENTWISE = (pointwise_names() | set(_ALIASES.split())) - _NOT_HERE
 
 TABLE: dict[Callable[..., Any], Handler] = {
     func: elementwise(func)
-    for name in sorted(ELEMENTWISE | set(_SHAPE_KEEPING))
+    for name in sorted(ELEMENTWISE | set(_SHAPE_KEEPING.split()))
     for func in spellings(name)
 } | {torch.where: _where}

@@ -1,0 +1,48 @@
+"""Whether two tensors hold the same values: one answer, which every rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.sharded.checks import unsupported
+from tilework.sharded.ops.tiles import graph_tiles, member_of, same_layout
+from tilework.sharded.registry import Handler
+from tilework.sharded.tensor import ShardedTensor
+
+
+def _compares(func: Callable[..., bool]) -> Handler:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
+        a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
+        if not (isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)):
+            raise unsupported(
+                func, args, kwargs, "both must be sharded: shard_tensor cuts a plain one"
+            )
+        if a.process_group is not b.process_group:
+            raise unsupported(func, args, kwargs, "both must be on one process group")
+        group = member_of(a, func.__name__)
+        others = {k: v for k, v in kwargs.items() if k not in ("input", "self", "other")}
+        if a.shape != b.shape:
+            if func in (torch.equal, Tensor.equal):
+                return False
+            raise unsupported(func, args, kwargs, "both must have one shape")
+        if not same_layout(a, b):
+            moved: Any = b.detach()
+            b = moved.reshard(a.sharding_spec())
+        tiles = zip(graph_tiles(a), graph_tiles(b), strict=True)
+
+        def same_here() -> bool:
+            return all(func(one, two, *args[2:], **others) for one, two in tiles)
+
+        return all(agree(same_here, group))
+
+    return handler
+
+
+TABLE: dict[Callable[..., Any], Handler] = {
+    func: _compares(func) for func in (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+}

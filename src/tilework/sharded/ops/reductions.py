@@ -1,0 +1,255 @@
+"""Reductions: over all elements to a plain tensor, over dims that are not cut to a sharded one.
+
+A reduction over all elements is one small all_gather of what each tile gives (two for argmax,
+argmin and for the gradient of an extremum); every rank then combines the same numbers in the same
+order, so that all get the same bits. The result is one value that all ranks hold: its gradient is
+taken once. 16-bit floats are accumulated in 32 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilework.layout import Box
+from tilework.sharded.checks import unsupported
+from tilework.sharded.ops.along import dims_of, options_of, run_along
+from tilework.sharded.ops.elementwise import elementwise, spellings
+from tilework.sharded.ops.held import of_each_tile
+from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
+from tilework.sharded.registry import Handler
+from tilework.sharded.tensor import ShardedTensor
+
+#: From a tensor with elements, the dtype of the result and the operator's options.
+Reduce = Callable[[ShardedTensor, torch.dtype, dict[str, Any]], Tensor]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _folded(func: Callable[..., Tensor]) -> Reduce:
+    """What gives the same from parts as from all."""
+
+    def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+        wide = _wide(dtype)
+        return func(of_each_tile(tensor, lambda tile: func(tile.to(wide)))).to(dtype)
+
+    return reduce
+
+
+def _sum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    return of_each_tile(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum().to(dtype)
+
+
+def _nansum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    return of_each_tile(tensor, lambda tile: tile.nansum(dtype=_wide(dtype))).sum().to(dtype)
+
+
+def _mean(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    total = of_each_tile(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum()
+    return (total / tensor.numel()).to(dtype)
+
+
+def _count_nonzero(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    return of_each_tile(tensor, torch.count_nonzero).sum()
+
+
+def _logsumexp(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    wide = _wide(dtype)
+    parts = of_each_tile(tensor, lambda tile: tile.to(wide).reshape(-1).logsumexp(0))
+    return parts.logsumexp(0).to(dtype)
+
+
+def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    """The squares around each tile's mean, and those of the means around the mean of all."""
+    wide, n = _wide(dtype), tensor.numel()
+    correction = options.get("correction")
+    if correction is None:
+        correction = int(options.get("unbiased", True))
+    if tensor.is_complex():
+        raise unsupported(torch.var, (tensor,), options, "take that of its real and imag")
+
+    def moments(tile: Tensor) -> Tensor:
+        values = tile.to(wide)
+        mean = values.mean()
+        return torch.stack([values.new_tensor(tile.numel()), mean, (values - mean).square().sum()])
+
+    counts, means, squares = of_each_tile(tensor, moments).unbind(1)
+    apart = means - (counts * means).sum() / n
+    total = squares.sum() + (counts * apart.square()).sum()
+    return (total / max(n - correction, 0)).to(dtype)
+
+
+def _std(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    var = _var(tensor, _wide(dtype), options)
+    # The root's slope at 0 is infinite; torch takes 0.
+    return torch.where(var == 0, 0, torch.where(var == 0, 1, var).sqrt()).to(dtype)
+
+
+def _norm(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    order = options.get("ord", options.get("p", 2))
+    order = 2.0 if order in (None, "fro") else order
+    if isinstance(order, str):
+        raise unsupported(torch.norm, (tensor,), options, "only the norms of vectors")
+    if math.isinf(order):
+        absolute: Any = tensor.abs()
+        return _extreme(absolute, "amax" if order > 0 else "amin").to(dtype)
+    wide, norm = options.get("dtype") or _wide(tensor.dtype), torch.linalg.vector_norm
+    parts = of_each_tile(tensor, lambda tile: norm(tile, order, dtype=wide))
+    return (parts.sum() if order == 0 else norm(parts, order)).to(dtype)
+
+
+def _extreme(tensor: ShardedTensor, name: str) -> Tensor:
+    """The greatest or least element; its gradient goes to all that equal it, in equal shares."""
+    fold: Callable[[Tensor], Tensor] = getattr(torch, name)
+    with torch.no_grad():
+        best = fold(of_each_tile(tensor, fold))
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return best
+    with torch.no_grad():
+        shares = of_each_tile(tensor, lambda tile: _equal(tile, best).sum()).sum()
+    found: Tensor = _Extreme.apply(  # type: ignore[no-untyped-call]
+        best, shares, *graph_tiles(tensor)
+    )
+    return found
+
+
+def _equal(tile: Tensor, value: Tensor) -> Tensor:
+    return tile.isnan() if value.isnan() else tile == value
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, best: Tensor, shares: Tensor, *tiles: Tensor) -> Tensor:
+        ctx.save_for_backward(best, shares, *tiles)
+        return best.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        best, shares, *tiles = ctx.saved_tensors
+        share = gradient / shares
+        return None, None, *(_equal(tile, best).to(share.dtype) * share for tile in tiles)
+
+
+def _arg(tensor: ShardedTensor, name: str) -> Tensor:
+    """Where the extreme is, in row-major order; the first if there are several."""
+    fold, find = getattr(torch, f"a{name}"), getattr(torch, f"arg{name}")
+    with torch.no_grad():
+        values = of_each_tile(tensor, fold)
+        boxes = iter([box for box in tensor.tiling.boxes_of(_rank(tensor)) if not box.empty])
+        places = of_each_tile(
+            tensor, lambda tile: _place(find(tile), next(boxes, None), tensor.shape)
+        )
+        return places[_equal(values, fold(values))].min()
+
+
+def _place(index: Tensor, box: Box | None, shape: torch.Size) -> Tensor:
+    """From a place in a tile to that in the whole tensor."""
+    if box is None or not shape:
+        return index
+    within = torch.unravel_index(index, box.sizes)
+    place = torch.zeros_like(index)
+    for offset, position, extent in zip(box.offsets, within, shape, strict=True):
+        place = place * extent + offset + position
+    return place
+
+
+def _rank(tensor: ShardedTensor) -> int:
+    group = member_of(tensor, "argmax")
+    return group.global_ranks[group.rank()]
+
+
+def _extremes(name: str) -> Reduce:
+    def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+        value = _extreme(tensor, f"a{name}")
+        if "dim" not in options:
+            return value
+        kind = getattr(torch.return_types, name)
+        return kind((value, _arg(tensor, name)))
+
+    return reduce
+
+
+_DIM = ("dim", "keepdim")
+_SPREAD = ("dim", "unbiased", "keepdim")
+#: How each is reduced over all elements (None: not at all), and its arguments after the tensor.
+_REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
+    "sum": (_sum, _DIM),
+    "nansum": (_nansum, _DIM),
+    "mean": (_mean, _DIM),
+    "nanmean": (None, _DIM),
+    "prod": (_folded(torch.prod), _DIM),
+    "any": (_folded(torch.any), _DIM),
+    "all": (_folded(torch.all), _DIM),
+    "count_nonzero": (_count_nonzero, ("dim",)),
+    "logsumexp": (_logsumexp, _DIM),
+    "amax": (lambda tensor, dtype, options: _extreme(tensor, "amax"), _DIM),
+    "amin": (lambda tensor, dtype, options: _extreme(tensor, "amin"), _DIM),
+    "max": (_extremes("max"), _DIM),
+    "min": (_extremes("min"), _DIM),
+    "argmax": (lambda tensor, dtype, options: _arg(tensor, "max"), _DIM),
+    "argmin": (lambda tensor, dtype, options: _arg(tensor, "min"), _DIM),
+    "aminmax": (None, ()),
+    "median": (None, _DIM),
+    "nanmedian": (None, _DIM),
+    "mode": (None, _DIM),
+    "var": (_var, _SPREAD),
+    "std": (_std, _SPREAD),
+    "var_mean": (None, _SPREAD),
+    "std_mean": (None, _SPREAD),
+    "norm": (_norm, ("p", "dim", "keepdim", "out", "dtype")),
+    "vector_norm": (_norm, ("ord", *_DIM)),
+}
+
+
+def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str, ...]) -> Handler:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor = sharded_argument(func, args, kwargs)
+        options = options_of(names, args, kwargs)
+        if isinstance(options.get("dim"), bool):  # var(x, unbiased)
+            options["unbiased"] = options.pop("dim")
+        if isinstance(options.get("dim", options.get("other")), Tensor):  # max(x, other)
+            return elementwise(func)(types, args, kwargs, process_group)
+        if options.get("out") is not None:
+            raise unsupported(func, args, kwargs, "without out")
+        dims = dims_of(tensor, options.get("dim"))
+        others = {k: v for k, v in kwargs.items() if k not in ("input", "self", "out")}
+        if dims is not None and len(dims) < tensor.dim():
+            return run_along(func, tensor, dims, args[1:], others)
+        if reduce is None:
+            hint = "only along dims that are not cut; full_tensor() makes it a plain one"
+            raise unsupported(func, args, kwargs, hint)
+        member_of(tensor, func.__name__)
+        if tensor.numel() == 0 or tensor.is_meta:
+            return func(zeros_after(tensor, tensor.shape), *args[1:], **others)
+        # The plain operator says what dtype and shape the result has, and what it refuses.
+        like = func(torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype), *args[1:], **others)
+        result = reduce(tensor, _first(like).dtype, options)
+        return _shaped(result, _first(like).shape)
+
+    return handler
+
+
+def _first(result: Any) -> Tensor:
+    found: Tensor = result if isinstance(result, Tensor) else result[0]
+    return found
+
+
+def _shaped(result: Any, shape: torch.Size) -> Any:
+    if isinstance(result, Tensor):
+        return result.reshape(shape)
+    return type(result)([part.reshape(shape) for part in result])
+
+
+TABLE: dict[Callable[..., Any], Handler] = {
+    func: _reduction(func, *how)
+    for name, how in _REDUCTIONS.items()
+    for func in [*spellings(name), *([torch.linalg.vector_norm] if name == "vector_norm" else [])]
+}

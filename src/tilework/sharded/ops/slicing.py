@@ -1,0 +1,188 @@
+"""Indexing, and torch's many names for :mod:`tilework.sharded.ops.views`.
+
+How each name reads its arguments is asked of torch: it runs on a tensor without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.sharded.checks import unsupported
+from tilework.sharded.ops.along import dims_of, options_of
+from tilework.sharded.ops.elementwise import elementwise
+from tilework.sharded.ops.tiles import sharded_argument
+from tilework.sharded.ops.views import expand, narrow, permute, reshape, select, unsqueeze
+from tilework.sharded.registry import Handler
+from tilework.sharded.tensor import ShardedTensor
+
+
+def _meta(shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), device="meta")
+
+
+def _permutes(func: Callable[..., Any]) -> Handler:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor = sharded_argument(func, args, kwargs)
+        others = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+        # Extents 0, 1, 2, … show where each dim goes.
+        return permute(tensor, tuple(func(_meta(range(tensor.dim())), *args[1:], **others).shape))
+
+    return handler
+
+
+def _reshapes(func: Callable[..., Any]) -> Handler:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor = sharded_argument(func, args, kwargs)
+        if len(args) == 2 and isinstance(args[1], torch.dtype):
+            raise unsupported(func, args, kwargs)
+        others = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+        size = func(_meta(tensor.shape), *args[1:], **others).shape
+        change = (
+            expand if func in (Tensor.expand, torch.broadcast_to, Tensor.broadcast_to) else reshape
+        )
+        found = tensor if size == tensor.shape else change(tensor, size)
+        if found is None:
+            hint = "its tiles would be no boxes of the new shape: reshard first"
+            raise unsupported(func, args, kwargs, hint)
+        return found
+
+    return handler
+
+
+def _splits(func: Callable[..., Any]) -> Handler:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor = sharded_argument(func, args, kwargs)
+        options = options_of(("how", "dim"), args, kwargs)
+        (dim,) = dims_of(tensor, options.pop("dim", 0)) or (0,)
+        options.pop("input", None), options.pop("self", None)
+        how = [options.pop("how")] if "how" in options else []
+        start, parts = 0, []
+        for part in func(_meta(tensor.shape), *how, dim=dim, **options):
+            parts.append(narrow(tensor, dim, start, part.shape[dim]))
+            start += part.shape[dim]
+        return tuple(parts)
+
+    return handler
+
+
+def _narrow(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = sharded_argument(torch.narrow, args, kwargs)
+    options = options_of(("dim", "start", "length"), args, kwargs)
+    (dim,) = dims_of(tensor, options["dim"]) or (0,)
+    start, length = int(options["start"]), int(options["length"])
+    _meta(tensor.shape).narrow(dim, start, length)  # raises what torch raises
+    return narrow(tensor, dim, start % max(tensor.shape[dim], 1) if start < 0 else start, length)
+
+
+def _select(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = sharded_argument(torch.select, args, kwargs)
+    options = options_of(("dim", "index"), args, kwargs)
+    (dim,) = dims_of(tensor, options["dim"]) or (0,)
+    index = int(options["index"])
+    _meta(tensor.shape).select(dim, index)
+    return select(tensor, dim, index % tensor.shape[dim])
+
+
+def _unbind(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = sharded_argument(torch.unbind, args, kwargs)
+    (dim,) = dims_of(tensor, options_of(("dim",), args, kwargs).get("dim", 0)) or (0,)
+    return tuple(select(tensor, dim, i) for i in range(tensor.shape[dim]))
+
+
+def _iter(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    return iter(_unbind(types, args, kwargs, process_group))
+
+
+def _unsqueeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = sharded_argument(torch.unsqueeze, args, kwargs)
+    dim = options_of(("dim",), args, kwargs)["dim"]
+    _meta(tensor.shape).unsqueeze(dim)
+    return unsqueeze(tensor, dim % (tensor.dim() + 1))
+
+
+def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = sharded_argument(torch.squeeze, args, kwargs)
+    dims = dims_of(tensor, options_of(("dim",), args, kwargs).get("dim"))
+    for dim in reversed(range(tensor.dim()) if dims is None else dims):
+        if tensor.shape[dim] == 1:
+            tensor = select(tensor, dim, 0)
+    return tensor
+
+
+def _index(tensor: ShardedTensor, key: Any) -> ShardedTensor | None:
+    """``tensor[key]`` for numbers, slices, None and an ellipsis; None for other keys."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if not all(k is None or k is ... or isinstance(k, int | slice) for k in keys):
+        return None
+    if any(isinstance(k, bool) for k in keys) or sum(k is ... for k in keys) > 1:
+        return None
+    _meta(tensor.shape)[key]  # raises what torch raises
+    used = sum(k is not None and k is not ... for k in keys)
+    spread = [slice(None)] * (tensor.dim() - used)
+    at = keys.index(...) if any(k is ... for k in keys) else len(keys)
+    dim = 0
+    for k in (*keys[:at], *spread, *keys[at + 1 :]):
+        if k is None:
+            tensor = unsqueeze(tensor, dim)
+        elif isinstance(k, int):
+            tensor = select(tensor, dim, k % tensor.shape[dim])
+            continue
+        elif k != slice(None):
+            start, stop, step = k.indices(tensor.shape[dim])
+            if step != 1:
+                return None
+            tensor = narrow(tensor, dim, start, max(stop - start, 0))
+        dim += 1
+    return tensor
+
+
+_INDEX = "by numbers, slices of step 1, None and an ellipsis; or index the local shards"
+
+
+def _getitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = sharded_argument(Tensor.__getitem__, args, kwargs)
+    found = _index(tensor, args[1])
+    if found is None:
+        raise unsupported(Tensor.__getitem__, args, kwargs, _INDEX)
+    return found
+
+
+def _setitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    tensor = sharded_argument(Tensor.__setitem__, args, kwargs)
+    part, value = _index(tensor, args[1]), args[2]
+    if part is None:
+        raise unsupported(Tensor.__setitem__, args, kwargs, _INDEX)
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        # Only some ranks would have the value in the tensor's graph.
+        raise unsupported(Tensor.__setitem__, args, kwargs, "use where(), or detach() the value")
+    write = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
+    elementwise(write)(types, (part, value), {}, process_group)
+
+
+def _both(name: str) -> list[Callable[..., Any]]:
+    found = (getattr(space, name, None) for space in (torch, Tensor))
+    return [func for func in found if func is not None]
+
+
+_EXPANDING = [Tensor.expand, torch.broadcast_to, Tensor.broadcast_to]
+_PERMUTING = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
+_RESHAPING = ("reshape", "view", "flatten", "unflatten", "ravel", "expand", "broadcast_to")
+_SPLITTING = ("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
+_DIM_BY_DIM = {"narrow": _narrow, "select": _select, "unbind": _unbind, "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze}  # fmt: skip
+_PROPERTIES: list[Any] = [Tensor.T, Tensor.mT]
+
+TABLE: dict[Callable[..., Any], Handler] = {
+    **{f: _permutes(f) for name in _PERMUTING for f in _both(name)},
+    **{f: _permutes(f) for f in [prop.__get__ for prop in _PROPERTIES]},
+    **{f: _reshapes(f) for name in _RESHAPING for f in _both(name)},
+    **{f: _splits(f) for name in _SPLITTING for f in _both(name)},
+    **{f: handler for name, handler in _DIM_BY_DIM.items() for f in _both(name)},
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    Tensor.__iter__: _iter,
+}
