@@ -11,9 +11,11 @@ from tilework.comm.backend import core_error
 
 WHY = core_error()
 
-# Shells start background jobs with Ctrl-C ignored, which all processes of theirs inherit.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Shells and nohup start jobs with these ignored, which all processes of theirs inherit.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        handler = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(wrapper=True)

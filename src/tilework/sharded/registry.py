@@ -40,6 +40,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[HandlerT], Han
         TypeError: The function does not take these four.
 
     Example:
+        >>> import torch
         >>> @custom_sharded_op_impl(torch.special.entr)
         ... def entr(types, args, kwargs, process_group):
         ...     return torch.special.entr(args[0].local_tensor())
