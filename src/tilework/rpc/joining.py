@@ -19,7 +19,7 @@ from tilework.rpc.options import RpcBackendOptions
 from tilework.rpc.state import RpcState
 from tilework.rpc.transport import Transport
 from tilework.rpc.workers import Directory
-from tilework.store import PrefixStore, Store
+from tilework.store import Store
 
 #: The longest that a rank waits for the others to call init_rpc.
 _LONGEST_SECONDS = 7 * 24 * 3600.0
@@ -47,22 +47,18 @@ def join(
     state: RpcState, store: Store, rank: int, size: int, name: str, options: RpcBackendOptions
 ) -> None:
     """Give ``state`` an agent that knows all others. Collective; blocks until all came."""
-    # Workers may meet at one store more than once; each of them counts its own visits.
-    visit = store.add(f"tilework/rpc/visits/{rank}", 1)
-    shared = PrefixStore(f"tilework/rpc/{visit}", store)
-    meeting = Meeting(shared, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS))
-    meeting.agree_on_size()
-    keys = agree_on_keys(shared, size)
     with contextlib.ExitStack() as undo:
-        transport = Transport(rank, size, keys)
-        undo.callback(transport.close, 0.0)
-        lender = Lender()
-        undo.callback(lender.close)
-        host = _host(shared, rank, size)
-        mine = Card(name, keys.proof, host, transport.listen_here(), lender.probe)
-        cards = meeting.exchange(mine)
-        workers = Directory([card.name for card in cards])
-        addresses = _addresses(meeting, transport, store, cards, host)
+        with Meeting(store, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS)) as meeting:
+            meeting.agree_on_size()
+            transport = Transport(rank, size, keys := agree_on_keys(meeting.store, size))
+            undo.callback(transport.close, 0.0)
+            lender = Lender()
+            undo.callback(lender.close)
+            host = _host(meeting.store, rank, size)
+            mine = Card(name, keys.proof, host, transport.listen_here(), lender.probe)
+            cards = meeting.exchange(mine)
+            workers = Directory([card.name for card in cards])
+            addresses = _addresses(meeting, transport, store, cards, host)
         undo.pop_all()
     agent = Agent(
         rank,

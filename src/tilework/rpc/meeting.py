@@ -10,10 +10,12 @@ from datetime import timedelta
 
 from tilework.errors import CollectiveMismatchError, DistStoreError, StoreTimeoutError
 from tilework.rpc.memory import Probe
-from tilework.store import Store
+from tilework.store import PrefixStore, Store
 
 #: How often waiting ranks look whether another has found something wrong.
 _LOOK_SECONDS = 0.1
+#: How often they look whether one came twice, which costs more.
+_COUNT_SECONDS = 1.0
 _RANKS_SHOWN = 16
 
 
@@ -32,16 +34,33 @@ class Card:
 
 
 class Meeting:
-    """One rank's part in a meeting of ``size`` at ``store``, within ``seconds``."""
+    """One rank's part in a meeting of ``size`` at ``store``, within ``seconds``.
+
+    Ranks may meet at one store again and again: each counts how often it came, and how often it
+    left, with success or without. A context manager that leaves.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._rank, self._size = rank, size
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._visits = PrefixStore("tilework/rpc", store)
+        self._visit = self._visits.add(f"came/{rank}", 1)
+        #: Seen by the ranks of this meeting only.
+        self.store: Store = PrefixStore(str(self._visit), self._visits)
+        self._next_count = time.monotonic() + _COUNT_SECONDS
+
+    def __enter__(self) -> Meeting:
+        if self._visits.add(f"left/{self._rank}", 0) < self._visit - 1:
+            raise self._twice(self._rank)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._visits.add(f"left/{self._rank}", 1)
 
     def agree_on_size(self) -> None:
         """Raise CollectiveMismatchError, here and on the others, if another size was given."""
         mine = f"rank {self._rank} says world_size={self._size}"
-        first = self._store.compare_set("size", "", mine).decode()
+        first = self.store.compare_set("size", "", mine).decode()
         if first.partition("=")[2] != str(self._size):
             self._disagree(f"ranks disagree on how many workers there are: {mine}, but {first}")
 
@@ -49,15 +68,11 @@ class Meeting:
         """Every rank's card.
 
         Raises:
-            CollectiveMismatchError: Two ranks have one number, or ranks have different secrets.
+            CollectiveMismatchError: Ranks have different secrets, or two are the same rank.
             DistStoreError: Some did not come in time.
         """
         text = json.dumps(asdict(card))
-        if self._store.compare_set(f"card/{self._rank}", "", text).decode() != text:
-            self._disagree(
-                f"two workers say that they are rank {self._rank}, one of them called "
-                f"{card.name!r}: each needs a rank of its own"
-            )
+        self.tell("card", text)
         cards = [_card(text) for text in self.gather("card")]
         others = [rank for rank, other in enumerate(cards) if other.proof != cards[0].proof]
         if others:
@@ -70,33 +85,49 @@ class Meeting:
 
     def tell(self, what: str, text: str) -> None:
         """Let the others know, for their ``gather``."""
-        self._store.set(f"{what}/{self._rank}", text)
+        self.store.set(f"{what}/{self._rank}", text)
 
     def gather(self, what: str) -> list[str]:
         """What each rank told. Blocks."""
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         while not self._there(keys):
             if time.monotonic() > self._deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise DistStoreError(
                     f"Timed out in init_rpc on rank {self._rank}: ranks {_some(missing)} of "
                     f"{self._size} did not call it within {self._seconds:g} s. Check whether they "
                     f"started, failed, or wait somewhere else"
                 )
-        return [value.decode() for value in self._store.multi_get(keys)]
+        return [value.decode() for value in self.store.multi_get(keys)]
 
     def _there(self, keys: Sequence[str]) -> bool:
         try:
-            self._store.wait(keys, timedelta(seconds=_LOOK_SECONDS))
+            self.store.wait(keys, timedelta(seconds=_LOOK_SECONDS))
             found = True
         except StoreTimeoutError:
             found = False
-        if self._store.check(["disagreement"]):
-            raise CollectiveMismatchError(self._store.get("disagreement").decode())
+        if self.store.check(["disagreement"]):
+            raise CollectiveMismatchError(self.store.get("disagreement").decode())
+        if not found and time.monotonic() > self._next_count:
+            self._next_count = time.monotonic() + _COUNT_SECONDS
+            self._count()
         return found
 
+    def _count(self) -> None:
+        """Nobody comes again before this meeting has ended."""
+        for rank in range(self._size):
+            if self._visits.add(f"came/{rank}", 0) > self._visit:
+                raise self._twice(rank)
+
+    def _twice(self, rank: int) -> CollectiveMismatchError:
+        return CollectiveMismatchError(
+            f"rank {rank} called init_rpc again before all others had: two workers say that they "
+            f"are rank {rank}, or it had given up",
+            ranks=[rank],
+        )
+
     def _disagree(self, text: str) -> None:
-        self._store.set("disagreement", text)
+        self.store.set("disagreement", text)
         raise CollectiveMismatchError(text)
 
 

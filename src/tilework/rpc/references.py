@@ -63,6 +63,7 @@ class References:
         #: By the number of our ADD: the sender of the reference, its pin, our entry.
         self._asked: dict[int, tuple[int, int, Held]] = {}
         self._questions = itertools.count()
+        self._lost: set[int] = set()
         self._dropped: deque[_Watch] = deque()
 
     def own(self, value: Any) -> Owned:
@@ -113,7 +114,7 @@ class References:
             entry = self._hold(ref.id, ref.owner, more=ref.pin == COUNTED or not counted)
             if ref.pin == COUNTED:
                 entry.confirmed = True
-            elif counted:
+            elif counted or ref.owner in self._lost:
                 self._send(Kind.HOLDS, sender, ref.pin, ())
             else:
                 question = next(self._questions)
@@ -164,6 +165,7 @@ class References:
     def lost(self, rank: int) -> list[Owned]:
         """``rank`` is gone, with all that it held; entries that nobody else holds."""
         with self._lock:
+            self._lost.add(rank)
             for pin in [pin for pin, (to, _) in self._pinned.items() if to == rank]:
                 self.holds(pin)
             asked = [q for q, (_, _, entry) in self._asked.items() if entry.owner == rank]
