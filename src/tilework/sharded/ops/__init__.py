@@ -5,6 +5,8 @@ from tilework.sharded.ops import (
     basic,
     comparing,
     elementwise,
+    embedding,
+    linear,
     reductions,
     slicing,
 )
@@ -18,5 +20,7 @@ install(
         **reductions.TABLE,
         **slicing.TABLE,
         **comparing.TABLE,
+        **linear.TABLE,
+        **embedding.TABLE,
     }
 )

@@ -1,0 +1,154 @@
+"""What moves between ranks inside an operator, and the gradient that moves back.
+
+Here each rank has values and a loss of its own: gradients are those of the sum of all ranks'
+losses, and every rank must run backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilework.comm.agreement import agree
+from tilework.comm.collectives import all_to_all_single
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.transfer import run_plan
+from tilework.comm.world import get_process_group_ranks
+from tilework.layout import Box, Tile, Tiling, plan
+from tilework.sharded.moves import whole_on
+from tilework.sharded.ops.tiles import graph_tiles, no_elements
+from tilework.sharded.tensor import ShardedTensor
+
+
+def agree_on_gradients(
+    make: Callable[[], list[int]], inputs: Sequence[Tensor], group: ProcessGroup
+) -> list[list[int]]:
+    """What ``make`` gives on each rank, if the ranks also agree on what needs a gradient.
+
+    Collective; blocks.
+
+    Args:
+        make: Checks this rank's arguments, and counts what the others must know of.
+        inputs: What backward communicates for, if it needs a gradient.
+        group: The group.
+
+    Raises:
+        ValueError: Some ranks need a gradient and others do not: they would wait in backward.
+        Exception: What ``make`` raised on a rank.
+    """
+    enabled = torch.is_grad_enabled()
+    needs = [int(enabled and tensor.requires_grad) for tensor in inputs]
+    said = agree(lambda: [make(), needs], group)
+    for rank, (_, others) in zip(group.global_ranks, said, strict=True):
+        if others != said[0][1]:
+            raise ValueError(
+                f"the inputs must need gradients on all ranks or on none, since backward "
+                f"communicates: requires_grad is {[bool(n) for n in said[0][1]]} on rank "
+                f"{group.global_ranks[0]}, {[bool(n) for n in others]} on rank {rank}"
+            )
+    return [numbers for numbers, _ in said]
+
+
+def exchange(parts: Sequence[Tensor], received: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+    """Give one flat tensor to each rank, and get one of each. Collective, also backward.
+
+    Args:
+        parts: One for each rank of the group, in its order.
+        received: How many elements come from each.
+        group: The group.
+    """
+    sent = [part.numel() for part in parts]
+    flat: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        torch.cat(list(parts)), sent, list(received), group
+    )
+    return list(flat.split_with_sizes(list(received)))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, flat: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.back = received, sent, group
+        out = flat.new_empty(sum(received))
+        all_to_all_single(out, flat, received, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back: Tensor = _Exchange.apply(gradient.contiguous(), *ctx.back)  # type: ignore[no-untyped-call]
+        return back, None, None, None
+
+
+def spread(tensor: ShardedTensor) -> Tensor:
+    """All of the tensor on each rank, as a value of its own. Collective, also backward."""
+    found: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+        tensor.detach(), *graph_tiles(tensor)
+    )
+    return found
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor, *tiles: Tensor) -> Tensor:
+        group, rank = tensor.process_group, _global_rank(tensor)
+        ctx.tensor, ctx.empty = tensor, None if tensor.local_tiles() else tiles[0]
+        target = whole_on(tuple(tensor.shape), tuple(get_process_group_ranks(group)))
+        steps = plan(tensor.tiling, target, rank)
+        return run_plan(steps, tensor.local_tiles(), group, dtype=tensor.dtype)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor: ShardedTensor = ctx.tensor
+        group, shape = tensor.process_group, tuple(tensor.shape)
+        whole = Box((0,) * len(shape), shape)
+        terms = tuple((Tile(whole, (rank,)),) for rank in get_process_group_ranks(group))
+        source = Tiling(shape, terms, "sum" if len(terms) > 1 else None)
+        steps = plan(source, tensor.tiling, _global_rank(tensor))
+        tiles = run_plan(steps, [gradient.contiguous()], group, dtype=gradient.dtype)
+        return None, *(tiles if ctx.empty is None else [torch.zeros_like(ctx.empty)])
+
+
+def _global_rank(tensor: ShardedTensor) -> int:
+    group: Any = tensor.process_group
+    rank: int = group.global_ranks[group.rank()]
+    return rank
+
+
+def assemble(shape: Sequence[int], boxes: Sequence[Box], parts: Sequence[Tensor]) -> Tensor:
+    """A tensor of parts that fill it; each gets its part of the gradient."""
+    found: Tensor = _Assemble.apply(tuple(shape), boxes, *parts)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], boxes: Sequence[Box], *parts: Tensor) -> Tensor:
+        ctx.boxes = boxes
+        whole = parts[0].new_empty(shape)
+        for box, part in zip(boxes, parts, strict=True):
+            whole[box.slices] = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient[box.slices] for box in ctx.boxes)
+
+
+def working_tiles(weight: ShardedTensor) -> list[tuple[Box, Tensor]]:
+    """This rank's tiles that have elements, with their boxes; at least an empty one."""
+    boxes = weight.tiling.boxes_of(_global_rank(weight))
+    found = [(b, t) for b, t in zip(boxes, weight.local_tiles(), strict=True) if not b.empty]
+    nothing = (0,) * weight.dim()
+    return found or [(Box(nothing, nothing), no_elements(weight, weight.dim()))]
+
+
+def tiles_by_rank(weight: ShardedTensor, group: ProcessGroup) -> list[list[Box]]:
+    """The boxes with elements of each rank of the group, in its order."""
+    of_rank = [weight.tiling.boxes_of(rank) for rank in group.global_ranks]
+    return [[box for box in boxes if not box.empty] for boxes in of_rank]

@@ -1,0 +1,186 @@
+"""Products with a sharded weight. Each rank has an input of its own, and gets its own result.
+
+The weight stays where it is and the inputs move to it, column by column as its tiles need them;
+what the tiles give moves back and is added up. Where the weight has fewer bytes than what would
+move, each rank is given the whole weight instead. Backward mirrors forward: a tile's gradient is
+that of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.comm.contract import ProcessGroup
+from tilework.layout import Box
+from tilework.sharded.checks import unsupported
+from tilework.sharded.ops.exchange import (
+    agree_on_gradients,
+    exchange,
+    spread,
+    tiles_by_rank,
+    working_tiles,
+)
+from tilework.sharded.ops.tiles import member_of
+from tilework.sharded.ops.views import permute
+from tilework.sharded.registry import Handler
+from tilework.sharded.tensor import ShardedTensor
+
+_HINT = "the weight is sharded and has two dims, the input is a plain tensor of this rank's own"
+
+
+def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "linear") -> Tensor:
+    """``x @ weight.T + bias``, of this rank's ``x``. Collective, also backward.
+
+    Bytes that a rank with ``b`` of all ``B`` rows receives, in elements: at most ``B`` times the
+    columns of its own tiles, and ``b`` times the rows of all tiles (so ``b * out`` times the
+    number of tiles side by side along the columns); or the whole weight if that is less.
+    """
+    group = member_of(weight, name)
+
+    def check() -> list[int]:
+        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            raise RuntimeError(
+                f"{name}: the input's last dim must have {weight.shape[1]} elements, as the "
+                f"weight asks, got an input of shape {tuple(x.shape)}"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise RuntimeError(
+                f"{name}: input and weight must have one dtype, got {x.dtype} and {weight.dtype}"
+            )
+        return [x.shape[:-1].numel()]
+
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    rows = [said[0] for said in agree_on_gradients(check, inputs, group)]
+    tiles = tiles_by_rank(weight, group)
+    if _moving_inputs(rows, tiles) <= weight.numel() * (len(rows) - 1):
+        flat = _at_the_weight(x.reshape(-1, x.shape[-1]), weight, rows, tiles, group)
+        result = flat.reshape(*x.shape[:-1], weight.shape[0])
+    else:
+        result = F.linear(x, spread(weight))
+    if isinstance(bias, ShardedTensor):
+        bias = spread(bias)
+    return result if bias is None else result + bias
+
+
+def _moving_inputs(rows: Sequence[int], tiles: Sequence[Sequence[Box]]) -> int:
+    """How many elements go from rank to rank if inputs and results move."""
+    total = 0
+    for own, boxes in zip(rows, tiles, strict=True):
+        per_row = sum(columns for _, columns in _columns(boxes)) + sum(b.sizes[0] for b in boxes)
+        total += (sum(rows) - own) * per_row
+    return total
+
+
+def _columns(boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    """Where each run of columns that these tiles need begins, and how long it is."""
+    return list(dict.fromkeys((box.offsets[1], box.sizes[1]) for box in boxes))
+
+
+def _at_the_weight(
+    x: Tensor,
+    weight: ShardedTensor,
+    rows: list[int],
+    tiles: list[list[Box]],
+    group: ProcessGroup,
+) -> Tensor:
+    own, mine = working_tiles(weight), rows[group.rank()]
+    columns = _columns([box for box, _ in own])
+    # Each rank's columns go to the tiles that need them …
+    parts = [
+        torch.cat(
+            [x[:, :0].reshape(-1), *(x[:, c : c + n].reshape(-1) for c, n in _columns(boxes))]
+        )
+        for boxes in tiles
+    ]
+    width = sum(n for _, n in columns)
+    got = exchange(parts, [count * width for count in rows], group)
+    inputs = _by_columns(got, rows, columns)
+    # … which multiply all ranks' rows …
+    products = [F.linear(inputs[box.offsets[1], box.sizes[1]], tile) for box, tile in own]
+    per_rank = zip(*(product.split_with_sizes(rows) for product in products), strict=True)
+    parts = [torch.cat([product.reshape(-1) for product in of_rank]) for of_rank in per_rank]
+    # … and send each rank its own.
+    got = exchange(parts, [mine * sum(b.sizes[0] for b in boxes) for boxes in tiles], group)
+    pieces: dict[Box, Tensor] = {}
+    for part, boxes in zip(got, tiles, strict=True):
+        each = part.split_with_sizes([mine * box.sizes[0] for box in boxes])
+        pieces.update((b, p.view(mine, b.sizes[0])) for b, p in zip(boxes, each, strict=True))
+    ordered = [tile.box for tile in weight.tiling.tiles if tile.box in pieces]
+    return _added_up([(box, pieces[box]) for box in ordered], x, weight.shape[0])
+
+
+def _by_columns(
+    got: Sequence[Tensor], rows: Sequence[int], columns: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], Tensor]:
+    """All ranks' rows of each run of columns."""
+    each = [
+        part.split_with_sizes([count * n for _, n in columns])
+        for part, count in zip(got, rows, strict=True)
+    ]
+    return {
+        run: torch.cat([s[i].view(count, run[1]) for s, count in zip(each, rows, strict=True)])
+        for i, run in enumerate(columns)
+    }
+
+
+def _added_up(pieces: Sequence[tuple[Box, Tensor]], x: Tensor, width: int) -> Tensor:
+    """The sum, at each place, of the pieces that reach it, in the tiling's order."""
+    if not pieces:
+        return x.sum(1, keepdim=True).expand(len(x), width) * 0
+    edges = sorted({edge for box, _ in pieces for edge in (box.offsets[0], box.ends[0])})
+    bands = []
+    for start, stop in pairwise(edges):
+        here = [
+            piece[:, start - box.offsets[0] : stop - box.offsets[0]]
+            for box, piece in pieces
+            if box.offsets[0] <= start and stop <= box.ends[0]
+        ]
+        bands.append(here[0] if len(here) == 1 else torch.stack(here).sum(0))
+    return torch.cat(bands, 1)
+
+
+# -- handlers ----------------------------------------------------------------------------------
+
+
+def _linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if isinstance(x, ShardedTensor) or not _is_matrix(weight):
+        raise unsupported(F.linear, args, kwargs, _HINT)
+    return linear(x, weight, bias)
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) and value.dim() == 2
+
+
+def _matmul(func: Callable[..., Any], swapped: bool = False) -> Handler:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
+        names = ("input", "other"), ("self", "mat2"), ("input", "vec")
+        given = [*args, *(kwargs[name] for pair in names for name in pair if name in kwargs)]
+        if len(given) != 2 or kwargs.get("out") is not None:
+            raise unsupported(func, args, kwargs, _HINT)
+        a, b = reversed(given) if swapped else given
+        if _is_matrix(b) and not isinstance(a, ShardedTensor):
+            return linear(a, permute(b, (1, 0)), None, "matmul")
+        if _is_matrix(a) and not isinstance(b, ShardedTensor) and b.dim() in (1, 2):
+            return linear(b.t(), a, None, "matmul").t()
+        raise unsupported(func, args, kwargs, _HINT)
+
+    return handler
+
+
+_PRODUCTS: list[Callable[..., Any]] = [torch.matmul, torch.mm, torch.mv, Tensor.matmul, Tensor.mm,
+    Tensor.mv, Tensor.__matmul__]  # fmt: skip
+
+TABLE: dict[Callable[..., Any], Handler] = {
+    F.linear: _linear,
+    **{func: _matmul(func) for func in _PRODUCTS},
+    Tensor.__rmatmul__: _matmul(Tensor.__rmatmul__, swapped=True),
+}
