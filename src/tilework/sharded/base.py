@@ -178,7 +178,7 @@ class ShardedTensorBase(TiledTensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         shards = [(shard.tensor, shard.metadata) for shard in self._local_shards]
-        return _rebuild, (shards, self._metadata, self._sharding_spec, _is_parameter(self))
+        return rebuild_base, (shards, self._metadata, self._sharding_spec, _is_parameter(self))
 
     @classmethod
     def __torch_function__(
@@ -202,7 +202,7 @@ def mark_parameter(tensor: Tensor, is_parameter: bool) -> None:
         tensor._is_param = True
 
 
-def _rebuild(
+def rebuild_base(
     shards: list[tuple[Tensor, ShardMetadata]],
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,

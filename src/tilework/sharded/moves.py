@@ -184,7 +184,8 @@ def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     group: AnyGroup = kwargs.pop("process_group", None)
     copy = kwargs.pop("copy", False)
     _check_format(kwargs.pop("memory_format", None))
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():  # the other tensor may be sharded too
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = device and _own(device), dtype or tensor.dtype
     stays = group is None or resolve(group) is tensor.process_group
     if _is_on(tensor, device) and dtype == tensor.dtype and stays and not copy:

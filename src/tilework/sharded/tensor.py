@@ -14,7 +14,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, get_rank, resolve
 from tilework.layout import Tiling
 from tilework.sharded import checks, joining, loading, moves, remote
-from tilework.sharded.base import ShardedTensorBase, mark_parameter
+from tilework.sharded.base import ShardedTensorBase, mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.metadata import (
     Items,
@@ -410,6 +410,7 @@ def _rebuild(
 torch.serialization.add_safe_globals(
     [
         _rebuild,
+        rebuild_base,
         _named_properties,
         Items,
         RemoteDevice,

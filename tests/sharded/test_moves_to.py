@@ -1,0 +1,176 @@
+"""Other dtypes and devices: ``to``, ``cpu`` and ``cuda``.
+
+Of the devices here the meta device is one that a tensor can be moved to. What holds of
+accelerators alone is tested with their questions answered by the test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.sharded.ranks_and_cuts import check_all_raise, chunks, cut, grid, numbered, on
+from tilework import sharded
+from tilework.sharded import ChunkShardingSpec, ShardedTensor, ShardingSpec, moves
+
+SPECS = [chunks(0, [0, 1]), chunks(0, [1, 0, 1]), chunks(0, [1]), grid([1, 3], [2, 1], [0, 1])]
+
+
+def check_moved(made: ShardedTensor, old: ShardedTensor, dtype: torch.dtype, device: str) -> None:
+    """``made`` is ``old`` in that dtype on that device, in all that it tells."""
+    assert made is not old
+    assert (made.dtype, made.device.type, made.shape) == (dtype, device, old.shape)
+    assert made.metadata().tensor_properties.dtype == dtype
+    places = [shard.placement for shard in made.metadata().shards_metadata]
+    assert {place.device().type for place in places if place} == {device}
+    ranks = [shard.placement for shard in old.metadata().shards_metadata]
+    assert [p.rank() for p in places if p] == [p.rank() for p in ranks if p]
+    assert type(made.sharding_spec()) is type(old.sharding_spec())
+    properties = made.metadata().tensor_properties
+    assert made.sharding_spec().build_metadata(made.shape, properties) == made.metadata()
+    assert made.process_group is old.process_group
+    for new, tile in zip(made.local_shards(), old.local_tiles(), strict=True):
+        assert (new.tensor.dtype, new.tensor.device.type) == (dtype, device)
+        assert new.metadata in made.metadata().shards_metadata
+        assert device == "meta" or torch.equal(new.tensor, tile.to(dtype))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_way_to_say_it(spec: ShardingSpec) -> None:
+    def program(rank: int) -> None:
+        st = cut(numbered([4, 3]), spec, rank)
+        meta, cpu = torch.device("meta"), torch.device("cpu")
+        check_moved(st.to(torch.float16), st, torch.float16, "cpu")
+        check_moved(st.to(dtype=torch.int32), st, torch.int32, "cpu")
+        check_moved(st.to(device=meta), st, torch.float32, "meta")
+        check_moved(st.to(meta), st, torch.float32, "meta")
+        check_moved(st.to("meta"), st, torch.float32, "meta")
+        check_moved(st.to("meta", torch.float16), st, torch.float16, "meta")
+        check_moved(st.to("cpu", torch.float16), st, torch.float16, "cpu")
+        check_moved(st.to(torch.ones(3, dtype=torch.float64)), st, torch.float64, "cpu")
+        check_moved(st.to(torch.ones(3, device=meta)), st, torch.float32, "meta")
+        check_moved(st.to(st.to(torch.float16)), st, torch.float16, "cpu")
+        check_moved(st.to(dtype=torch.float64, non_blocking=True), st, torch.float64, "cpu")
+        check_moved(st.to(torch.float64, memory_format=torch.contiguous_format), st,
+                    torch.float64, "cpu")  # fmt: skip
+        for same in (st.to(torch.float32), st.to("cpu"), st.to(cpu), st.to(device="cpu"), st.cpu(),
+                     st.to(torch.ones(1)), st.to(dtype=st.dtype, device="cpu"), st.to(st),
+                     st.to(process_group=st.process_group)):  # fmt: skip
+            assert same is st
+
+    on(2, program)
+
+
+def test_a_copy() -> None:
+    def program(rank: int) -> None:
+        st = cut(numbered([4]), chunks(0, [0, 1]), rank)
+        made = st.to("cpu", copy=True)
+        check_moved(made, st, torch.float32, "cpu")
+        made.local_tensor().zero_()
+        assert st.full_tensor().tolist() == [0, 1, 2, 3]
+        assert made.sharding_spec() == st.sharding_spec()
+
+    on(2, program)
+
+
+def test_gradients_flow_through_casts() -> None:
+    def program(rank: int) -> None:
+        st = cut(numbered([4]), chunks(0, [0, 1]), rank, requires_grad=True)
+        made = st.to(torch.float64)
+        assert made.requires_grad
+        made.full_tensor().sum().backward()
+        assert st.local_tensor().grad is not None
+        assert st.local_tensor().grad.tolist() == [1, 1]
+
+    on(2, program)
+
+
+def test_another_group() -> None:
+    def program(rank: int) -> None:
+        st = sharded.ones(chunks(0, [0, 1]), 4)
+        group = dist.new_group()
+        made = st.to(device="cpu", process_group=group)
+        assert made is not st
+        assert made.process_group is group
+        assert st.to("meta", process_group=group).process_group is group
+        assert made.full_tensor().tolist() == [1] * 4
+
+    on(2, program)
+
+
+@pytest.mark.parametrize("way", ["to", "cpu", "cuda"])
+def test_other_memory_formats(way: str) -> None:
+    def program(rank: int) -> None:
+        st = sharded.ones(chunks(0, [0]), 4)
+        getattr(st, way)(memory_format=torch.channels_last)
+
+    message = "Only `torch.contiguous_format` or `torch.preserve_format` is supported!"
+    check_all_raise(1, program, RuntimeError, message)
+
+
+def test_from_meta_there_is_no_way_back() -> None:
+    def program(rank: int) -> None:
+        sharded.ones(chunks(0, [0], "meta"), 4).cpu()
+
+    check_all_raise(1, program, NotImplementedError, "Cannot copy out of meta tensor")
+
+
+def test_nonsense() -> None:
+    check_all_raise(
+        1, lambda _: sharded.ones(chunks(0, [0]), 4).to("nowhere"), RuntimeError, "nowhere"
+    )
+
+
+# -- accelerators ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank's current device of the kind "meta" has the index 1."""
+    monkeypatch.setattr(moves, "_current", lambda kind: torch.device(kind, 1))
+
+
+@pytest.mark.usefixtures("second_of_its_kind")
+def test_shards_go_to_each_ranks_current_device() -> None:
+    def program(rank: int) -> Any:
+        st = sharded.ones(chunks(0, [0, 1]), 4)
+        made = st.to("meta")
+        assert [str(shard.placement) for shard in made.metadata().shards_metadata] == [
+            "rank:0/meta",
+            "rank:1/meta",
+        ]
+        assert made.sharding_spec() == ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"])
+        assert made.to(torch.device("meta", 1)).metadata() == made.metadata()
+        return made.metadata()
+
+    found = on(2, program)
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("second_of_its_kind")
+def test_another_ranks_device_is_refused_with_a_warning() -> None:
+    def program(rank: int) -> None:
+        sharded.ones(chunks(0, [0]), 4).to("meta:3")
+
+    with pytest.warns(UserWarning, match="moves each rank's shards to its current device"):
+        on(1, program)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda() -> None:
+    def program(rank: int) -> None:
+        st = cut(numbered([4, 3]), chunks(0, [0, 1]), rank)
+        made = st.cuda()
+        check_moved(made, st, torch.float32, "cuda")
+        again = made.cuda()
+        assert again is not made
+        assert again.local_tensor() is made.local_tensor()
+        check_moved(made.cpu(), made, torch.float32, "cpu")
+        assert made.to(0).device == torch.device("cuda", 0)
+        with pytest.raises(ValueError, match="moves to each rank's current device"):
+            st.cuda(1)
+
+    on(2, program)
