@@ -6,7 +6,11 @@ from tilework.sharded.ops import (
     comparing,
     elementwise,
     embedding,
+    filling,
+    gradients,
+    joining,
     linear,
+    losses,
     reductions,
     slicing,
 )
@@ -14,11 +18,15 @@ from tilework.sharded.registry import install
 
 install(
     {
-        **basic.TABLE,
         **elementwise.TABLE,
+        **basic.TABLE,
+        **gradients.TABLE,
+        **filling.TABLE,
         **along.TABLE,
         **reductions.TABLE,
+        **losses.TABLE,
         **slicing.TABLE,
+        **joining.TABLE,
         **comparing.TABLE,
         **linear.TABLE,
         **embedding.TABLE,

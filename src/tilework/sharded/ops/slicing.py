@@ -153,6 +153,9 @@ def _getitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 
 def _setitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     tensor = sharded_argument(Tensor.__setitem__, args, kwargs)
+    if isinstance(args[1], ShardedTensor) and args[1].dtype == torch.bool:
+        elementwise(Tensor.masked_fill_)(types, args, kwargs, process_group)
+        return
     part, value = _index(tensor, args[1]), args[2]
     if part is None:
         raise unsupported(Tensor.__setitem__, args, kwargs, _INDEX)
@@ -169,7 +172,7 @@ def _both(name: str) -> list[Callable[..., Any]]:
 
 
 _EXPANDING = [Tensor.expand, torch.broadcast_to, Tensor.broadcast_to]
-_PERMUTING = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
+_PERMUTING = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t")
 _RESHAPING = ("reshape", "view", "flatten", "unflatten", "ravel", "expand", "broadcast_to")
 _SPLITTING = ("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
 _DIM_BY_DIM = {"narrow": _narrow, "select": _select, "unbind": _unbind, "unsqueeze": _unsqueeze,

@@ -1,0 +1,180 @@
+"""Gradients: the graph is that of the tiles, and so are the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tilework.sharded.checks import unsupported
+from tilework.sharded.metadata import Shard
+from tilework.sharded.ops.tiles import (
+    OTHER_LAYOUT,
+    graph_tiles,
+    keep_stand_in,
+    same_layout,
+    settle,
+    wrap,
+)
+from tilework.sharded.registry import Handler
+from tilework.sharded.tensor import ShardedTensor
+
+# To a type checker these are the values, not the properties.
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+
+
+def of_graph(func: Callable[..., Any]) -> Handler:
+    """What the tiles say of their graph, which is the same on every rank."""
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        return func(graph_tiles(args[0])[0])
+
+    return handler
+
+
+def _requires_grad_(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
+    tensor: ShardedTensor = args[0]
+    wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
+    for tile in graph_tiles(tensor):
+        tile.requires_grad_(wanted)
+    return settle(tensor)
+
+
+def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor | None:
+    tensor: ShardedTensor = args[0]
+    # Backward may have come to some of the tiles only.
+    return _joined(tensor, [tile.grad for tile in graph_tiles(tensor)])
+
+
+def _set_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    tensor, value = args
+    tiles = graph_tiles(tensor)
+    values = [None] * len(tiles)
+    if value is not None:
+        values = _alike(_GRAD.__set__, tensor, value)
+    for tile, gradient in zip(tiles, values, strict=True):
+        tile.grad = gradient
+
+
+def _alike(func: Callable[..., Any], tensor: Any, value: Any) -> list[Any]:
+    if not isinstance(value, ShardedTensor) or not isinstance(tensor, ShardedTensor):
+        hint = "expected a ShardedTensor cut alike"
+        raise unsupported(func, (tensor, value), {}, hint)
+    if value.shape != tensor.shape or not same_layout(tensor, value):
+        raise unsupported(func, (tensor, value), {}, OTHER_LAYOUT)
+    return graph_tiles(value)
+
+
+def _data(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
+    return wrap(args[0], [tile.data for tile in graph_tiles(args[0])])
+
+
+def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    tensor, value = args
+    if not isinstance(tensor, ShardedTensor) or not isinstance(value, ShardedTensor):
+        hint = "expected a ShardedTensor cut alike"
+        raise unsupported(_DATA.__set__, args, kwargs, hint)
+    # Placements may differ, as after Module.to(device): only the cuts must be the same.
+    if value.tiling != tensor.tiling or len(graph_tiles(value)) != len(graph_tiles(tensor)):
+        raise unsupported(_DATA.__set__, args, kwargs, OTHER_LAYOUT)
+    tiles, values = graph_tiles(tensor), graph_tiles(value)
+    for tile, other in zip(tiles, values, strict=True):
+        tile.data = other  # still the same tensor: an optimizer may know it
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(tensor, value)
+    placed = zip(tiles, value.local_shards(), strict=False)
+    tensor._local_shards = [Shard(tile, shard.metadata) for tile, shard in placed]
+    tensor._metadata, tensor._sharding_spec = value._metadata, value._sharding_spec
+    tensor._process_group = value._process_group
+    tensor._set_properties(requires_grad=tensor.requires_grad)
+    if not tensor._local_shards:
+        keep_stand_in(tensor, tiles[0])
+
+
+def _tiles_and_gradients(
+    tensors: Sequence[Tensor], gradients: Sequence[Any]
+) -> tuple[list[Tensor], list[Any]]:
+    """Plain tensors and tiles, and the gradient of each."""
+    tiles: list[Tensor] = []
+    found: list[Any] = []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if not isinstance(tensor, ShardedTensor):
+            tiles.append(tensor)
+            found.append(gradient)
+            continue
+        if gradient is None and tensor.numel() == 1:
+            gradient = wrap(tensor, [torch.ones_like(tile) for tile in graph_tiles(tensor)])
+        if gradient is None:
+            raise RuntimeError(
+                f"grad can be implicitly created only for scalar outputs: this tensor has shape "
+                f"{tuple(tensor.shape)}; reduce it (sum()) or give a gradient cut as it is"
+            )
+        tiles += graph_tiles(tensor)
+        found += _alike(torch.autograd.backward, tensor, gradient)
+    return tiles, found
+
+
+def _listed(value: Any, length: int) -> list[Any]:
+    """Tensors, or gradients for them, as a list; None: none is given."""
+    if value is None:
+        return [None] * length
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensors = _listed(given.pop("tensors"), 1)
+    gradients = given.pop("gradient", None)
+    gradients = given.pop("grad_tensors", gradients)
+    tiles, found = _tiles_and_gradients(tensors, _listed(gradients, len(tensors)))
+    if given.get("inputs") is not None:
+        given["inputs"] = [tile for x in _listed(given["inputs"], 1) for tile in _tiles_of(x)]
+    torch.autograd.backward(tiles, found, **given)
+
+
+def _tiles_of(tensor: Tensor) -> list[Tensor]:
+    return graph_tiles(tensor) if isinstance(tensor, ShardedTensor) else [tensor]
+
+
+def _autograd_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = _listed(given.pop("outputs"), 1)
+    gradients = _listed(given.pop("grad_outputs", None), len(outputs))
+    tiles, found = _tiles_and_gradients(outputs, gradients)
+    inputs = _listed(given.pop("inputs"), 1)
+    parts = [_tiles_of(tensor) for tensor in inputs]
+    flat, form = pytree.tree_flatten(parts)
+    results = pytree.tree_unflatten(torch.autograd.grad(tiles, flat, found, **given), form)
+    return tuple(_joined(x, each) for x, each in zip(inputs, results, strict=True))
+
+
+def _joined(tensor: Tensor, gradients: list[Tensor | None]) -> Tensor | None:
+    if not isinstance(tensor, ShardedTensor):
+        return gradients[0]
+    if all(gradient is None for gradient in gradients):
+        return None
+    known = zip(graph_tiles(tensor), gradients, strict=True)
+    return wrap(tensor, [torch.zeros_like(t) if g is None else g for t, g in known])
+
+
+def _getters(*names: str) -> list[Callable[..., Any]]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+TABLE: dict[Callable[..., Any], Handler] = {
+    **{f: of_graph(f) for f in _getters("is_leaf", "grad_fn", "retains_grad", "output_nr")},
+    Tensor.requires_grad_: _requires_grad_,
+    _GRAD.__get__: _grad,
+    _GRAD.__set__: _set_grad,
+    _DATA.__get__: _data,
+    _DATA.__set__: _set_data,
+    Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _autograd_grad,
+}
