@@ -57,7 +57,7 @@ def show(
     Example:
         >>> from tilework.sharded import ChunkShardingSpec, show
         >>> show(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), size=(3,))
-        float32[3] in 2 chunks along dim 0 on ranks 0-1, 12 B
+        float32[3] in 2 chunks along dim 0 on ranks 0-1
         ...
     """
     from rich.console import Console
@@ -67,8 +67,7 @@ def show(
     console = Console(highlight=False)
     width = min(console.width, _WIDTH)
     picture = [_coloured(line, view) for line in view.picture(Room(width, 14, 12, 4))]
-    headline = f"{_headline(view)}, {_size_text(view.total)}"
-    for line in [[(headline, "bold")], [], *picture, [], *_table(view, width)]:
+    for line in [[(_headline(view), "bold")], [], *picture, [], *_table(view, width)]:
         if not console.encoding.lower().startswith("utf"):
             line = [(text.translate(_ASCII), style) for text, style in line]
         console.print(Text.assemble(*line), overflow="fold")
@@ -249,8 +248,8 @@ def _loads(view: _View) -> str:
 def _size_text(n: float) -> str:
     """Bytes, as in ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
+        if n < 1024:
+            return f"{n:.3g} {unit}" if n < 1000 else f"{n:.0f} {unit}"
         n /= 1024
     return f"{n:,.3g} TiB"
 
@@ -268,35 +267,32 @@ def _coloured(line: Line, view: _View) -> list[Styled]:
 
 
 def _table(view: _View, width: int) -> list[list[Styled]]:
-    """What each owner has, and bars for the bytes; narrow ones lack shares, sizes, bars."""
-    rows = _rows(view.owners)
-    told = [_TITLES, *(_told(row, view.total or 1) for row in rows)]
-    widths = [2 + max(map(len, column)) for column in zip(*told, strict=True)]
-    columns = [0, 1, 2, 3]
-    for dropped in (3, 1):
-        if 2 + sum(widths[c] for c in columns) > width:
-            columns.remove(dropped)
-    room = min(_BAR_WIDTH, width - 4 - sum(widths[c] for c in columns))
+    """What each owner has, and bars for the bytes if there is room for them."""
+    rows, total = _rows(view.owners), view.total or 1
+    told = [_TITLES, *(_told(row, total) for row in rows), _all_told(view)]
+    titles, *texts, totals = _in_columns(told, width - 4)
     most = max((owner.held for owner in view.owners), default=0) or 1
-    lines: list[list[Styled]] = [
-        [(f"    {_in_columns(_TITLES, widths, columns)}".rstrip(), "bold")]
-    ]
-    for row, words in zip(rows, told[1:], strict=True):
+    room = min(_BAR_WIDTH, width - 6 - len(titles))
+    lines: list[list[Styled]] = [[(f"    {titles}".rstrip(), "bold")]]
+    for row, text in zip(rows, texts, strict=True):
         colour = view.colour_of(row[0].shards[0]) if row[0].shards and len(row) == 1 else ""
         length = math.ceil(room * max(owner.held for owner in row) / most) if room > 4 else 0
-        text = _in_columns(words, widths, columns)
-        text = text if length else text.rstrip()
-        lines.append([("██  " if colour else "    ", colour), (text, ""), ("█" * length, colour)])
-    return lines
+        swatch, bar = "██  " if colour else "    ", f"  {'█' * length}" if length else ""
+        lines.append([(swatch, colour), (text if bar else text.rstrip(), ""), (bar, colour)])
+    return [*lines, [(f"    {totals}".rstrip(), "bold")]]
 
 
-def _in_columns(words: Sequence[str], widths: Sequence[int], columns: Sequence[int]) -> str:
-    """Some of the words, each in its width: text to the left, numbers to the right."""
-    cells = [
-        words[c].ljust(widths[c]) if c < 2 else words[c].rjust(widths[c] - 2) + "  "
-        for c in columns
-    ]
-    return "".join(cells)
+def _in_columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Words below each other, the numbers to the right. What is too wide loses columns."""
+    columns = []
+    for number, words in enumerate(zip(*rows, strict=True)):
+        least = max(map(len, words))
+        aligned = [word.ljust(least) if number < 2 else word.rjust(least) for word in words]
+        columns.append(aligned)
+    for dropped in (3, 1):  # first the shares, then the sizes
+        if sum(2 + len(column[0]) for column in columns) - 2 > width:
+            del columns[dropped]
+    return ["  ".join(words) for words in zip(*columns, strict=True)]
 
 
 def _rows(owners: Sequence[_Owner]) -> list[list[_Owner]]:
@@ -319,6 +315,11 @@ def _told(row: Sequence[_Owner], total: int) -> tuple[str, ...]:
     shards = f"each {_sizes_text(first.sizes)}" if alike else "of several sizes"
     span = " to ".join(dict.fromkeys((_size_text(loads[0]), _size_text(loads[-1]))))
     return (_names(row), shards, f"{span} each", f"{sum(owner.held for owner in row) / total:.1%}")
+
+
+def _all_told(view: _View) -> tuple[str, ...]:
+    n, whole = len(view.metadata.shards_metadata), 1 if view.total else 0
+    return "all", f"{n:,} shard{'s' * (n != 1)}", _size_text(view.total), f"{whole:.1%}"
 
 
 def _sizes_text(sizes: Sequence[tuple[int, ...]]) -> str:
