@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -54,6 +55,8 @@ def boxes_of(draw: st.DrawFn, ndim: int, most: int = 12) -> list[Box]:
 @st.composite
 def covers(draw: st.DrawFn, shape: Ints, most_cuts: int = 6) -> list[Box]:
     """Boxes that cover the shape: cut again and again, or a spiral that no cut goes through."""
+    if 0 in shape and draw(st.booleans()):
+        return []
     boxes = [whole(shape)]
     if len(shape) == 2 and min(shape) >= 3 and draw(st.booleans()):
         boxes = spiral(shape)
@@ -106,7 +109,7 @@ def free_tilings(draw: st.DrawFn, shape: Ints) -> Tiling:
     return Tiling(shape, tuple(term() for _ in range(terms)), op)
 
 
-MESHES = (
+MESHES: tuple[list[Any], ...] = (
     [0],
     [0, 1, 2],
     [3, 1, 0, 2],
@@ -123,14 +126,13 @@ def placements(ndim: int) -> st.SearchStrategy[Placement]:
 
 
 @st.composite
-def mesh_tilings(draw: st.DrawFn, shape: Ints, mesh: object = None) -> Tiling:
+def mesh_tilings(draw: st.DrawFn, shape: Ints, mesh: list[Any] | None = None) -> Tiling:
     """Placements on a small mesh."""
     ranks = draw(st.sampled_from(MESHES)) if mesh is None else mesh
     axes = 0
-    level: object = ranks
+    level: Any = ranks
     while isinstance(level, list):
         axes, level = axes + 1, level[0]
-    assert isinstance(ranks, list)
     return mesh_tiling(shape, ranks, [draw(placements(len(shape))) for _ in range(axes)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
 from tilework.layout.box import Box, Ints, trusted_box
@@ -101,8 +101,8 @@ class Moves:
         tile, term = self.source.tiles[s], self.source.term_of(s)
         found = self.target.overlapping
         parts = [d for t in ((term,) if self.by_term else self.valued) for d in found(t, tile.box)]
-        tiles = self.target.tiles
-        return [(d, dst) for d in parts for dst in tiles[d].owners if dst not in tile.owners]
+        have, tiles = set(tile.owners), self.target.tiles
+        return [(d, dst) for d in parts for dst in tiles[d].owners if dst not in have]
 
     def _sender(self, owners: Ints, dst: int) -> int:
         return owners[0] if self._copies is None else owners[self._copies[dst]]
@@ -116,6 +116,10 @@ class Moves:
     def _by_turns(self, s: int, requests: list[tuple[int, int]]) -> dict[tuple[int, int], Ints]:
         owners = self.source.tiles[s].owners
         # The first tile is first sent by its first owner, the next one by its second.
+        if len(requests) >= len(owners) and not self._cost.hosts:
+            first = s % len(owners)
+            turn = cycle([(owner,) for owner in owners[first:] + owners[:first]])
+            return dict(zip(requests, turn, strict=False))
         turns: Counter[Ints] = Counter()
         dealt = {}
         for d, dst in requests:

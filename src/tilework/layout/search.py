@@ -36,7 +36,7 @@ class BoxIndex:
 
     def overlapping(self, box: Box) -> list[int]:
         """The numbers of the boxes that share an element with ``box``, ascending."""
-        if box.empty:
+        if box.empty or not self._blocks:
             return []
         blocks = _touching(box, range(len(self._blocks)), self._lows, self._highs)
         members = [member for block in blocks for member in self._blocks[block]]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from tilework.layout.box import Box, Ints
@@ -56,7 +56,7 @@ def trusted_tile(box: Box, owners: Ints) -> Tile:
     return tile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tiling:
     """Which ranks hold which boxes of a tensor: what every way to shard one comes down to.
 
@@ -137,10 +137,16 @@ class Tiling:
 
     @cached_property
     def _held(self) -> dict[int, Ints]:
+        owners = [tile.owners for tile in self.tiles]
+        sole: dict[int, Ints] = dict(
+            zip(chain.from_iterable(owners), zip(range(len(owners))), strict=False)
+        )
+        if len(sole) == len(owners) == sum(map(len, owners)):
+            return sole  # each rank has one tile of its own
         held: defaultdict[int, list[int]] = defaultdict(list)
-        for i, tile in enumerate(self.tiles):
-            for owner in tile.owners:
-                held[owner].append(i)
+        for i, ranks in enumerate(owners):
+            for rank in ranks:
+                held[rank].append(i)
         return {rank: tuple(tiles) for rank, tiles in held.items()}
 
     @cached_property
@@ -153,9 +159,21 @@ class Tiling:
 
         Different tilings have different ones, as far as BLAKE2 tells them apart.
         """
-        tiles = [[(t.box.offsets, t.box.sizes, t.owners) for t in term] for term in self.terms]
-        text = repr((self.shape, tiles, self.reduce_op)).encode()
+        text = repr(self._content).encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    @cached_property
+    def _content(self) -> tuple[object, ...]:
+        """Everything in it, as numbers: quick to compare."""
+        boxes = [tile.box for tile in self.tiles]
+        owners = [tile.owners for tile in self.tiles]
+        numbers = [box.offsets for box in boxes], [box.sizes for box in boxes], owners
+        return self.shape, self.term_starts, self.reduce_op, *numbers
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tiling):
+            return NotImplemented
+        return self is other or self._content == other._content
 
     def __hash__(self) -> int:
         # A few tiles tell most tilings apart, and thousands would take longer than a plan.

@@ -72,13 +72,16 @@ def _columns(boxes: Sequence[Box]) -> Columns:
 
 
 def _check_bounds(shape: tuple[int, ...], columns: Columns, boxes: Sequence[Box]) -> None:
-    if boxes and boxes[0].ndim != len(shape):
+    if not boxes:
+        return
+    if boxes[0].ndim != len(shape):
         raise ValueError(
             f"a tensor of shape {shape} has {len(shape)} dims, its boxes {boxes[0].ndim}"
         )
     for dim, (extent, ends) in enumerate(zip(shape, columns.ends, strict=True)):
-        if columns.count and max(ends) > extent:
-            i = columns.positions[ends.index(max(ends))]
+        last = max(ends, default=0)
+        if last > extent:
+            i = columns.positions[ends.index(last)]
             raise ValueError(
                 f"box {i}, {boxes[i]}, is out of bounds: dim {dim} of a tensor of shape {shape} "
                 f"ends at {extent}"

@@ -15,6 +15,7 @@ from tilework.layout.planning import Plan, moves_between, plan_of
 from tilework.layout.tiling import Tiling
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 #: A table shows so many edges: the heaviest ones.
@@ -25,7 +26,7 @@ MOST_ROWS = 20
 class WholePlan:
     """The plans of all ranks: to look at, to test, and to predict. Made by :func:`whole`.
 
-    ``print`` shows it as a table, and rich draws it.
+    ``print`` shows it as a line and a table, and rich draws it.
     """
 
     plans: tuple[Plan, ...]
@@ -60,11 +61,16 @@ class WholePlan:
                 volumes[piece.src, piece.dst] += piece.box.volume
         return dict(sorted(volumes.items()))
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        return Group(self._summary(), *([self._table()] if self._volumes else []))
+
+    def _table(self) -> Table:
         from rich.table import Table
 
         edges = self.edges(self.itemsize)
-        table = Table(title=self._summary(), title_justify="left")
+        table = Table()
         for name in ("from", "to", "bytes", "predicted"):
             table.add_column(name, justify="right")
         heaviest = sorted(edges, key=lambda edge: (-edges[edge], edge))[:MOST_ROWS]
@@ -72,10 +78,9 @@ class WholePlan:
             nbytes = edges[src, dst]
             seconds = self.cost.seconds(src, dst, nbytes)
             table.add_row(str(src), str(dst), f"{nbytes:,}", f"{seconds * 1e6:,.1f} us")
-        rest = len(edges) - len(heaviest)
-        if rest:
-            nbytes = sum(edges.values()) - sum(edges[edge] for edge in heaviest)
-            table.add_row("…", f"{rest:,} more", f"{nbytes:,}", "")
+        if rest := sorted(set(edges) - set(heaviest)):
+            nbytes = sum(edges[edge] for edge in rest)
+            table.add_row("…", f"{len(rest):,} more", f"{nbytes:,}", "")
         return table
 
     def _summary(self) -> str:
