@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import boxes_in, points
+from tests.layout.tilings import boxes_in, examples, points
 from tilework.layout import Box
 
 TWO = st.integers(0, 3).flatmap(lambda ndim: st.tuples(*[boxes_in((4,) * ndim)] * 2))
 ONE = TWO.map(lambda two: two[0])
 
 
+@examples()
 @given(ONE)
 def test_volume_counts_its_elements(box: Box) -> None:
     assert box.volume == len(list(points(box)))
     assert box.empty == (box.volume == 0)
 
 
+@examples()
 @given(TWO)
 def test_intersection_is_what_both_have(two: tuple[Box, Box]) -> None:
     a, b = two
@@ -31,12 +33,14 @@ def test_intersection_is_what_both_have(two: tuple[Box, Box]) -> None:
     assert shared == b.intersection(a)
 
 
+@examples()
 @given(TWO)
 def test_contains_every_element(two: tuple[Box, Box]) -> None:
     a, b = two
     assert a.contains(b) == (set(points(b)) <= set(points(a)))
 
 
+@examples()
 @given(TWO)
 def test_relative_coordinates_find_the_same_elements(two: tuple[Box, Box]) -> None:
     a, b = two
@@ -72,6 +76,7 @@ def test_how_it_is_written() -> None:
     assert (box.ends, box.slices) == ((5, 12), (slice(0, 5), slice(2, 12)))
 
 
+@examples()
 @given(ONE)
 def test_a_value_like_others(box: Box) -> None:
     again = Box(list(box.offsets), list(box.sizes))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.layout.tilings import examples
 from tilework.layout import (
     Box,
     chunk_offsets,
@@ -18,6 +19,7 @@ from tilework.layout import (
 )
 
 
+@examples()
 @given(st.integers(0, 50), st.integers(1, 60))
 def test_sizes_are_those_of_torch(extent: int, n: int) -> None:
     theirs = [len(part) for part in torch.empty(extent).chunk(n)]
@@ -28,6 +30,7 @@ def test_sizes_are_those_of_torch(extent: int, n: int) -> None:
     assert [size for size in ours if size] == [size for size in theirs if size]
 
 
+@examples()
 @given(st.integers(0, 50), st.integers(1, 60))
 def test_chunks_with_elements_start_where_the_one_before_ends(extent: int, n: int) -> None:
     sizes = chunk_sizes(extent, n)
@@ -49,6 +52,7 @@ def test_what_cannot_be_cut(extent: int, n: int) -> None:
             function(extent, n)
 
 
+@examples()
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
     st.integers(1, 6),

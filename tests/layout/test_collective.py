@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
-from tests.layout.tilings import MOST_RANKS, pairs, points
+from tests.layout.tilings import MOST_RANKS, examples, pairs, points
 from tilework.layout import (
     Box,
     Collective,
@@ -91,7 +91,7 @@ def received(one: Plan) -> Counter[tuple[int, ...]]:
     return Counter(at for piece in one.receives for at in points(piece.box))
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(pairs())
 @example((on_grid(R, S0), on_grid(R, R)))
 def test_all_ranks_see_one_collective_that_moves_the_same(pair: tuple[Tiling, Tiling]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.layout.tilings import MESHES, Ints, mesh_tilings, placements, shapes
+from tests.layout.tilings import MESHES, Ints, examples, mesh_tilings, placements, shapes
 from tilework.layout import Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
 
 
@@ -25,6 +25,7 @@ def part_of(rank: int, whole: Tensor, mesh: Tensor, placed: list[Placement]) -> 
     return whole
 
 
+@examples()
 @given(st.data())
 def test_each_rank_holds_what_torch_cuts(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -47,6 +48,7 @@ def partial_ranks(mesh: Tensor, placed: list[Placement]) -> int:
     return terms
 
 
+@examples()
 @given(shapes().flatmap(mesh_tilings))
 def test_it_is_a_tiling(tiling: Tiling) -> None:
     """Made unchecked, and right."""

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import MOST_RANKS, Ints, pairs, points
+from tests.layout.tilings import MOST_RANKS, Ints, examples, pairs, points
 from tilework.layout import (
     Box,
     CostModel,
@@ -72,7 +72,7 @@ def expected_terms(one: Plan, term: int) -> list[int]:
     return terms if term == 0 or target.reduce_op == "avg" else []
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(pairs(), st.sampled_from(COSTS))
 def test_each_element_arrives_once_from_each_term(
     pair: tuple[Tiling, Tiling], cost: CostModel | None
@@ -88,7 +88,7 @@ def test_each_element_arrives_once_from_each_term(
     assert not arrived
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(pairs(), st.sampled_from(COSTS))
 def test_nobody_is_sent_what_it_has(pair: tuple[Tiling, Tiling], cost: CostModel | None) -> None:
     source, _ = pair
@@ -100,7 +100,7 @@ def test_nobody_is_sent_what_it_has(pair: tuple[Tiling, Tiling], cost: CostModel
             assert all(box.intersection(piece.box) is None for box in mine)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(pairs(), st.sampled_from(COSTS))
 def test_both_ends_list_the_same_pieces_in_the_same_order(
     pair: tuple[Tiling, Tiling], cost: CostModel | None
@@ -119,7 +119,7 @@ def test_both_ends_list_the_same_pieces_in_the_same_order(
     assert sent == received
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(pairs(), st.sampled_from([None, CostModel(latency=0.0)]))
 def test_owners_of_a_tile_share_its_load(
     pair: tuple[Tiling, Tiling], cost: CostModel | None
@@ -135,7 +135,7 @@ def test_owners_of_a_tile_share_its_load(
         assert max(loads) - min(loads) <= 1
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(pairs())
 def test_what_a_host_has_stays_within_it(pair: tuple[Tiling, Tiling]) -> None:
     cost = COSTS[2]

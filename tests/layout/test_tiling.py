@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import MOST_RANKS, boxes_in, shapes, tilings
+from tests.layout.tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
 from tilework.layout.search import BoxIndex
 
@@ -19,6 +19,7 @@ TILINGS = shapes().flatmap(tilings)
 HALVES = (Tile(Box((0,), (2,)), (3,)), Tile(Box((2,), (2,)), (1, 3)))
 
 
+@examples()
 @given(TILINGS)
 def test_ranks_hold_the_tiles_that_they_own(tiling: Tiling) -> None:
     for rank in range(MOST_RANKS + 1):
@@ -29,12 +30,14 @@ def test_ranks_hold_the_tiles_that_they_own(tiling: Tiling) -> None:
     assert list(tiling.ranks) == sorted(tiling.ranks)
 
 
+@examples()
 @given(TILINGS)
 def test_tiles_are_those_of_the_terms_in_order(tiling: Tiling) -> None:
     terms = [(number, tile) for number, term in enumerate(tiling.terms) for tile in term]
     assert [(tiling.term_of(i), tile) for i, tile in enumerate(tiling.tiles)] == terms
 
 
+@examples()
 @given(st.data())
 def test_overlapping_finds_what_looking_at_all_finds(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -49,12 +52,14 @@ def test_overlapping_finds_what_looking_at_all_finds(data: st.DataObject) -> Non
         assert tiling.overlapping(term, box) == expected
 
 
+@examples()
 @given(st.lists(boxes_in((9, 9, 9)), max_size=60), boxes_in((9, 9, 9)))
 def test_an_index_of_any_boxes(boxes: list[Box], box: Box) -> None:
     expected = [i for i, other in enumerate(boxes) if other.intersection(box)]
     assert BoxIndex(boxes).overlapping(box) == expected
 
 
+@examples()
 @given(TILINGS)
 def test_a_value_like_others(tiling: Tiling) -> None:
     """A copy is made while caches are full, and has none."""
@@ -67,6 +72,7 @@ def test_a_value_like_others(tiling: Tiling) -> None:
     assert copy.digest == again.digest == tiling.digest < 2**63
 
 
+@examples()
 @given(shapes().flatmap(lambda shape: st.tuples(tilings(shape), tilings(shape))))
 def test_different_tilings_differ(two: tuple[Tiling, Tiling]) -> None:
     a, b = two

@@ -8,10 +8,10 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import boxes_of, covers, points, shapes, whole
+from tests.layout.tilings import boxes_of, covers, examples, points, shapes, whole
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
 from tilework.layout.cuts import FEW
 
@@ -37,7 +37,7 @@ def named_boxes(message: str) -> list[Box]:
     return found
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(SOME_BOXES)
 def test_overlap_is_found_where_an_element_is_in_two(boxes: list[Box]) -> None:
     pair = overlap_of(boxes)
@@ -48,6 +48,7 @@ def test_overlap_is_found_where_an_element_is_in_two(boxes: list[Box]) -> None:
         assert boxes[i].intersection(boxes[j])
 
 
+@examples()
 @given(COVERED, st.data())
 def test_a_cover_without_some_boxes_is_still_disjoint(
     case: tuple[tuple[int, ...], list[Box]], data: st.DataObject
@@ -76,11 +77,13 @@ def test_one_overlap_among_many_boxes(ndim: int, seed: int) -> None:
     assert at in pair
 
 
+@examples()
 @given(COVERED)
 def test_covers_are_accepted(case: tuple[tuple[int, ...], list[Box]]) -> None:
     check_boxes(*case)
 
 
+@examples()
 @given(shapes(max_dims=3, max_side=4), st.data())
 def test_boxes_are_accepted_if_each_element_is_in_one(
     shape: tuple[int, ...], data: st.DataObject
@@ -102,6 +105,7 @@ def test_boxes_are_accepted_if_each_element_is_in_one(
             check_boxes(shape, boxes)
 
 
+@examples()
 @given(COVERED, st.data())
 def test_a_lost_box_is_named(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = case
@@ -118,6 +122,7 @@ def test_a_lost_box_is_named(case: tuple[tuple[int, ...], list[Box]], data: st.D
     assert lost.contains(gap)
 
 
+@examples()
 @given(COVERED, st.data())
 def test_both_boxes_of_an_overlap_are_named(
     case: tuple[tuple[int, ...], list[Box]], data: st.DataObject

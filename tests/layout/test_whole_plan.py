@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from tests.layout.tilings import pairs
+from tests.layout.tilings import examples, pairs
 from tilework.layout import (
     CostModel,
     Replicate,
@@ -26,6 +26,7 @@ ROWS = chunk_tiling((4, 6), 0, [0, 1])
 COLUMNS = chunk_tiling((4, 6), 1, [0, 1])
 
 
+@examples()
 @given(pairs())
 def test_edges_add_up_to_the_plans(pair: tuple[Tiling, Tiling]) -> None:
     source, target = pair

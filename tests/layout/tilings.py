@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tilework.layout import (
@@ -23,6 +24,11 @@ from tilework.layout import (
 Ints = tuple[int, ...]
 
 MOST_RANKS = 6
+
+
+def examples(count: int = 80) -> settings:
+    """So many of them, however long a loaded machine takes."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def points(box: Box) -> Iterator[Ints]:
