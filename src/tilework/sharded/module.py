@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tilework.sharded.checks import check_spec
 from tilework.sharded.relayout import resharded
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+
+def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
     """Cut the sharded tensors that ``module`` returns anew, in each forward pass.
 
     Local; the module's forward is collective from now on, over the group of its output. So is
@@ -42,16 +45,11 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
         >>> run_ranks(2, program)
         [torch.Size([4, 3]), torch.Size([4, 3])]
     """
-    if not isinstance(resharding_spec, ShardingSpec):
-        raise ValueError(
-            f"Expecting ShardingSpec but got: {type(resharding_spec).__name__}; make a "
-            f"ChunkShardingSpec or an EnumerableShardingSpec"
-        )
-    module.register_forward_hook(_Reshard(resharding_spec))
+    module.register_forward_hook(_Reshard(check_spec(resharding_spec)))
     return module
 
 
-def collect_local_shard(module: nn.Module) -> nn.Module:
+def collect_local_shard(module: ModuleT) -> ModuleT:
     """Return this rank's shard of each sharded tensor that ``module`` returns, as a plain tensor.
 
     Local; not collective. Gradients flow. If a chunk has the extent 1 along the dim that is cut,

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
+from tilework.sharded.alike import check_alike
 from tilework.sharded.optim_check import check_elementwise
 from tilework.sharded.optim_state import agreed_entries, joined, parts
-from tilework.sharded.relayout import check_alike, layout_of
+from tilework.sharded.relayout import layout_of
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 

@@ -7,15 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
 from tilework.comm.world import AnyGroup
+from tilework.sharded.alike import check_alike
 from tilework.sharded.module import collect_local_shard, reshard_output
 from tilework.sharded.sharding import (
     Cut,
-    Facts,
-    agree_on,
     as_parameter,
     put_parameter,
     tensor_of,
@@ -129,15 +129,15 @@ def shard_module(
     """
     resolved: list[_Resolved] = []
 
-    def check() -> Facts:
+    def check() -> Mapping[str, Any]:
         resolved.append(_Resolved(module, plan, src_rank, process_group))
         return resolved[0].facts()
 
-    said = agree_on(check, process_group)
+    check_alike(check, process_group)
     todo = resolved[0]
     # In an order that is the same on all ranks, whatever the order in which they wrote the plan.
-    for name, cut in sorted(todo.cuts.items()):
-        parameter = as_parameter(cut.scatter(said[name]["requires_grad"]))
+    for _, cut in sorted(todo.cuts.items()):
+        parameter = as_parameter(cut.scatter())
         for place in todo.places_of(cut.tensor):
             put_parameter(*_at(module, place), parameter)
     for name, sharder in sorted(todo.sharders.items()):
@@ -170,20 +170,17 @@ class _Resolved:
         for name in (*self.sharders, *self.outputs, *(plan.return_local_tensor or ())):
             self._require(name, self.modules)
 
-    def facts(self) -> Facts:
+    def facts(self) -> Mapping[str, Any]:
         """What ranks must agree on."""
-        return {
-            **{name: cut.facts() for name, cut in self.cuts.items()},
-            **{
-                f"{name} (by a Sharder)": {"sharder": type(sharder).__name__}
-                for name, sharder in self.sharders.items()
-            },
-            **{
-                f"{name} (output)": {"sharding_spec": repr(spec)}
-                for name, spec in self.outputs.items()
-            },
-            "return_local_tensor": {"modules": sorted(self.plan.return_local_tensor or ())},
-        }
+        found: dict[str, Any] = {}
+        for cut in self.cuts.values():
+            found.update(cut.facts())
+        for name, sharder in self.sharders.items():
+            found[f"{name}: sharder"] = type(sharder).__name__
+        for name, spec in self.outputs.items():
+            found[f"{name}: output_plan"] = repr(spec)
+        found["return_local_tensor"] = sorted(self.plan.return_local_tensor or ())
+        return found
 
     def places_of(self, tensor: Tensor) -> list[str]:
         """All names of one tensor."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import NonMember, get_process_group_ranks, get_rank
 from tilework.layout import Tiling, plan
+from tilework.sharded.alike import check_alike
+from tilework.sharded.checks import check_spec
+from tilework.sharded.ops.tiles import graph_tiles, keep_stand_in
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 
@@ -72,27 +74,6 @@ def layout_of(value: object) -> str:
     return f"a sharded tensor, {kind} by {value.sharding_spec()}"
 
 
-def check_alike(layouts: Callable[[], Mapping[str, str]], group: ProcessGroup) -> None:
-    """Whether all ranks are about to load the same things. Collective; blocks.
-
-    Args:
-        layouts: For each name what comes there. May raise what is wrong on this rank.
-
-    Raises:
-        ValueError: They are not; raised on all ranks.
-        Exception: ``layouts`` raised, here or on another rank.
-    """
-    said = agree(lambda: dict(layouts()), group)
-    ranks = get_process_group_ranks(group)
-    for rank, others in zip(ranks, said, strict=True):
-        for name in [*said[0], *others]:
-            if said[0].get(name) != others.get(name):
-                raise ValueError(
-                    f"ranks load different things into {name!r}: {said[0].get(name)} on rank "
-                    f"{ranks[0]}, {others.get(name)} on rank {rank}"
-                )
-
-
 def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     """``tensor`` cut anew, as another tensor; gradients flow back to its shards.
 
@@ -100,29 +81,23 @@ def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
 
     Raises:
         ValueError: The spec does not fit the tensor or the group.
-        RuntimeError: A gradient is needed, and a rank of the group would have no shard by which
-            it could take part in backward.
     """
-    made = copy.copy(tensor)
-    group = tensor.process_group
+    made, group = copy.copy(tensor), tensor.process_group
     if not (torch.is_grad_enabled() and tensor.requires_grad) or isinstance(group, NonMember):
         return made.reshard(spec)
-    target = ShardedTensor(
-        spec, tensor.shape, dtype=tensor.dtype, requires_grad=True, process_group=group
-    )
-    idle = [rank for rank in get_process_group_ranks(group) if rank not in target.tiling.ranks]
-    if idle:
-        raise RuntimeError(
-            f"ranks {idle} would have no shard, and so no part in backward, which needs all: give "
-            f"each a shard (an empty one will do), or detach() the tensor first"
-        )
-    # Even a rank that had no shard takes part in backward: the anchor needs a gradient.
-    anchor = torch.empty(0, requires_grad=True)
+    check_alike(lambda: {"resharding_spec": repr(check_spec(spec))}, group)
+    target = ShardedTensor(spec, tensor.shape, dtype=tensor.dtype, process_group=group)
+    # A rank without tiles has a stand-in, before and after, and so a part in backward.
     moved = _Move.apply(  # type: ignore[no-untyped-call]
-        anchor, tensor.tiling, target.tiling, group, tensor.dtype, *tensor.local_tiles()
+        tensor.tiling, target.tiling, group, *graph_tiles(tensor)
     )
-    placed = zip(moved, target.local_tiles(), strict=True)
-    return target.like([tile.to(own.device) for tile, own in placed])
+    own = target.local_tiles()
+    if not own:
+        result = target.like([], requires_grad=True)
+        keep_stand_in(result, moved[0])
+        return result
+    tiles = [tile.to(place.device) for tile, place in zip(moved, own, strict=True)]
+    return target.like(tiles, requires_grad=True)
 
 
 class _Move(torch.autograd.Function):
@@ -130,20 +105,23 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        source: Tiling,
-        target: Tiling,
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        *tiles: Tensor,
+        ctx: Any, source: Tiling, target: Tiling, group: ProcessGroup, *tiles: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.moved = source, target, group, dtype
-        return tuple(run_plan(plan(source, target, get_rank()), tiles, group, dtype=dtype))
+        ctx.moved = source, target, group
+        return _moved(source, target, group, tiles)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        source, target, group, dtype = ctx.moved
-        steps = plan(target, source, get_rank())
-        return None, None, None, None, None, *run_plan(steps, gradients, group, dtype=dtype)
+        source, target, group = ctx.moved
+        return None, None, None, *_moved(target, source, group, gradients)
+
+
+def _moved(
+    source: Tiling, target: Tiling, group: ProcessGroup, tiles: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """This rank's tiles of ``target``; a stand-in for none, here as in ``tiles``."""
+    rank, like = get_rank(), tiles[0]
+    held = tiles if source.of(rank) else ()
+    moved = run_plan(plan(source, target, rank), held, group, dtype=like.dtype, device=like.device)
+    return tuple(moved) or (like.new_zeros((0,) * len(target.shape)),)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilework.comm.agreement import agree
 from tilework.comm.transfer import run_plan
-from tilework.comm.world import (
-    AnyGroup,
-    NonMember,
-    get_process_group_ranks,
-    get_rank,
-    resolve,
-)
+from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank
 from tilework.layout import plan
+from tilework.sharded.alike import check_alike
+from tilework.sharded.checks import check_spec
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.moves import whole_on
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
-
-#: What ranks must agree on: for each thing, what is known of it.
-Facts = Mapping[str, Mapping[str, Any]]
 
 
 class PartialCoverError(NotImplementedError, ValueError):
@@ -46,12 +38,12 @@ def shard_tensor(
     """A sharded tensor with the values that one rank has.
 
     Collective over the group; blocks. What is wrong on one rank raises on all, and nothing has
-    moved then. The result shares no memory with ``tensor``. It requires a gradient if the tensor
-    of ``src_rank`` does, and is a leaf: nothing flows back into ``tensor``.
+    moved then. The result shares no memory with ``tensor``. It requires a gradient if ``tensor``
+    does, and is a leaf: nothing flows back into ``tensor``.
 
     Args:
-        tensor: On ``src_rank`` the values. Of the same size and dtype on the other ranks, where its
-            values are not used: a meta tensor will do.
+        tensor: On ``src_rank`` the values. On the others one of the same size, dtype and
+            ``requires_grad``, whose values are not used: a meta tensor will do.
         sharding_spec: Any that covers the tensor.
         src_rank: The global rank whose tensor it is.
         process_group: The group; the default group if None. A rank outside it gets the
@@ -59,7 +51,7 @@ def shard_tensor(
 
     Raises:
         ValueError: The tensor is not contiguous or is sharded already, the spec does not fit it, or
-            ranks disagree on a size, a dtype, the spec or ``src_rank``.
+            ranks differ in the tensor's size, dtype or ``requires_grad``, the spec or ``src_rank``.
         PartialCoverError: An EnumerableShardingSpec does not cover the tensor.
 
     Example:
@@ -74,8 +66,11 @@ def shard_tensor(
         [[0, 1], [2, 3]]
     """
     cut = Cut("input tensor", tensor, sharding_spec, src_rank, process_group)
-    said = agree_on(lambda: {"shard_tensor": cut.facts()}, process_group)
-    return cut.scatter(said["shard_tensor"]["requires_grad"])
+    check_alike(cut.facts, process_group)
+    return cut.scatter()
+
+
+ShardingSpec._shard_tensor = staticmethod(shard_tensor)
 
 
 def shard_parameter(
@@ -116,15 +111,14 @@ def shard_parameter(
     """
     cuts: list[Cut] = []
 
-    def check() -> Facts:
+    def check() -> Mapping[str, Any]:
         tensor = tensor_of(module, param_name)
         name = f"param: {param_name}"
         cuts.append(Cut(name, tensor, sharding_spec, src_rank, process_group))
-        return {param_name: cuts[0].facts()}
+        return cuts[0].facts()
 
-    said = agree_on(check, process_group)
-    sharded = cuts[0].scatter(said[param_name]["requires_grad"])
-    put_parameter(module, param_name, as_parameter(sharded))
+    check_alike(check, process_group)
+    put_parameter(module, param_name, as_parameter(cuts[0].scatter()))
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
@@ -174,20 +168,17 @@ class Cut:
                 f"{self.name} is not a contiguous Tensor: its strides are {tensor.stride()}; "
                 f"call contiguous() first"
             )
-        if not isinstance(spec, ShardingSpec):
-            raise ValueError(
-                f"Expecting ShardingSpec but got: {type(spec).__name__} for {self.name}; make a "
-                f"ChunkShardingSpec or an EnumerableShardingSpec"
-            )
+        check_spec(spec)
         self._check_source()
         self._check_cover()
-        return {
+        facts = {
             "src_rank": self.src_rank,
             "sharding_spec": repr(spec),
             "size": list(tensor.shape),
             "dtype": str(tensor.dtype),
             "requires_grad": tensor.requires_grad,
         }
+        return {f"{self.name}: {fact}": value for fact, value in facts.items()}
 
     def _check_source(self) -> None:
         ranks = get_process_group_ranks(self.group)
@@ -210,14 +201,14 @@ class Cut:
         for shard in metadata.shards_metadata:
             parse_and_validate_remote_device(self.group, shard.placement)
 
-    def scatter(self, requires_grad: bool) -> ShardedTensor:
+    def scatter(self) -> ShardedTensor:
         """Move the values from ``src_rank``. Collective, after ranks have agreed on the facts."""
         tensor, rank = self.tensor.detach(), get_rank()
         made = ShardedTensor(
             self.spec,
             tensor.shape,
             dtype=tensor.dtype,
-            requires_grad=requires_grad,
+            requires_grad=self.tensor.requires_grad,
             process_group=self.group,
         )
         if isinstance(made.process_group, NonMember):
@@ -239,32 +230,3 @@ class Cut:
             for tile, values in zip(tiles, moved, strict=True):
                 tile.copy_(values)
         return made
-
-
-def agree_on(check: Callable[[], Facts], group: AnyGroup) -> Facts:
-    """``check()`` of the rank whose tensors count, if all ranks have checked and said the same.
-
-    Collective. On a rank outside the group, its own.
-
-    Raises:
-        Exception: A check failed, on any rank.
-        ValueError: Ranks said different things.
-    """
-    if isinstance(resolve(group), NonMember):
-        return check()
-    said, ranks, me = agree(check, group), get_process_group_ranks(group), get_rank()
-    mine = said[ranks.index(me)]
-    for rank, others in zip(ranks, said, strict=True):
-        for thing in [*mine, *others]:
-            if thing not in mine or thing not in others:
-                has, lacks = (rank, me) if thing in others else (me, rank)
-                raise ValueError(f"rank {has} shards {thing!r}, rank {lacks} does not")
-            for fact, value in mine[thing].items():
-                # Of a tensor without values it says nothing.
-                if fact != "requires_grad" and others[thing].get(fact) != value:
-                    raise ValueError(
-                        f"{thing}: {fact}={value} on rank {me} does not match with "
-                        f"{fact}={others[thing].get(fact)} on rank {rank}"
-                    )
-    sources = [facts["src_rank"] for facts in mine.values() if "src_rank" in facts]
-    return said[ranks.index(sources[0])] if sources else mine
