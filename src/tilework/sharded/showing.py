@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.picture import Line, Room, draw
@@ -34,7 +35,7 @@ _ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++
 
 
 def show(
-    tensor: ShardedTensorBase | ShardingSpec,
+    tensor: Tensor | ShardingSpec,
     *,
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -147,7 +148,7 @@ class _View:
 
 
 def _view_of(
-    tensor: ShardedTensorBase | ShardingSpec,
+    tensor: Tensor | ShardingSpec,
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> _View:
@@ -164,6 +165,7 @@ def _view_of(
         )
     if size is not None or dtype is not None:
         raise ValueError("size and dtype are those of the tensor: give them with a spec only")
+    tensor = cast("ShardedTensorBase", tensor)
     metadata, group = tensor.metadata(), tensor._group()
     idle: set[int] = set()
     if group is not None:
