@@ -101,13 +101,15 @@ def test_what_is_shared_stays_shared_in_a_deep_copy() -> None:
 
 def test_modules_with_sharded_parameters() -> None:
     def program(rank: int) -> None:
-        module = torch.nn.Module()
+        module: Any = torch.nn.Module()
         module.weight = torch.nn.Parameter(cut(numbered([4]), chunks(0, [0, 1]), rank))
         for tile in module.weight.local_tiles():
             tile.grad = torch.ones_like(tile)
         for made in (copy.deepcopy(module), torch.load(saved(module), weights_only=False)):
+            parameter: Any
             (parameter,) = made.parameters()
             assert isinstance(parameter, torch.nn.Parameter)
+            assert isinstance(parameter, ShardedTensor)
             check_same(parameter, module.weight)
             made.weight = parameter  # torch.nn would refuse what is no Parameter
         (parameter,) = copy.deepcopy(module).parameters()

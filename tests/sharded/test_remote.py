@@ -62,9 +62,9 @@ def check_remote(tensor: ShardedTensor, rank: int) -> None:
         assert [rref.owner().id for rref in rrefs] == [owner] * len(rrefs)
         shards = [rref.to_here() for rref in rrefs]
         assert [shard.metadata for shard in shards] == owners[owner]
-        for shard in shards:
-            assert isinstance(shard, Shard)
-            assert shard.tensor.shape == tuple(shard.metadata.shard_sizes)
+        for found_there in shards:
+            assert isinstance(found_there, Shard)
+            assert found_there.tensor.shape == tuple(found_there.metadata.shard_sizes)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.layout import Tiling
 from tilework.sharded import checks
-from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, tiling_of
+from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.registry import find_handler
 from tilework.sharded.showing import as_text, one_line
 from tilework.sharded.specs import ShardingSpec, infer_sharding_spec_from_shards_metadata
@@ -104,7 +104,7 @@ class ShardedTensorBase(TiledTensor):
     def tiling(self) -> Tiling:
         places = [shard.placement for shard in self._metadata.shards_metadata]
         owners = tuple(-1 if place is None else place.rank() or 0 for place in places)
-        return tiling_of(self._metadata, owners)
+        return Geometry(self._metadata, owners).tiling
 
     def like(self: BaseT, tensors: Iterable[Tensor], **properties: Any) -> BaseT:
         """A tensor cut as this one, of other local tensors. Local; not collective.

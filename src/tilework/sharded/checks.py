@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tilework.comm.agreement import agree
 from tilework.comm.world import AnyGroup, get_process_group_ranks, get_rank
@@ -205,9 +206,29 @@ def describe(metadata: ShardedTensorMetadata) -> str:
 
 def unsupported(func: Callable[..., Any], args: Any, kwargs: Any, hint: str = "") -> RuntimeError:
     """The error for an operator that sharded tensors do not have."""
-    name = getattr(func, "__name__", str(func))
+    name, of = getattr(func, "__name__", str(func)), ""
+    if name in ("__get__", "__set__", "__delete__"):
+        of = f" of {getattr(getattr(func, '__self__', None), '__name__', 'a property')!r}"
     hint = hint or "use its local shards, or full_tensor() for a plain one"
     return RuntimeError(
-        f"torch function '{name}', with args: {args} and kwargs: {kwargs} ({hint}) "
-        f"not supported for ShardedTensor!"
+        f"torch function '{name}'{of}, with args: {_brief(args)} and kwargs: "
+        f"{_brief(kwargs)} ({hint}) not supported for ShardedTensor!"
     )
+
+
+class _Word(str):
+    """Shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _brief(arguments: Any) -> Any:
+    """``arguments`` with plain tensors told by shape, not by values."""
+
+    def tell(leaf: Any) -> Any:
+        if type(leaf) not in (Tensor, torch.nn.Parameter):
+            return leaf
+        return _Word(f"tensor({str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)})")
+
+    return pytree.tree_map(tell, arguments)

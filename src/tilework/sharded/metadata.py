@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -153,7 +154,8 @@ class ShardedTensorMetadata:
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shards_metadata", Items(self.shards_metadata))
+        if type(self.shards_metadata) is not Items:  # there may be thousands
+            object.__setattr__(self, "shards_metadata", Items(self.shards_metadata))
         object.__setattr__(self, "size", torch.Size(self.size))
 
     def moved(self, device: torch.device) -> ShardedTensorMetadata:
@@ -166,11 +168,19 @@ class ShardedTensorMetadata:
         return ShardedTensorMetadata, (shards, tuple(self.size), self.tensor_properties)
 
 
-def tiling_of(metadata: ShardedTensorMetadata, owners: tuple[int, ...]) -> Tiling:
-    """Which rank holds which box."""
-    shards = zip(metadata.shards_metadata, owners, strict=True)
-    tiles = [Tile(shard.box, (owner,)) for shard, owner in shards]
-    return Tiling.of_tiles(tuple(metadata.size), tiles)
+class Geometry:
+    """Who holds which shard. Tensors that are cut and placed alike share one."""
+
+    def __init__(self, metadata: ShardedTensorMetadata, owners: Sequence[int]) -> None:
+        self.metadata = metadata
+        self.owners = tuple(owners)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The same as boxes; made when it is first asked for."""
+        shards = zip(self.metadata.shards_metadata, self.owners, strict=True)
+        tiles = [Tile(shard.box, (owner,)) for shard, owner in shards]
+        return Tiling.of_tiles(tuple(self.metadata.size), tiles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from tilework.comm.transfer import run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
 from tilework.layout import Box, Tile, Tiling, plan
 from tilework.sharded import checks
-from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, tiling_of
+from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.placement import Place, places
 from tilework.sharded.specs import ShardingSpec
 
@@ -157,7 +157,7 @@ def reshard(
     metadata, placed = checks.agree_on(
         make, lambda made: checks.describe(made[0]), "resharding_spec", group
     )
-    target = tiling_of(metadata, tuple(owner for owner, _ in placed))
+    target = Geometry(metadata, [owner for owner, _ in placed]).tiling
     mine = [(metadata.shards_metadata[i], placed[i][1]) for i in target.of(get_rank())]
     with torch.no_grad():
         tiles = _moved(tensor, target, mine)

@@ -17,13 +17,13 @@ from tilework.sharded import checks, joining, loading, moves, remote
 from tilework.sharded.base import ShardedTensorBase, mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.metadata import (
+    Geometry,
     Items,
     Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     _named_properties,
-    tiling_of,
 )
 from tilework.sharded.placement import Place, places
 from tilework.sharded.specs import (
@@ -72,8 +72,7 @@ class ShardedTensor(ShardedTensorBase):
     """
 
     _process_group: ProcessGroup | NonMember
-    _owners: tuple[int, ...]
-    _known_tiling: Tiling | None
+    _geometry: Geometry
     _init_rrefs: bool
     _remote: remote.RemoteShards | None
 
@@ -134,8 +133,7 @@ class ShardedTensor(ShardedTensorBase):
         """One of what is known to fit together."""
         self = cls._from_metadata(spec, metadata, shards)
         self._process_group = resolve(group)
-        self._owners = tuple([owner for owner, _ in placed])
-        self._known_tiling = None
+        self._geometry = Geometry(metadata, [owner for owner, _ in placed])
         self._init_rrefs, self._remote = False, None
         return self
 
@@ -242,16 +240,30 @@ class ShardedTensor(ShardedTensorBase):
         return self._process_group
 
     @property
+    def owners(self) -> tuple[int, ...]:
+        """The global rank of each of the metadata's shards."""
+        return self._geometry.owners
+
+    @property
     def tiling(self) -> Tiling:
-        if self._known_tiling is None:
-            self._known_tiling = tiling_of(self._metadata, self._owners)
-        return self._known_tiling
+        return self._geometry.tiling
 
     def _inherit(self, other: ShardedTensorBase) -> None:
         assert isinstance(other, ShardedTensor)
-        self._process_group, self._owners = other._process_group, other._owners
-        self._known_tiling = other._known_tiling
+        self._process_group, self._geometry = other._process_group, other._geometry
         self._init_rrefs, self._remote = False, None
+
+    def recut(
+        self,
+        spec: ShardingSpec,
+        metadata: ShardedTensorMetadata,
+        owners: Sequence[int],
+        shards: list[Shard],
+    ) -> ShardedTensor:
+        """Another tensor on this one's group, of what the caller knows to fit together. Local."""
+        made = self._again(shards, metadata)
+        made._sharding_spec, made._geometry = spec, Geometry(metadata, owners)
+        return made
 
     def _on(
         self,
@@ -265,7 +277,7 @@ class ShardedTensor(ShardedTensorBase):
         metadata, spec = replace(self._metadata, tensor_properties=properties), self._sharding_spec
         if device is not None:
             metadata, spec = metadata.moved(device), spec.moved(device)
-        placed, rank = zip(metadata.shards_metadata, self._owners, strict=True), get_rank()
+        placed, rank = zip(metadata.shards_metadata, self._geometry.owners, strict=True), get_rank()
         mine = [shard for shard, owner in placed if owner == rank]
         shards = [Shard(tile, shard) for tile, shard in zip(tiles, mine, strict=True)]
         made = self._again(shards, metadata)
@@ -321,7 +333,7 @@ class ShardedTensor(ShardedTensorBase):
         """
         metadata, placed, shards = moves.reshard(self, resharding_spec)
         self._sharding_spec, self._metadata, self._local_shards = resharding_spec, metadata, shards
-        self._owners, self._known_tiling = tuple([owner for owner, _ in placed]), None
+        self._geometry = Geometry(metadata, [owner for owner, _ in placed])
         if self._init_rrefs:
             self._share()
         return self

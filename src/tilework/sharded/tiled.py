@@ -43,6 +43,9 @@ class TiledTensor(Tensor):
     def local_tiles(self) -> list[Tensor]:
         """This rank's tiles, in the order of ``tiling.of(rank)``."""
 
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *vars(self)})
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

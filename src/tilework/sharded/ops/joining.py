@@ -45,7 +45,7 @@ def _beside(tensor: ShardedTensor, dim: int) -> Any:
     """Who holds what, but for the dim."""
     boxes = [shard.box for shard in tensor.metadata().shards_metadata]
     cuts = [_replaced(numbers, dim, 0) for b in boxes for numbers in (b.offsets, b.sizes)]
-    return tensor.process_group, tensor._owners, cuts
+    return tensor.process_group, tensor.owners, cuts
 
 
 def _joined(tensors: Sequence[ShardedTensor], dim: int) -> ShardedTensor:

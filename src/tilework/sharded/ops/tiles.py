@@ -18,8 +18,12 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember, get_rank
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
-from tilework.sharded.metadata import Items, Shard, ShardMetadata
-from tilework.sharded.specs import infer_sharding_spec_from_shards_metadata
+from tilework.sharded.metadata import Items, Shard, ShardedTensorMetadata, ShardMetadata
+from tilework.sharded.specs import (
+    EnumerableShardingSpec,
+    ShardingSpec,
+    infer_sharding_spec_from_shards_metadata,
+)
 from tilework.sharded.tensor import ShardedTensor
 
 OTHER_LAYOUT = (
@@ -142,13 +146,19 @@ def recut(
         size=torch.Size(size),
         tensor_properties=properties,
     )
-    made = tensor._again(local, whole)
-    made._sharding_spec = infer_sharding_spec_from_shards_metadata(shards)
-    made._owners = tuple(tensor._owners[i] for i, _ in left)
-    made._known_tiling = None
+    made = tensor.recut(_spec_of(whole), whole, [tensor.owners[i] for i, _ in left], local)
     if not local:
         keep_stand_in(made, first)
     return made
+
+
+def _spec_of(metadata: ShardedTensorMetadata) -> ShardingSpec:
+    """Chunks, if they come in that order; else the boxes."""
+    shards = metadata.shards_metadata
+    spec = infer_sharding_spec_from_shards_metadata(shards)
+    if spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata == shards:
+        return spec
+    return EnumerableShardingSpec(shards)
 
 
 def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
@@ -170,7 +180,7 @@ def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
     """Whether each tile of one has its like in the other, on the same rank."""
     if a is b:
         return True
-    if a.process_group is not b.process_group or a._owners != b._owners:
+    if a.process_group is not b.process_group or a.owners != b.owners:
         return False
     one, two = a._metadata, b._metadata
     return one.shards_metadata is two.shards_metadata or a.tiling == b.tiling
