@@ -153,7 +153,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...], n: int, ops: Sequence[str])
 def cases(draw: st.DrawFn, max_ranks: int = 4) -> Case:
     """Any transfer, small."""
     n = draw(st.integers(1, max_ranks))
-    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
     partial = draw(st.booleans())
     ops = sorted(_COMBINE) if partial else []
     dtypes = REDUCED if partial else MOVED
@@ -162,7 +162,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 4) -> Case:
         draw(tilings(shape, n, ops)),
         draw(tilings(shape, n, ops)),
         draw(st.sampled_from(dtypes)),
-        draw(st.sampled_from([1, 40, 200, 1 << 20])),
+        draw(st.sampled_from([1, 100, 300, 1000, 1 << 20])),
         draw(st.booleans()),
     )
 

@@ -1,7 +1,7 @@
 """Plans of :mod:`tilework.layout`, run: tensors in one tiling become tensors in another.
 
 - ``run``: :func:`run_plan`, and what can be wrong with its arguments;
-- ``agreement``: whether all ranks run the same plan, and how;
+- ``terms``: whether all ranks run the same plan, and how;
 - ``straight``: plans that are one collective on memory as it is;
 - ``rounds``: all others, in rounds through a small buffer;
 - ``cuts``: which elements go in which round, in pure integers.

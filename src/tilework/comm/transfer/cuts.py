@@ -8,11 +8,13 @@ of a piece, where that moves it by little: then a share is a box again, and copi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tilework.layout import Box, Piece
 
+#: What to index a tensor with to get a block of it; dims that it leaves out are whole.
+Block = tuple[slice, ...]
 #: A cut moves by at most this part of a share.
 _SLACK = 8
 
@@ -28,10 +30,6 @@ class Part(NamedTuple):
     def volume(self) -> int:
         """How many elements it has."""
         return self.stop - self.start
-
-    def boxes(self) -> Iterator[Box]:
-        """The boxes, in the tensor's coordinates, that have these elements in this order."""
-        return boxes_between(self.piece.box, self.start, self.stop)
 
 
 def rounds_for(elements: int, room: int, streams: int) -> int:
@@ -80,50 +78,55 @@ def _unit(sizes: Sequence[int], limit: int) -> int:
     return unit
 
 
+def blocks(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
+    """The blocks of a shape that have its elements from ``start`` to ``stop``, in that order.
+
+    Example:
+        >>> blocks((3, 4), 2, 8)
+        [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None),)]
+    """
+    if start >= stop:
+        return []
+    if stop - start == math.prod(sizes):
+        return [()]
+    row = math.prod(sizes[1:])
+    first, skipped = divmod(start, row)
+    last, left = divmod(stop, row)
+    if first == last:
+        return _in_row(sizes, first, skipped, left)
+    found = []
+    if skipped:
+        found += _in_row(sizes, first, skipped, row)
+        first += 1
+    if first < last:
+        found.append((slice(first, last),))
+    return found + _in_row(sizes, last, 0, left)
+
+
+def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> list[Block]:
+    return [(slice(row, row + 1), *block) for block in blocks(sizes[1:], start, stop)]
+
+
 def regions(box: Box, rounds: int) -> list[list[Box]]:
-    """A tile in as many nearly equal regions, each some boxes, in row-major order.
+    """A box in as many nearly equal regions, each some boxes, in row-major order.
 
     Example:
         >>> [list(map(str, region)) for region in regions(Box((0, 0), (4, 2)), 2)]
         [['[0:2, 0:2]'], ['[2:4, 0:2]']]
     """
     whole = Piece(box, 0, 0, 0, 0, 0)
-    return [[b for part in share for b in part.boxes()] for share in shares([whole], rounds)]
+    return [
+        [_part_of(box, block) for part in share for block in blocks(box.sizes, *part[1:])]
+        for share in shares([whole], rounds)
+    ]
 
 
-def boxes_between(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """The boxes that have the elements of ``box`` from ``start`` to ``stop``, in that order.
-
-    Example:
-        >>> [str(b) for b in boxes_between(Box((0, 0), (3, 4)), 2, 9)]
-        ['[0:1, 2:4]', '[1:2, 0:4]', '[2:3, 0:1]']
-    """
-    if start >= stop:
-        return
-    if stop - start == box.volume:
-        yield box
-        return
-    row = math.prod(box.sizes[1:])
-    first, skipped = divmod(start, row)
-    last, left = divmod(stop, row)
-    if first == last:
-        yield from _in_row(box, first, skipped, left)
-        return
-    if skipped:
-        yield from _in_row(box, first, skipped, row)
-        first += 1
-    if first < last:
-        yield _rows(box, first, last)
-    yield from _in_row(box, last, 0, left)
-
-
-def _rows(box: Box, first: int, last: int) -> Box:
-    return Box((box.offsets[0] + first, *box.offsets[1:]), (last - first, *box.sizes[1:]))
-
-
-def _in_row(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
-    for inner in boxes_between(Box(box.offsets[1:], box.sizes[1:]), start, stop):
-        yield Box((box.offsets[0] + row, *inner.offsets), (1, *inner.sizes))
+def _part_of(box: Box, block: Block) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for dim, span in enumerate(block):
+        offsets[dim] += span.start
+        sizes[dim] = span.stop - span.start
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def region_shares(

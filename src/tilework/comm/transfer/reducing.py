@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tilework.comm.backends.reference import combine
 from tilework.comm.transfer.cuts import Part, region_shares, regions, rounds_for
 from tilework.comm.transfer.local import Local
 from tilework.layout import Box, Piece
-
-#: Elements held for each that arrives: it may be packed, then lies with its region, and is combined
-#: in a wider dtype.
-_WEIGHT = 6
 
 
 def rounds_to_reduce(local: Local, room: int) -> int:
@@ -33,11 +30,22 @@ def rounds_to_reduce(local: Local, room: int) -> int:
     going = sum(target.tiles[tile].box.volume for _, tile, _ in sent)
     coming = sum(box.volume for box in target.boxes_of(local.plan.rank)) * len(source.terms)
     streams = len(sent) + len(local.target.tensors)
-    return rounds_for(max(going, coming * _WEIGHT), room, streams)
+    return rounds_for(max(going, coming * _weight(local.dtype)), room, streams)
+
+
+def _weight(dtype: torch.dtype) -> int:
+    """Elements held for each that arrives, until it is reduced.
+
+    One in the buffer that it arrives in, one in its region, one or less for the result; and
+    what it is converted to, where it is: 16-bit floats to two of their size.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return 6
+    return 3 if dtype.is_floating_point or dtype.is_complex else 4
 
 
 class Reduced:
-    """The target's tensors, as what arrives in rounds and is reduced sees them.
+    """Tensors between which pieces are moved, and reduced where they arrive.
 
     Args:
         local: The rank's pieces and tensors.
@@ -47,6 +55,7 @@ class Reduced:
     def __init__(self, local: Local, rounds: int) -> None:
         self._local = local
         self._rounds = rounds
+        self.source_view = local.source_view
         self._regions: dict[int, list[list[Box]]] = {}
         #: By target tile, for each box of the round's region: it, and its terms.
         self._arriving: dict[int, list[tuple[Box, Tensor]]] = {}
@@ -70,7 +79,7 @@ class Reduced:
             if tile not in self._local.plan.fills
         }
 
-    def view(self, piece: Piece) -> Tensor:
+    def target_view(self, piece: Piece) -> Tensor:
         """Where a piece that arrives belongs."""
         for box, terms in self._arriving[piece.dst_tile]:
             if box.contains(piece.box):

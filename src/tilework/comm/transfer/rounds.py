@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from tilework.comm import collectives
-from tilework.comm.transfer.agreement import Terms
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.transfer.cuts import Part, rounds_for, shares
 from tilework.comm.transfer.local import Local
 from tilework.comm.transfer.reducing import Reduced, rounds_to_reduce
-from tilework.comm.transfer.rows import Rows, ViewOf
+from tilework.comm.transfer.rows import Rows, remembered
+from tilework.comm.transfer.terms import Terms
 from tilework.layout import Piece
+
+#: The parts of each stream between two ranks, in one round.
+Streams = Sequence[Sequence[Part]]
 
 
 def rounds_needed(local: Local, buffer_bytes: int) -> int:
@@ -36,25 +42,61 @@ def run_in_rounds(local: Local, terms: Terms) -> None:
 
     Collective, unless no rank needs another.
     """
-    target = Reduced(local, terms.rounds) if local.plan.reduces else _Moved(local, terms.rounds)
-    sends = [target.shares(pieces) for pieces in local.sends]
-    receives = [target.shares(pieces) for pieces in local.receives]
-    exchange = _Exchange(local, target.view)
+    tensors = Reduced(local, terms.rounds) if local.plan.reduces else _Moved(local, terms.rounds)
+    me = local.pg.rank()
+    keeps = tensors.shares(local.plan.keeps)
+    going = [local.sends[me - 1]] if terms.spread else _of_others(local.sends, me)
+    sends, receives = _by_round(going, tensors), _by_round(_of_others(local.receives, me), tensors)
+    sources = Rows(tensors.source_view, local.empty, _most(sends))
+    targets = Rows(tensors.target_view, local.empty, _most(receives))
+    exchange = _spread if terms.spread else _swap
     for number in range(terms.rounds):
-        target.begin(number)
-        going, coming = ([stream[number] for stream in of] for of in (sends, receives))
-        exchange.keep(going)
+        tensors.begin(number)
+        for part in keeps[number]:
+            for target, source in zip(targets.blocks(part), sources.blocks(part), strict=True):
+                target.copy_(source)
         if local.plan.collective.kind != "none":
-            (exchange.spread if terms.spread else exchange.swap)(going, coming)
-        target.finish()
+            outgoing, incoming = sources.rows(sends[number]), targets.rows(receives[number])
+            sources.pack()
+            exchange(local.pg, outgoing, incoming)
+            targets.unpack()
+        tensors.finish()
+
+
+def _of_others(streams: Sequence[Sequence[Piece]], me: int) -> list[Sequence[Piece]]:
+    """Without what this rank keeps."""
+    return [() if peer == me else pieces for peer, pieces in enumerate(streams)]
+
+
+def _by_round(streams: Sequence[Sequence[Piece]], tensors: _Moved | Reduced) -> list[Streams]:
+    """For each round the parts of each stream."""
+    return list(zip(*[tensors.shares(pieces) for pieces in streams], strict=True))
+
+
+def _most(rounds: Sequence[Streams]) -> int:
+    """The most elements that any round has."""
+    return max(sum(part.volume for parts in streams for part in parts) for streams in rounds)
+
+
+def _swap(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+    """Each rank sends each other something else. Collective."""
+    collectives.all_to_all(incoming, outgoing, pg)
+
+
+def _spread(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+    """Each rank sends all others the same. Collective."""
+    (mine,) = outgoing
+    incoming[pg.rank()] = mine
+    collectives.all_gather(incoming, mine, pg)
 
 
 class _Moved:
-    """The target's tensors, as what arrives in rounds sees them."""
+    """Tensors between which pieces are moved and no more."""
 
     def __init__(self, local: Local, rounds: int) -> None:
         self._rounds = rounds
-        self.view = local.target_view
+        self.source_view = remembered(local.source_view)
+        self.target_view = remembered(local.target_view)
 
     def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
         return shares(pieces, self._rounds)
@@ -64,44 +106,3 @@ class _Moved:
 
     def finish(self) -> None:
         pass
-
-
-class _Exchange:
-    """What happens between ranks in a round.
-
-    Args:
-        local: The rank's pieces and tensors.
-        target_view: Where a piece that arrives belongs.
-    """
-
-    def __init__(self, local: Local, target_view: ViewOf) -> None:
-        self._pg = local.pg
-        self._me = local.pg.rank()
-        self._nothing = local.nothing
-        self._from = Rows(local.source_view, local.empty)
-        self._to = Rows(target_view, local.empty)
-
-    def keep(self, going: Sequence[Sequence[Part]]) -> None:
-        """Copy what this rank sends to itself."""
-        for part in going[self._me]:
-            for view, source in zip(self._to.views(part), self._from.views(part), strict=True):
-                view.copy_(source)
-
-    def swap(self, going: Sequence[Sequence[Part]], coming: Sequence[Sequence[Part]]) -> None:
-        """Each rank sends each other its own parts. Collective."""
-        inputs, outputs = self._from.rows(self._others(going)), self._to.rows(self._others(coming))
-        self._from.pack()
-        collectives.all_to_all(outputs, inputs, self._pg)
-        self._to.unpack()
-
-    def spread(self, going: Sequence[Sequence[Part]], coming: Sequence[Sequence[Part]]) -> None:
-        """Each rank sends all others the same parts. Collective."""
-        (mine,) = self._from.rows(going[:1])
-        outputs = self._to.rows(self._others(coming))
-        outputs[self._me] = mine
-        self._from.pack()
-        collectives.all_gather(outputs, mine, self._pg)
-        self._to.unpack()
-
-    def _others(self, streams: Sequence[Sequence[Part]]) -> list[Sequence[Part]]:
-        return [() if peer == self._me else parts for peer, parts in enumerate(streams)]

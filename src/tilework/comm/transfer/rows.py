@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tilework.comm.transfer.cuts import Part
+from tilework.comm.transfer.cuts import Part, blocks
 from tilework.layout import Piece
 
 ViewOf = Callable[[Piece], Tensor]
@@ -18,42 +18,54 @@ class Rows:
     Args:
         view_of: Where a piece lies.
         empty: Makes the buffer.
+        most: How many elements the parts of any round have together.
     """
 
-    def __init__(self, view_of: ViewOf, empty: Callable[[int], Tensor]) -> None:
+    def __init__(self, view_of: ViewOf, empty: Callable[[int], Tensor], most: int) -> None:
         self._view_of = view_of
         self._empty = empty
-        self._buffer = empty(0)
+        self._most = most
+        self._nothing = self._buffer = empty(0)
         #: Views of tensors, and where in the buffer their elements are in this round.
         self._buffered: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, streams: Sequence[Sequence[Part]]) -> list[Tensor]:
         """One row for each stream's parts. Those in the buffer are good until the next round."""
-        self._buffered = []
         viewed = [[view for part in parts for view in self.views(part)] for parts in streams]
-        loose = [views for views in viewed if not _in_a_row(views)]
-        self._reserve(sum(view.numel() for views in loose for view in views))
-        found, used = [], 0
-        for views in viewed:
-            if _in_a_row(views):
-                found.append(views[0].view(-1))
-                continue
-            start = used
-            for view in views:
+        found = [self._lying(views) for views in viewed]
+        loose = [peer for peer, row in enumerate(found) if row is None]
+        volumes = {peer: sum(part.volume for part in streams[peer]) for peer in loose}
+        if loose and not len(self._buffer):
+            self._buffer = self._empty(self._most)
+        self._buffered = []
+        used = 0
+        for peer, volume in volumes.items():
+            found[peer] = self._buffer[used : used + volume]
+            for view in viewed[peer]:
                 room = self._buffer[used : used + view.numel()]
                 self._buffered.append((view, room.view(view.shape)))
-                used += view.numel()
-            found.append(self._buffer[start:used])
-        return found
+                used += room.numel()
+        return found  # type: ignore[return-value]  # there is none left
+
+    def _lying(self, views: Sequence[Tensor]) -> Tensor | None:
+        """The row that the views are already; None if they are not."""
+        if not views:
+            return self._nothing
+        return views[0].view(-1) if len(views) == 1 and views[0].is_contiguous() else None
 
     def views(self, part: Part) -> list[Tensor]:
-        """Where the part's elements lie."""
-        piece = self._view_of(part.piece)
-        if part.volume == piece.numel():
-            return [piece]
-        if piece.is_contiguous():
-            return [piece.view(-1)[part.start : part.stop]]
-        return [self._view_of(part.piece._replace(box=box)) for box in part.boxes()]
+        """Where the part's elements lie, as few views as they are."""
+        whole = self._view_of(part.piece)
+        if part.volume == whole.numel():
+            return [whole]
+        if whole.is_contiguous():
+            return [whole.view(-1)[part.start : part.stop]]
+        return self.blocks(part)
+
+    def blocks(self, part: Part) -> list[Tensor]:
+        """Where the part's elements lie, in views whose shapes are the same at both ends."""
+        whole = self._view_of(part.piece)
+        return [whole[block] for block in blocks(whole.shape, part.start, part.stop)]
 
     def pack(self) -> None:
         """Copy what is in tensors to the buffer."""
@@ -65,11 +77,16 @@ class Rows:
         for view, room in self._buffered:
             view.copy_(room)
 
-    def _reserve(self, elements: int) -> None:
-        if self._buffer.numel() < elements:
-            self._buffer = self._empty(0)  # given back first
-            self._buffer = self._empty(elements)
 
+def remembered(view_of: ViewOf) -> ViewOf:
+    """``view_of``, asked once for each piece: for pieces that are cut into several parts."""
+    known: dict[int, Tensor] = {}
 
-def _in_a_row(views: Sequence[Tensor]) -> bool:
-    return len(views) == 1 and views[0].is_contiguous()
+    def view(piece: Piece) -> Tensor:
+        # By identity: hashing a piece costs more than a view.
+        found = known.get(id(piece))
+        if found is None:
+            known[id(piece)] = found = view_of(piece)
+        return found
+
+    return view

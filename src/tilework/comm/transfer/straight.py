@@ -1,7 +1,7 @@
 """Plans that are one collective, on tensors and outputs as they are: nothing is packed.
 
 Each function looks at one rank's pieces and gives the call that does them all, or None. Ranks tell
-each other (see ``agreement``) whether all have such a call, since memory may fit on one rank only.
+each other (see ``terms``) whether all have such a call, since memory may fit on one rank only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _Find = Callable[[Local], Call | None]
 
 def straight_call(local: Local) -> Call | None:
     """The collective that the plan is recognised as, if this rank's memory fits it."""
-    find = _FIND.get(local.plan.collective.kind)
-    if find is None or (local.plan.reduces and not _reduces(local)):
+    collective = local.plan.collective
+    everyone = len(collective.ranks) == local.pg.size() or collective.kind == "all_to_all"
+    if not everyone or (local.plan.reduces and not _reduces(local)):
         return None
+    find = _FIND[collective.kind]
     return find(local)
 
 

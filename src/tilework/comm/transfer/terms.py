@@ -2,20 +2,22 @@
 
 It tells every rank that all run the same plan on the same dtype, whether all have memory that one
 collective can use as it is, and how many rounds the rank needs that needs most. If something is
-wrong on one rank, all raise, nothing has moved, and the group goes on.
+wrong on one rank, all raise, nothing has moved, and the group goes on. That costs microseconds;
+words are exchanged only when something is wrong (``comm.agreement``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NoReturn
 
 import torch
 
-from tilework.comm import collectives, objects
+from tilework.comm import agreement, collectives
 from tilework.comm.contract import ProcessGroup
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Plan, Tiling
@@ -43,13 +45,12 @@ def agree(
     """The terms that suit every rank. Collective.
 
     Raises:
-        CollectiveMismatchError: On every rank: ranks run different plans, or one refuses.
+        CollectiveMismatchError: On every rank: ranks run different plans.
+        Exception: On every rank: one refuses to run its plan.
     """
     state = _STRAIGHT * terms.straight + _SPREAD * terms.spread
     row = [_digest(plan.source), _digest(plan.target), zlib.crc32(str(dtype).encode())]
-    words = f"{str(dtype).removeprefix('torch.')} {list(plan.source.shape)} from "
-    words += f"{_told(plan.source)} to {_told(plan.target)}"
-    rows = _exchange(pg, [*row, state, terms.rounds], words, device)
+    rows = _exchange(pg, [*row, state, terms.rounds], lambda: _words(plan, dtype), device)
     return Terms(
         rounds=max(rounds for *_, rounds in rows),
         straight=all(state & _STRAIGHT for *_, state, _ in rows),
@@ -57,38 +58,45 @@ def agree(
     )
 
 
-def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> None:
-    """Have the others, who are about to agree, raise instead of waiting. Collective."""
-    words = f"did not run its plan: {type(error).__name__}: {error}"
-    with contextlib.suppress(CollectiveMismatchError):
-        _exchange(pg, [0, 0, 0, _REFUSED, 0], words, device)
+def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn:
+    """Raise ``error``, here and on the others, who are about to agree. Collective."""
+
+    def give_up() -> NoReturn:
+        raise error
+
+    _exchange(pg, [0, 0, 0, _REFUSED, 0], give_up, device)
+    raise error
 
 
 def _exchange(
-    pg: ProcessGroup, row: list[int], words: str, device: torch.device
+    pg: ProcessGroup, row: list[int], say: Callable[[], str], device: torch.device
 ) -> list[list[int]]:
-    """Every rank's row, if they are the same plan's."""
+    """Every rank's row, if they are the same plan's and nobody refuses."""
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     all_of = torch.empty(pg.size() * len(row), dtype=torch.int64, device=device)
     collectives.all_gather_into_tensor(all_of, mine, pg)
     rows: list[list[int]] = all_of.view(pg.size(), -1).tolist()
-    refused = [rank for rank, other in enumerate(rows) if other[3] == _REFUSED]
     odd = [rank for rank, other in enumerate(rows) if other[:3] != rows[0][:3]]
-    if refused or odd:
-        _raise_everywhere(pg, words, refused or [0, *odd])
+    if odd or any(state == _REFUSED for *_, state, _ in rows):
+        said = agreement.agree(say, pg)  # raises what a rank refused for
+        _raise_mismatch(pg, said, [0, *odd])
     return rows
 
 
-def _raise_everywhere(pg: ProcessGroup, words: str, at_fault: list[int]) -> None:
-    said: list[str] = [""] * pg.size()
-    objects.all_gather_object(said, words, pg, weights_only=True)
-    lines = [f"  rank {rank}: {told}" for rank, told in zip(pg.global_ranks, said, strict=True)]
+def _raise_mismatch(pg: ProcessGroup, said: Sequence[str], at_fault: Sequence[int]) -> NoReturn:
+    ranks = pg.global_ranks
+    lines = [f"  rank {rank}: {words}" for rank, words in zip(ranks, said, strict=True)]
     raise CollectiveMismatchError(
-        f"rank {pg.global_ranks[pg.rank()]}, group {pg.group_name!r}: ranks do not run the same "
-        f"plan:\n{chr(10).join(lines)}\nCall run_plan on every rank of the group, with the same "
-        f"source and target and with tensors of one dtype. Nothing has moved.",
-        ranks=[pg.global_ranks[rank] for rank in at_fault],
+        f"rank {ranks[pg.rank()]}, group {pg.group_name!r}: ranks run different plans:\n"
+        f"{chr(10).join(lines)}\nCall run_plan on every rank of the group, with the same source "
+        f"and target and with tensors of one dtype. Nothing has moved.",
+        ranks=[ranks[rank] for rank in at_fault],
     )
+
+
+def _words(plan: Plan, dtype: torch.dtype) -> str:
+    shape = f"{str(dtype).removeprefix('torch.')} {list(plan.source.shape)}"
+    return f"{shape} from {_told(plan.source)} to {_told(plan.target)}"
 
 
 def _told(tiling: Tiling) -> str:
