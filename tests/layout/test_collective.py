@@ -25,6 +25,7 @@ from tilework.layout import (
 
 ROWS = chunk_tiling((4, 4), 0, [0, 1])
 MANY_ROWS = chunk_tiling((4, 4), 0, [0, 1, 0, 1])
+FOUR_ROWS = chunk_tiling((4, 4), 0, [0, 1, 2, 3])
 THREE_ROWS = chunk_tiling((4, 4), 0, [2, 1, 0])
 COLUMNS = chunk_tiling((4, 4), 1, [0, 1])
 GRID = [[0, 1], [2, 3]]
@@ -64,6 +65,7 @@ def on_grid(*placed: Placement) -> Tiling:
         (on_grid(P, R), on_grid(S1, R), Collective("reduce_scatter", (1, 3))),
         (ROWS, COLUMNS, Collective("all_to_all", (0, 1))),
         (on_grid(P, S0), on_grid(S0, R), Collective("all_to_all", (0, 1, 2, 3))),
+        (on_grid(P, R), FOUR_ROWS, Collective("all_to_all", (0, 1, 2, 3))),
         (on_grid(P, P), everything_on(0), Collective("all_to_all", (0, 1, 2, 3))),
         (ROWS, chunk_tiling((4, 4), 0, [1, 0]), Collective("all_to_all", (0, 1))),
         (MANY_ROWS, everything_on(0, 1), Collective("all_to_all", (0, 1))),

@@ -157,6 +157,34 @@ def test_one_receiver_gets_parts_from_several_owners() -> None:
     ]
 
 
+def test_parts_of_several_requests_come_from_all_owners() -> None:
+    everywhere = Tiling.of_tiles((8,), [Tile(Box((0,), (8,)), (0, 1, 2, 3))])
+    on_two = Tiling.of_tiles((8,), [Tile(Box((0,), (8,)), (4, 5))])
+    senders = [
+        piece.src
+        for rank in (4, 5)
+        for piece in plan(everywhere, on_two, rank, CostModel(latency=0.0)).receives
+    ]
+    assert sorted(senders) == [0, 1, 2, 3]
+
+
+def test_owners_of_several_tiles_share_their_load() -> None:
+    """Each tile is asked for once, and both ranks have all of them."""
+    source = Tiling.of_tiles((8,), [Tile(Box((i,), (1,)), (0, 1)) for i in range(8)])
+    target = chunk_tiling((8,), 0, range(2, 10))
+    assert [len(plan(source, target, rank).sends) for rank in (0, 1)] == [4, 4]
+
+
+def test_a_neighbour_comes_before_ones_own_copy() -> None:
+    """Copies are {0, 2} and {1, 3}, hosts {0, 3} and {1, 2}."""
+    mesh = [[0, 1], [2, 3]]
+    source = mesh_tiling((4, 4), mesh, [Shard(0), Replicate()])
+    target = mesh_tiling((4, 4), mesh, [Shard(1), Replicate()])
+    hosts = CostModel(hosts={0: "a", 3: "a", 1: "b", 2: "b"})
+    assert {p.src for p in plan(source, target, 2).receives} == {0}
+    assert {p.src for p in plan(source, target, 2, hosts).receives} == {1}
+
+
 def test_a_short_message_is_not_cut() -> None:
     everywhere = Tiling.of_tiles((8,), [Tile(Box((0,), (8,)), (0, 1, 2, 3))])
     on_4 = Tiling.of_tiles((8,), [Tile(Box((0,), (8,)), (4,))])

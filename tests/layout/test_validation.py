@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.layout.tilings import boxes_of, covers, examples, points, shapes, whole
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
-from tilework.layout.cuts import FEW
+from tilework.layout.cuts import FEW, find_pair
 
 SOME_BOXES = st.integers(0, 4).flatmap(boxes_of)
 COVERED = shapes().flatmap(lambda shape: st.tuples(st.just(shape), covers(shape)))
@@ -46,6 +46,21 @@ def test_overlap_is_found_where_an_element_is_in_two(boxes: list[Box]) -> None:
         i, j = pair
         assert i < j
         assert boxes[i].intersection(boxes[j])
+
+
+@examples()
+@given(st.integers(1, 3).flatmap(lambda ndim: boxes_of(ndim, most=30)))
+def test_cutting_apart_loses_no_overlap(boxes: list[Box]) -> None:
+    """Down to single boxes, where so few would be compared each with each."""
+    filled = [box for box in boxes if not box.empty]
+    spans = [
+        ([b.offsets[d] for b in filled], [b.ends[d] for b in filled])
+        for d in range(3)
+        if filled and d < filled[0].ndim
+    ]
+    pair = find_pair(spans, len(filled), few=1) if spans else None
+    assert (pair is not None) == any(n > 1 for n in counts(boxes).values())
+    assert pair is None or filled[pair[0]].intersection(filled[pair[1]])
 
 
 @examples()

@@ -183,7 +183,7 @@ def _reduction(ends: _Ends) -> tuple[Kind, Groups]:
         ranks, has, wants = zip(*group, strict=True)
         box = source.tiles[has[0]].box
         _need({source.term_of(s) for s in has} == set(range(len(source.terms))))
-        _need(len(group) == len(source.terms) and all(source.tiles[s].box == box for s in has))
+        _need(all(source.tiles[s].box == box for s in has))
         whole = whole and all(target.tiles[d].box.volume == box.volume for d in wants)
         filled = [d for d in wants if _filled(target, d)]
         parts = parts and _make_up(target, filled, box.volume)

@@ -12,18 +12,18 @@ Spans = list[tuple[list[int], list[int]]]
 FEW = 16
 
 
-def find_pair(spans: Spans, count: int) -> tuple[int, int] | None:
+def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | None:
     """Two boxes that overlap in every dim of ``spans``; none is empty.
 
-    The boxes are cut apart at medians until few are left. O(n log n) as long as few boxes cross a
-    cut; where every cut crosses most of them, each is compared with each.
+    The boxes are cut apart at medians until at most ``few`` are left. O(n log n) as long as few
+    boxes cross a cut; where every cut crosses most of them, each is compared with each.
     """
     if len(spans) == 1:
         return _neighbours(*spans[0])
     parts: list[Sequence[int]] = [range(count)]
     while parts:
         members = parts.pop()
-        cut = _cut(spans, members) if len(members) > FEW else None
+        cut = _cut(spans, members) if len(members) > few else None
         if cut is not None:
             parts += cut
         elif (pair := _compare(spans, members)) is not None:

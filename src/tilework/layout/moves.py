@@ -171,8 +171,8 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
 def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
     """Which copy of the source each rank belongs to, if ranks are arranged in copies.
 
-    That is: all tiles have as many owners, each rank is at one place among the owners of all its
-    tiles, and those who hold the same before have the same target tiles.
+    That is: all tiles have as many owners, and those who hold a tile hold the same tiles before
+    and the same tiles afterwards. Its place among the owners is a rank's copy.
     """
     filled = [tile for tile in source.tiles if not tile.box.empty]
     count = len(filled[0].owners) if filled else 1
@@ -181,8 +181,7 @@ def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
     copy_of: dict[int, int] = {}
     for tile in sorted(source.tiles, key=lambda tile: tile.box.empty):
         for place, owner in enumerate(tile.owners):
-            if copy_of.setdefault(owner, place) != place:
-                return None
+            copy_of.setdefault(owner, place)
     for tile in target.tiles:
         alike = Counter([source.of(owner) for owner in tile.owners])
         if not tile.box.empty and (() in alike or set(alike.values()) != {count}):

@@ -12,15 +12,15 @@ from tilework.layout.moves import Moves, Piece, moves_by_term
 from tilework.layout.tiling import Tiling
 
 #: The order of the pieces that two ranks exchange; the parts of one are in their own order.
-_PLACE = ("dst_tile", "term", "src_tile")
+_PLACE = ("dst_tile", "src_tile")
 
 
 @dataclass(frozen=True)
 class Plan:
     """What one rank does so that a tensor laid out as ``source`` is laid out as ``target``.
 
-    What two ranks exchange is in the same order at both: by target tile, term, source tile, and
-    where it starts.
+    What two ranks exchange is in the same order at both: by target tile, source tile (so
+    that terms ascend), and where it starts.
     """
 
     rank: int
