@@ -91,8 +91,8 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         groups = _groups(named_params)
-        first = next((tensor for group in groups for tensor in group["params"].values()), None)
-        device = torch.device("cpu") if first is None else first.device
+        tensors = [tensor for group in groups for tensor in group["params"].values()]
+        device = tensors[0].device if tensors else torch.device("cpu")
         check_elementwise(optimizer_class, args, kwargs, device)
         #: All parameters, by name.
         self.named_params: dict[str, Tensor] = {}
@@ -114,7 +114,8 @@ class ShardedOptimizer(Optimizer):
             TypeError: A parameter is no tensor.
             ValueError: A name or a parameter is there already.
         """
-        named = dict(param_group["params"])
+        param_group = _named(param_group)
+        named = param_group["params"]
         known = {id(tensor): name for name, tensor in self.named_params.items()}
         for name, tensor in named.items():
             if not isinstance(tensor, Tensor):
@@ -216,9 +217,9 @@ class ShardedOptimizer(Optimizer):
             changed = before(self, saved)
             saved = saved if changed is None else changed
         self._check_tiles()
+        for group, own_names in self._by_process_group().items():
+            check_alike(lambda names=own_names: self._loaded_layouts(saved, names), group)  # type: ignore[misc]
         options = self._matching_groups(saved)
-        for group in self._by_process_group():
-            check_alike(lambda: self._loaded_layouts(saved), group)
         states = [
             state
             for names in self._names
@@ -238,11 +239,10 @@ class ShardedOptimizer(Optimizer):
     def reshard_(self, name: str, resharding_spec: ShardingSpec) -> None:
         """Cut a parameter anew, in place, and with it its state and its gradient.
 
-        Collective over the parameter's group; blocks. What is wrong on one rank raises on all, and
-        all stays as it was.
+        Collective over the parameter's group; blocks. If it raises, all is as it was.
 
         Args:
-            name: The parameter's name; it is sharded.
+            name: The parameter's name, the same on all ranks; it is sharded.
             resharding_spec: Any whose placements are on ranks of its group.
 
         Raises:
@@ -338,10 +338,11 @@ class ShardedOptimizer(Optimizer):
             )
         return found
 
-    def _loaded_layouts(self, saved: Mapping[str, Any]) -> dict[str, str]:
+    def _loaded_layouts(self, saved: Mapping[str, Any], names: list[str]) -> dict[str, str]:
+        """What is about to become the state of these parameters."""
         self._matching_groups(saved)
         found: dict[str, str] = {}
-        for name in self.named_params:
+        for name in names:
             for key, value in saved["state"].get(name, {}).items():
                 found[f"{name}: {key}"] = layout_of(value)
                 self._check_size(name, key, value)
@@ -375,13 +376,18 @@ def _groups(named_params: Any) -> list[dict[str, Any]]:
     if not given:
         raise ValueError("the optimizer has no parameters: give it named_parameters() of a module")
     several = not isinstance(given, Mapping) and isinstance(given[0], Mapping)
-    groups = [dict(group) for group in given] if several else [{"params": given}]
-    for group in groups:
-        params = group["params"]
-        pairs = list(params.items() if isinstance(params, Mapping) else params)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise TypeError("parameters must have names: give pairs, such as named_parameters()")
-        group["params"] = dict(pairs)
-        if len(group["params"]) != len(pairs):
-            raise ValueError(f"two parameters have one name: {[name for name, _ in pairs]}")
-    return groups
+    return [_named(group) for group in (given if several else [{"params": given}])]
+
+
+def _named(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with its parameters by name."""
+    params = group["params"]
+    pairs = list(params.items() if isinstance(params, Mapping) else params)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise TypeError("parameters must have names: give pairs, such as named_parameters()")
+    for name, tensor in pairs:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"parameter {name!r} must be a tensor, got {type(tensor).__name__}")
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError(f"two parameters have one name: {[name for name, _ in pairs]}")
+    return {**group, "params": dict(pairs)}
