@@ -96,6 +96,44 @@ def test_longer_parts_are_not_drawn_shorter(case: tuple[tuple[int, ...], list[Bo
             assert drawn[i][0] >= drawn[j][0]
 
 
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Boxes of any sizes, often not in a grid, often more than can be drawn."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 50, 10**6]), max_size=4)))
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 60))):
+        whole = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [dim for dim, size in enumerate(whole.sizes) if size > 1]
+        boxes += (
+            halves(whole, draw(st.sampled_from(dims)), draw(st.floats(0, 1))) if dims else [whole]
+        )
+    return shape, boxes
+
+
+def halves(box: Box, dim: int, where: float) -> list[Box]:
+    cut = 1 + int(where * (box.sizes[dim] - 2))
+
+    def part(offset: int, size: int) -> Box:
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + offset, size
+        return Box(tuple(offsets), tuple(sizes))
+
+    return [part(0, cut), part(cut, box.sizes[dim] - cut)]
+
+
+@given(tilings(), st.integers(30, 100), st.integers(3, 10), st.integers(1, 3))
+def test_any_tiling_fits_into_the_room(
+    case: tuple[tuple[int, ...], list[Box]], width: int, parts: int, slices: int
+) -> None:
+    shape, boxes = case
+    _caption, *lines = lines_of(shape, boxes, Room(width, 12, parts, slices))
+    assert max(map(len, text_of(lines))) <= width
+    assert len(lines) <= slices * (12 + 2 * parts + 4) + 2
+    if len(shape) <= 2:
+        for area in areas(lines).values():
+            height_width(area)
+
+
 def test_two_dims() -> None:
     boxes = grid((10, 20), [[5], [10]])
     assert text_of(lines_of((10, 20), boxes, Room(30, 12, 6, 2))) == [
