@@ -176,7 +176,7 @@ def test_ranks_that_want_different_things() -> None:
     def program(rank: int) -> None:
         sharded.ones(chunks(0, [0, 1]), 4).gather(rank, torch.zeros(4))
 
-    check_all_raise(2, program, ValueError, "must be the same on all ranks")
+    check_all_raise(2, program, ValueError, "dst=0 on rank 0 does not match with dst=1 on rank 1")
 
 
 # -- full_tensor -------------------------------------------------------------------------------

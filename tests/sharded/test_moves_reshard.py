@@ -179,7 +179,7 @@ class Refusing(ShardingSpec):
         (chunks(2, [0, 1]), ValueError, "Invalid sharding dim"),
         (chunks(0, [0, 5]), ValueError, "Global rank 5 does not exist"),
         (boxes(([0, 0], [4, 2], 0)), ValueError, "does not match tensor volume"),
-        (chunks(0, [1, 0]), ValueError, "ranks disagree on resharding_spec"),
+        (chunks(0, [1, 0]), ValueError, "does not match with resharding_spec="),
         (Refusing(1), ValueError, "not here"),
     ],
 )

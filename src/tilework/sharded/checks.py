@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilework.comm.agreement import agree
-from tilework.comm.world import AnyGroup, get_process_group_ranks, get_rank
+from tilework.comm.world import AnyGroup, get_rank
 from tilework.layout import Box, check_boxes
+from tilework.sharded.alike import check_alike
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
 from tilework.sharded.specs import ShardingSpec
@@ -171,7 +171,9 @@ def named(properties: TensorProperties) -> dict[str, Any]:
 
 
 def agree_on(make: Callable[[], T], tell: Callable[[T], str], what: str, group: AnyGroup) -> T:
-    """What ``make()`` returns, if every rank tells the same of it. Collective; blocks.
+    """What ``make()`` returns, if every rank tells the same of it.
+
+    Collective; blocks. Outside the group it is only made.
 
     Raises:
         Exception: ``make`` raised, here or on another rank.
@@ -179,17 +181,11 @@ def agree_on(make: Callable[[], T], tell: Callable[[T], str], what: str, group: 
     """
     made: list[T] = []
 
-    def say() -> str:
+    def facts() -> dict[str, str]:
         made.append(make())
-        return tell(made[0])
+        return {what: tell(made[0])}
 
-    said = agree(say, group)
-    ranks = get_process_group_ranks(group)
-    for rank, other in zip(ranks, said, strict=True):
-        if other != said[0]:
-            raise ValueError(
-                f"ranks disagree on {what}: rank {ranks[0]} has {said[0]}, rank {rank} has {other}"
-            )
+    check_alike(facts, group)
     return made[0]
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tilework.sharded.checks import check_spec
-from tilework.sharded.relayout import resharded
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 
@@ -86,7 +85,7 @@ class _Reshard:
     spec: ShardingSpec
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return pytree.tree_map_only(ShardedTensor, lambda st: resharded(st, self.spec), output)
+        return pytree.tree_map_only(ShardedTensor, lambda st: st.resharded(self.spec), output)
 
 
 @dataclass(frozen=True)

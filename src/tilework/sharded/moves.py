@@ -11,10 +11,19 @@ from torch.autograd.function import once_differentiable
 
 from tilework.comm.agreement import agree
 from tilework.comm.transfer import run_plan
-from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
+from tilework.comm.world import (
+    AnyGroup,
+    NonMember,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    resolve,
+)
 from tilework.layout import Box, Tile, Tiling, plan
 from tilework.sharded import checks
-from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata, ShardMetadata
+from tilework.sharded.alike import check_alike
+from tilework.sharded.graph import graph_tiles
+from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata
 from tilework.sharded.placement import Place, places
 from tilework.sharded.specs import ShardingSpec
 
@@ -38,7 +47,11 @@ def gather(
     group = tensor.process_group
     if isinstance(group, NonMember):
         return
-    sent = _agreed_dtype(tensor, dst, out, enforce_dtype, dtype)
+    check_alike(lambda: _asked(tensor, dst, out, enforce_dtype, dtype), group)
+    if enforce_dtype:  # which only dst knows
+        told = agree(lambda: None if out is None else out.dtype, group)
+        dtype = told[get_group_rank(group, dst)]
+    sent = dtype or tensor.dtype
     if tensor.is_meta:
         return
     steps = plan(tensor.tiling, whole_on(tuple(tensor.shape), (dst,)), get_rank())
@@ -54,33 +67,15 @@ def gather(
             out.copy_(into)
 
 
-def _agreed_dtype(
+def _asked(
     tensor: ShardedTensor,
     dst: int,
     out: Tensor | None,
     enforce_dtype: bool,
     dtype: torch.dtype | None,
-) -> torch.dtype:
-    """What all ranks send, once all have found their arguments right. Collective."""
-
-    def say() -> tuple[int, bool, str, str]:
-        _check_out(tensor, dst, out)
-        wanted = str(None if out is None else out.dtype)
-        return dst, bool(enforce_dtype), str(dtype), wanted
-
-    group = tensor.process_group
-    said, ranks = agree(say, group), get_process_group_ranks(group)
-    for rank, other in zip(ranks, said, strict=True):
-        if other[:3] != said[0][:3]:
-            raise ValueError(
-                f"gather: (dst, enforce_dtype, dtype) must be the same on all ranks, found "
-                f"{said[0][:3]} on rank {ranks[0]} and {other[:3]} on rank {rank}"
-            )
-    if enforce_dtype:
-        found = getattr(torch, said[ranks.index(dst)][3].removeprefix("torch."))
-        assert isinstance(found, torch.dtype)
-        return found
-    return dtype or tensor.dtype
+) -> dict[str, Any]:
+    _check_out(tensor, dst, out)
+    return {"dst": dst, "enforce_dtype": bool(enforce_dtype), "dtype": str(dtype)}
 
 
 def _check_out(tensor: ShardedTensor, dst: int, out: Tensor | None) -> None:
@@ -115,7 +110,7 @@ def full_tensor(tensor: ShardedTensor) -> Tensor:
         )
     if tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    found: Tensor = _Whole.apply(tensor, *tensor.local_tiles())  # type: ignore[no-untyped-call]
+    found: Tensor = _Whole.apply(tensor, *graph_tiles(tensor))  # type: ignore[no-untyped-call]
     return found
 
 
@@ -125,20 +120,25 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, *tiles: Tensor) -> Tensor:
         ranks = tuple(get_process_group_ranks(tensor.process_group))
-        ctx.boxes = [shard.metadata.box for shard in tensor.local_shards()]
-        steps = plan(tensor.tiling, whole_on(tuple(tensor.shape), ranks), get_rank())
-        return run_plan(steps, tiles, tensor.process_group, dtype=tensor.dtype)[0]
+        ctx.boxes = tensor.tiling.boxes_of(get_rank())
+        ctx.stand_in = None if ctx.boxes else tiles[0].detach()
+        return _moved(tensor, whole_on(tuple(tensor.shape), ranks))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.stand_in is not None:
+            return None, torch.zeros_like(ctx.stand_in)
         return None, *(gradient[box.slices].clone() for box in ctx.boxes)
 
 
 def reshard(
-    tensor: ShardedTensor, spec: ShardingSpec
-) -> tuple[ShardedTensorMetadata, list[Place], list[Shard]]:
-    """What the tensor is made of once it is cut by ``spec``."""
+    tensor: ShardedTensor, spec: ShardingSpec, through_autograd: bool
+) -> tuple[ShardedTensorMetadata, Geometry, list[Shard], Tensor | None]:
+    """What the tensor is made of once it is cut by ``spec``; the last is a rank's stand-in.
+
+    The new tiles are leaves, or, ``through_autograd``, such that gradients flow back.
+    """
     group = tensor.process_group
 
     def make() -> tuple[ShardedTensorMetadata, list[Place]]:
@@ -152,31 +152,61 @@ def reshard(
             )
         return metadata, placed
 
-    if isinstance(group, NonMember):
-        return *make(), []
     metadata, placed = checks.agree_on(
         make, lambda made: checks.describe(made[0]), "resharding_spec", group
     )
-    target = Geometry(metadata, [owner for owner, _ in placed]).tiling
-    mine = [(metadata.shards_metadata[i], placed[i][1]) for i in target.of(get_rank())]
-    with torch.no_grad():
-        tiles = _moved(tensor, target, mine)
-    gradient = metadata.tensor_properties.requires_grad
+    geometry = Geometry(metadata, [owner for owner, _ in placed])
+    if isinstance(group, NonMember):
+        return metadata, geometry, [], None
+    mine = geometry.tiling.of(get_rank())
+    if through_autograd:
+        tiles = list(_Move.apply(tensor, geometry.tiling, *graph_tiles(tensor)))  # type: ignore[no-untyped-call]
+    else:
+        gradient = tensor.requires_grad
+        tiles = [tile.requires_grad_(gradient) for tile in _moved(tensor, geometry.tiling)]
+    if not mine:
+        return metadata, geometry, [], tiles[0] if tiles else None
     shards = [
-        Shard(tile.to(device).requires_grad_(gradient), shard)
-        for tile, (shard, device) in zip(tiles, mine, strict=True)
+        Shard(tile.to(placed[i][1]), metadata.shards_metadata[i])
+        for i, tile in zip(mine, tiles, strict=True)
     ]
-    return metadata, placed, shards
+    return metadata, geometry, shards, None
 
 
-def _moved(
-    tensor: ShardedTensor, target: Tiling, mine: list[tuple[ShardMetadata, torch.device]]
-) -> list[Tensor]:
+class _Move(torch.autograd.Function):
+    """Tiles from one tiling to another; their gradients the other way. For none, a stand-in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: ShardedTensor, target: Tiling, *tiles: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = target, tensor.tiling, tensor.process_group
+        return _or_stand_in(_moved(tensor, target), tiles[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        source, target, group = ctx.back
+        like = gradients[0]
+        held = gradients if source.of(get_rank()) else ()
+        steps = plan(source, target, get_rank())
+        moved = run_plan(steps, held, group, dtype=like.dtype, device=like.device)
+        return None, None, *_or_stand_in(moved, like)
+
+
+def _or_stand_in(tiles: list[Tensor], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tiles) or (like.new_zeros((0,) * like.dim()),)
+
+
+@torch.no_grad()
+def _moved(tensor: ShardedTensor, target: Tiling) -> list[Tensor]:
+    """This rank's tiles of ``target``, as new tensors where the old ones are. Collective."""
     if tensor.is_meta:
-        sizes = [tuple(shard.shard_sizes) for shard, _ in mine]
+        sizes = [box.sizes for box in target.boxes_of(get_rank())]
         return [torch.empty(size, dtype=tensor.dtype, device="meta") for size in sizes]
     steps = plan(tensor.tiling, target, get_rank())
-    return run_plan(steps, tensor.local_tiles(), tensor.process_group, dtype=tensor.dtype)
+    tiles, group = tensor.local_tiles(), tensor.process_group
+    return run_plan(steps, tiles, group, dtype=tensor.dtype, device=tensor.device)
 
 
 def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -190,8 +220,8 @@ def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     stays = group is None or resolve(group) is tensor.process_group
     if _is_on(tensor, device) and dtype == tensor.dtype and stays and not copy:
         return tensor
-    tiles = [tile.to(device, dtype, non_blocking, copy) for tile in tensor.local_tiles()]
-    return tensor._on(tiles, dtype, device and torch.device(device.type), group)
+    tiles = [tile.to(device, dtype, non_blocking, copy) for tile in graph_tiles(tensor)]
+    return tensor._on(tiles, device and torch.device(device.type), group)
 
 
 def _check_format(memory_format: torch.memory_format | None) -> None:
@@ -219,8 +249,8 @@ def cuda(
                 f"a sharded tensor moves to each rank's current device: got {device!r}, expected "
                 f"'cuda' or {current}; call torch.cuda.set_device on each rank first"
             )
-    tiles = [tile.to(current, non_blocking=non_blocking) for tile in tensor.local_tiles()]
-    return tensor._on(tiles, tensor.dtype, torch.device("cuda"), group)
+    tiles = [tile.to(current, non_blocking=non_blocking) for tile in graph_tiles(tensor)]
+    return tensor._on(tiles, torch.device("cuda"), group)
 
 
 def _own(device: torch.device) -> torch.device:

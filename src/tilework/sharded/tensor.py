@@ -16,6 +16,7 @@ from tilework.layout import Tiling
 from tilework.sharded import checks, joining, loading, moves, remote
 from tilework.sharded.base import ShardedTensorBase, mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
+from tilework.sharded.graph import graph_tiles, keep_stand_in
 from tilework.sharded.metadata import (
     Geometry,
     Items,
@@ -266,22 +267,30 @@ class ShardedTensor(ShardedTensorBase):
         return made
 
     def _on(
-        self,
-        tiles: Iterable[Tensor],
-        dtype: torch.dtype,
-        device: torch.device | None,
-        group: AnyGroup,
+        self, tiles: list[Tensor], device: torch.device | None, group: AnyGroup
     ) -> ShardedTensor:
-        """Cut as this one; each shard with its rank, on ``device``, and on another group."""
-        properties = replace(self._metadata.tensor_properties, dtype=dtype)
+        """Cut as this one, with each shard on its rank's ``device``, and on another group.
+
+        Args:
+            tiles: What came of the tensor's graph_tiles.
+            device: Its kind, without an index.
+            group: The group; None for this one's.
+        """
+        properties = replace(
+            self._metadata.tensor_properties,
+            dtype=tiles[0].dtype,
+            requires_grad=tiles[0].requires_grad,
+        )
         metadata, spec = replace(self._metadata, tensor_properties=properties), self._sharding_spec
         if device is not None:
             metadata, spec = metadata.moved(device), spec.moved(device)
-        placed, rank = zip(metadata.shards_metadata, self._geometry.owners, strict=True), get_rank()
+        placed, rank = zip(metadata.shards_metadata, self.owners, strict=True), get_rank()
         mine = [shard for shard, owner in placed if owner == rank]
-        shards = [Shard(tile, shard) for tile, shard in zip(tiles, mine, strict=True)]
+        shards = [Shard(tile, shard) for tile, shard in zip(tiles, mine, strict=False)]
         made = self._again(shards, metadata)
         made._sharding_spec = spec
+        if not shards:
+            keep_stand_in(made, tiles[0])
         if group is not None:
             made._process_group = resolve(group)
         return made
@@ -321,8 +330,9 @@ class ShardedTensor(ShardedTensorBase):
         """Cut this tensor anew, in place; return it.
 
         Collective over the group; blocks. Each rank receives only what it lacks. Takes memory for
-        the new shards and one bounded buffer. A tensor with RRefs makes new ones, so all ranks
-        must call it then.
+        the new shards and one bounded buffer. The new shards of a leaf are leaves, without
+        gradients; those of a result are a result, and gradients flow back, collectively. A tensor
+        with RRefs makes new ones, so all ranks must call it then.
 
         Args:
             resharding_spec: Any spec whose placements are on ranks of the group.
@@ -331,9 +341,27 @@ class ShardedTensor(ShardedTensorBase):
             ValueError: It is no spec, or does not fit the tensor or the group; the tensor stays
                 as it was.
         """
-        metadata, placed, shards = moves.reshard(self, resharding_spec)
-        self._sharding_spec, self._metadata, self._local_shards = resharding_spec, metadata, shards
-        self._geometry = Geometry(metadata, [owner for owner, _ in placed])
+        return self._reshard(resharding_spec, through_autograd=not graph_tiles(self)[0].is_leaf)
+
+    def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """As :meth:`reshard`, but another tensor; gradients flow back to this one.
+
+        Collective over the group, and so is backward through the result. Its ``remote_shards`` are
+        not there.
+        """
+        made = self._again(self._local_shards, self._metadata)
+        if not made._local_shards:
+            keep_stand_in(made, graph_tiles(self)[0])
+        return made._reshard(resharding_spec, through_autograd=self.requires_grad)
+
+    def _reshard(self, spec: ShardingSpec, through_autograd: bool) -> ShardedTensor:
+        metadata, geometry, shards, stand_in = moves.reshard(
+            self, spec, through_autograd and torch.is_grad_enabled()
+        )
+        self._sharding_spec, self._metadata, self._geometry = spec, metadata, geometry
+        self._local_shards = shards
+        if stand_in is not None:
+            keep_stand_in(self, stand_in)
         if self._init_rrefs:
             self._share()
         return self

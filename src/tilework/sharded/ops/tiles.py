@@ -1,9 +1,4 @@
-"""What every operator is made of: a rank's tiles in, a sharded tensor of their results out.
-
-A rank without tiles works on a stand-in: an empty tile with the tensor's dtype and a place in the
-autograd graph. So each rank finds the same dtype, the same ``requires_grad`` and the same errors,
-and takes part in whatever is communicated, forward and backward.
-"""
+"""What every operator is made of: a rank's tiles in, a sharded tensor of their results out."""
 
 from __future__ import annotations
 
@@ -18,6 +13,8 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember, get_rank
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
+from tilework.sharded.graph import graph_tiles as graph_tiles
+from tilework.sharded.graph import keep_stand_in as keep_stand_in
 from tilework.sharded.metadata import Items, Shard, ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.specs import (
     EnumerableShardingSpec,
@@ -30,32 +27,6 @@ OTHER_LAYOUT = (
     "both must be cut alike, on the same ranks: reshard one to the other's sharding_spec()"
 )
 PLAIN_OPERAND = "a plain operand must be a number or a tensor without dims: shard_tensor cuts it"
-
-
-def graph_tiles(tensor: ShardedTensor) -> list[Tensor]:
-    """This rank's tiles, or its stand-in if there are none."""
-    tiles = tensor.local_tiles()
-    return tiles or [_stand_in(tensor)]
-
-
-def _stand_in(tensor: ShardedTensor) -> Tensor:
-    shards, found = tensor.__dict__.get("_stand_in", (None, None))
-    # A reshard or a change of dtype has given the tensor other shards.
-    if shards is not tensor._local_shards:
-        found = torch.zeros(
-            (0,) * tensor.dim(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        )
-        keep_stand_in(tensor, found)
-    assert isinstance(found, Tensor)
-    return found
-
-
-def keep_stand_in(tensor: ShardedTensor, stand_in: Tensor) -> None:
-    """Make it this rank's; its part in the graph is the tensor's."""
-    tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)
 
 
 def no_elements(tensor: ShardedTensor, ndim: int = 1) -> Tensor:
@@ -83,8 +54,9 @@ def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
         metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
     )
     metadata = replace(metadata, tensor_properties=properties)
-    if first.device != operand.device:
-        metadata, spec = metadata.moved(first.device), spec.moved(first.device)
+    if first.device.type != operand.device.type:
+        kind = torch.device(first.device.type)
+        metadata, spec = metadata.moved(kind), spec.moved(kind)
     shards = [s.with_tensor(t) for s, t in zip(operand.local_shards(), results, strict=False)]
     made = operand._again(shards, metadata)
     made._sharding_spec = spec

@@ -1,0 +1,41 @@
+"""A rank's part in the autograd graph, also where it holds no shard.
+
+A rank without tiles has a stand-in: an empty tile with the tensor's dtype and a place in the graph.
+So each rank finds the same dtype, the same ``requires_grad`` and the same errors, and takes part in
+whatever is communicated, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tilework.sharded.base import ShardedTensorBase
+
+
+def graph_tiles(tensor: ShardedTensorBase) -> list[Tensor]:
+    """This rank's tiles, or its stand-in if there are none."""
+    return tensor.local_tiles() or [_stand_in(tensor)]
+
+
+def _stand_in(tensor: ShardedTensorBase) -> Tensor:
+    shards, found = tensor.__dict__.get("_stand_in", (None, None))
+    # A reshard or a change of dtype has given the tensor other shards.
+    if shards is not tensor._local_shards:
+        found = torch.zeros(
+            (0,) * tensor.dim(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        keep_stand_in(tensor, found)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def keep_stand_in(tensor: ShardedTensorBase, stand_in: Tensor) -> None:
+    """Make it this rank's; its part in the graph is the tensor's."""
+    tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)
