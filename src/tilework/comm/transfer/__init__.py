@@ -4,6 +4,7 @@
 - ``terms``: whether all ranks run the same plan, and how;
 - ``straight``: plans that are one collective on memory as it is;
 - ``rounds``: all others, in rounds through a small buffer;
+- ``fresh``: new memory for results;
 - ``cuts``: which elements go in which round, in pure integers.
 """
 

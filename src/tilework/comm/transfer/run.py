@@ -10,6 +10,7 @@ from torch import Tensor
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import RedOpType, check_reduction
+from tilework.comm.transfer.fresh import fresh
 from tilework.comm.transfer.local import Held, Local, moved_dtype
 from tilework.comm.transfer.neutral import neutral_element
 from tilework.comm.transfer.rounds import rounds_needed, run_in_rounds
@@ -97,7 +98,7 @@ def run_plan(
             raise
         refuse(pg, error, where)
     boxes = plan.target.boxes_of(plan.rank)
-    results = list(out or [torch.empty(box.sizes, dtype=of, device=where) for box in boxes])
+    results = list(out or [fresh(box.sizes, of, where) for box in boxes])
     # Written with versions counted, unless they are such as have none.
     with torch.no_grad(), torch.inference_mode(any(result.is_inference() for result in results)):
         sources = [tile.detach().resolve_conj().resolve_neg() for tile in tiles]
