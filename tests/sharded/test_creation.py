@@ -124,6 +124,38 @@ def test_arange_with_fewer_arguments() -> None:
     assert torch.equal(whole_of(2, lambda: sharded.arange(spec, 5.0)), torch.arange(5.0))
 
 
+LIKE: list[tuple[Any, Any]] = [
+    (torch.zeros_like, torch.zeros),
+    (torch.ones_like, torch.ones),
+    (torch.rand_like, torch.rand),
+    (torch.randn_like, torch.randn),
+]
+
+
+@pytest.mark.parametrize(("like", "plain"), LIKE)
+def test_tensors_like_another(like: Any, plain: Any) -> None:
+    def program(rank: int) -> None:
+        tensor = sharded.rand(chunks(0, [0]), 8, 8, dtype=torch.double)
+        torch.manual_seed(1234)
+        expected = plain(8, 8, dtype=torch.double)
+        torch.manual_seed(1234)
+        assert torch.equal(like(tensor, dtype=torch.double).local_tensor(), expected)
+
+    on(1, program)
+
+
+def test_constants_like_another() -> None:
+    def program(rank: int) -> None:
+        tensor = sharded.rand(chunks(0, range(4)), (8, 8), dtype=torch.double)
+        made: Any = torch.full_like(tensor, 8.8, dtype=torch.double)
+        assert torch.equal(made.local_tensor(), torch.full((2, 8), 8.8, dtype=torch.double))
+        empty: Any = torch.empty_like(tensor, dtype=torch.float32)
+        assert (empty.local_tensor().shape, empty.dtype) == ((2, 8), torch.float32)
+        assert empty.sharding_spec() == tensor.sharding_spec()
+
+    on(4, program)
+
+
 # -- sizes -------------------------------------------------------------------------------------
 
 

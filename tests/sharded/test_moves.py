@@ -199,6 +199,19 @@ def test_full_tensor_and_its_gradient(spec: ShardingSpec) -> None:
     on(4, program)
 
 
+def test_ranks_without_shards_take_part_in_backward() -> None:
+    whole = numbered([4])
+
+    def program(rank: int) -> None:
+        scale = torch.tensor(3.0, requires_grad=True)
+        result: Any = cut(whole, chunks(0, [1]), rank) * scale
+        loss = result.full_tensor().sum()
+        (gradient,) = torch.autograd.grad(loss, [scale])
+        assert gradient.item() == whole.sum().item()
+
+    on(2, program)
+
+
 def test_the_whole_is_every_ranks_own() -> None:
     def program(rank: int) -> None:
         tensor = cut(numbered([4]), boxes(([0], [4], 0)), rank)

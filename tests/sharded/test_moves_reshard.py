@@ -208,3 +208,65 @@ def test_shards_without_placement_cannot_be_moved_to() -> None:
         ValueError,
         "remote device is None",
     )
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (chunks(0, [0, 1, 2]), chunks(1, [2, 0])),
+        (chunks(1, [1]), grid([2, 3], [1, 3], [0, 2])),
+        (chunks(0, [0, 2, 0, 2, 0, 2, 0]), chunks(0, [1])),
+    ],
+)
+def test_gradients_flow_back_through_a_result_that_was_resharded(
+    first: ShardingSpec, second: ShardingSpec, in_place: bool
+) -> None:
+    whole = numbered([5, 4])
+
+    def program(rank: int) -> None:
+        leaf = cut(whole, first, rank, requires_grad=True)
+        result: Any = leaf * leaf
+        moved = result.reshard(second) if in_place else result.resharded(second)
+        assert (moved is result) == in_place
+        assert moved.requires_grad
+        assert moved.metadata() == cut(whole, second, rank, requires_grad=True).metadata()
+        assert torch.equal(moved.full_tensor(), whole * whole)
+        (moved * cut(whole, second, rank)).sum().backward()
+        for shard in leaf.local_shards():
+            assert shard.tensor.grad is not None
+            expected = (2 * whole * whole)[shard.metadata.box.slices]
+            torch.testing.assert_close(shard.tensor.grad, expected)
+
+    on(3, program)
+
+
+def test_a_leaf_that_is_resharded_elsewhere_gets_gradients() -> None:
+    def program(rank: int) -> None:
+        leaf = cut(numbered([4]), chunks(0, [0, 0]), rank, requires_grad=True)
+        moved: Any = leaf.resharded(chunks(0, [1]))
+        assert leaf.sharding_spec() == chunks(0, [0, 0])
+        (moved * moved).full_tensor().sum().backward()
+        assert [tile.grad.tolist() for tile in leaf.local_tiles() if tile.grad is not None] == (
+            [[0.0, 2.0], [4.0, 6.0]] if rank == 0 else []
+        )
+        with torch.no_grad():
+            assert torch.equal(leaf.resharded(chunks(0, [1])).full_tensor(), numbered([4]))
+
+    on(2, program)
+
+
+def test_a_leaf_that_is_resharded_in_place_stays_a_leaf() -> None:
+    def program(rank: int) -> None:
+        leaf = cut(numbered([4]), chunks(0, [0, 1]), rank, requires_grad=True)
+        leaf.reshard(chunks(0, [1, 0]))
+        leaf.sum().backward()  # type: ignore[no-untyped-call]
+        assert leaf.is_leaf
+        assert [tile.grad.tolist() for tile in leaf.local_tiles() if tile.grad is not None] == [
+            [1.0, 1.0]
+        ]
+
+    on(2, program)

@@ -35,7 +35,7 @@ def check_moved(made: ShardedTensor, old: ShardedTensor, dtype: torch.dtype, dev
     for new, tile in zip(made.local_shards(), old.local_tiles(), strict=True):
         assert (new.tensor.dtype, new.tensor.device.type) == (dtype, device)
         assert new.metadata in made.metadata().shards_metadata
-        assert device == "meta" or torch.equal(new.tensor, tile.to(dtype))
+        assert device == "meta" or torch.equal(new.tensor.cpu(), tile.cpu().to(dtype))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -83,6 +83,20 @@ def test_gradients_flow_through_casts() -> None:
         assert made.requires_grad
         (gradient,) = torch.autograd.grad(made.full_tensor().sum(), st.local_tensor())
         assert (gradient.dtype, gradient.tolist()) == (torch.float32, [1, 1])
+
+    on(2, program)
+
+
+def test_what_cannot_have_gradients_requires_none() -> None:
+    def program(rank: int) -> None:
+        st = cut(numbered([4]), chunks(0, [1]), rank, requires_grad=True)
+        whole = st.to(torch.int64)
+        with torch.no_grad():
+            double = st.to(torch.float64)
+        for made in (whole, double):
+            assert not made.requires_grad
+            assert not made.metadata().tensor_properties.requires_grad
+            assert not any(tile.requires_grad for tile in made.local_tiles())
 
     on(2, program)
 
@@ -158,18 +172,32 @@ def test_another_ranks_device_is_refused_with_a_warning() -> None:
         on(1, program)
 
 
+def test_to_the_current_device_always_makes_a_tensor() -> None:
+    def program(rank: int) -> None:
+        st = cut(numbered([4, 3]), chunks(0, [0, 1]), rank)
+        here = moves.to_current(st, "cpu", None, False, torch.preserve_format, None)
+        check_moved(here, st, torch.float32, "cpu")
+        assert here.local_tensor() is st.local_tensor()
+        there = moves.to_current(st, "meta", "meta", True, torch.contiguous_format, None)
+        check_moved(there, st, torch.float32, "meta")
+        group = dist.new_group()
+        elsewhere = moves.to_current(st, "cpu", None, False, torch.preserve_format, group)
+        assert elsewhere.process_group is group
+        for other in ("meta:3", 3, "cpu"):
+            with pytest.raises(ValueError, match="moves to each rank's current device"):
+                moves.to_current(st, "meta", other, False, torch.preserve_format, None)
+
+    on(2, program)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda() -> None:
     def program(rank: int) -> None:
         st = cut(numbered([4, 3]), chunks(0, [0, 1]), rank)
         made = st.cuda()
         check_moved(made, st, torch.float32, "cuda")
-        again = made.cuda()
-        assert again is not made
-        assert again.local_tensor() is made.local_tensor()
+        assert made.cuda().local_tensor() is made.local_tensor()
         check_moved(made.cpu(), made, torch.float32, "cpu")
-        assert made.to(0).device == torch.device("cuda", 0)
-        with pytest.raises(ValueError, match="moves to each rank's current device"):
-            st.cuda(1)
+        assert made.to(torch.cuda.current_device()) is made
 
     on(2, program)

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.sharded.ranks_and_cuts import chunks, cut, grid, numbered, on
-from tilework.sharded import custom_sharded_op_impl, custom_sharding_spec_op, registry
+from tilework.sharded import (
+    custom_sharded_op_impl,
+    custom_sharding_spec_op,
+    registry,
+    shard_parameter,
+)
 from tilework.sharded.specs import ChunkShardingSpec
 
 
@@ -101,3 +106,18 @@ def test_functions_that_take_anything_are_taken() -> None:
         return torch.special.zeta(cut(numbered([4]), chunks(0, [0]), rank), 3.0)
 
     assert on(1, program) == [4]
+
+
+def test_a_layer_with_a_sharded_weight_calls_the_users_linear() -> None:
+    result = torch.rand(15, 16)
+
+    @custom_sharding_spec_op(ChunkShardingSpec, torch.nn.functional.linear)
+    def linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
+        return result
+
+    def program(rank: int) -> None:
+        layer = torch.nn.Linear(32, 16)
+        shard_parameter(layer, "weight", chunks(0, [0, 1]))
+        assert layer(torch.rand(15, 32)) is result
+
+    on(2, program)

@@ -232,25 +232,26 @@ def _check_format(memory_format: torch.memory_format | None) -> None:
         )
 
 
-def cuda(
+def to_current(
     tensor: ShardedTensor,
+    kind: str,
     device: torch.device | str | int | None,
     non_blocking: bool,
     memory_format: torch.memory_format,
     group: AnyGroup,
 ) -> ShardedTensor:
-    """See :meth:`ShardedTensor.cuda`."""
+    """See :meth:`ShardedTensor.cuda`, which is this for the kind "cuda"."""
     _check_format(memory_format)
-    current = _current("cuda")
+    current = _current(kind)
     if device is not None:
-        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if asked not in (current, torch.device("cuda")):
+        asked = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+        if asked not in (current, torch.device(kind)):
             raise ValueError(
                 f"a sharded tensor moves to each rank's current device: got {device!r}, expected "
-                f"'cuda' or {current}; call torch.cuda.set_device on each rank first"
+                f"{kind!r} or {current}; call torch.{kind}.set_device on each rank first"
             )
     tiles = [tile.to(current, non_blocking=non_blocking) for tile in graph_tiles(tensor)]
-    return tensor._on(tiles, torch.device("cuda"), group)
+    return tensor._on(tiles, torch.device(kind), group)
 
 
 def _own(device: torch.device) -> torch.device:

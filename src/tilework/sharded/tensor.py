@@ -417,7 +417,7 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ValueError: ``device`` is not this rank's current CUDA device.
         """
-        return moves.cuda(self, device, non_blocking, memory_format, process_group)
+        return moves.to_current(self, "cuda", device, non_blocking, memory_format, process_group)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
