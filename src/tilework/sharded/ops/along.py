@@ -14,7 +14,7 @@ from torch import Tensor
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.elementwise import spellings
-from tilework.sharded.ops.tiles import recut, settle, sharded_argument, zeros_after
+from tilework.sharded.ops.tiles import graph_tiles, recut, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 
@@ -84,19 +84,21 @@ def run_along(
     cut = first_cut(tensor, dims)
     if cut is not None:
         raise unsupported(func, (tensor, *args), kwargs, CUT.format(cut))
-    tiles = tensor.local_tiles()
-    if not tiles:
-        # Only for the dtypes and the extents along these dims.
-        shape = [extent if d in dims else 1 for d, extent in enumerate(tensor.shape)]
-        tiles = [zeros_after(tensor, shape)]
+    tiles = [_with_elements(tensor, tile, dims) for tile in graph_tiles(tensor)]
     results = [func(tile, *args, **kwargs) for tile in tiles]
     if isinstance(results[0], Tensor):
-        if all(result is tile for result, tile in zip(results, tiles, strict=True)):
-            return settle(tensor)
         return _whole(tensor, dims, results)
     each = [_whole(tensor, dims, column) for column in zip(*results, strict=True)]
     kind = type(results[0])
     return each if kind is list else tuple(each) if kind is tuple else kind(each)
+
+
+def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[int]) -> Tensor:
+    """The tile; for an empty one zeros, which only show what dtypes and extents come out."""
+    if tile.numel():
+        return tile
+    sizes = enumerate(zip(tile.shape, tensor.shape, strict=True))
+    return zeros_after(tensor, [whole if d in dims else max(n, 1) for d, (n, whole) in sizes])
 
 
 def _whole(tensor: ShardedTensor, dims: Sequence[int], results: Sequence[Tensor]) -> ShardedTensor:
@@ -114,8 +116,12 @@ def _whole(tensor: ShardedTensor, dims: Sequence[int], results: Sequence[Tensor]
         return Box(offsets, changed(box.sizes, first.shape))
 
     parts = iter(results)
-    size = changed(tensor.shape, first.shape)
-    return recut(tensor, size, place, lambda tile, box: next(parts), stand_in=first)
+
+    def apply(tile: Tensor, box: Box) -> Tensor:
+        result, sizes = next(parts), place(box).sizes
+        return result if result.shape == sizes else result[tuple(slice(n) for n in sizes)]
+
+    return recut(tensor, changed(tensor.shape, first.shape), place, apply, stand_in=first)
 
 
 def _along(func: Callable[..., Any], names: tuple[str, ...], default: int | None) -> Handler:

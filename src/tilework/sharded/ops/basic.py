@@ -96,7 +96,8 @@ _OF_WRAPPER = [
     torch.is_inference, torch.get_device, torch._has_compatible_shallow_copy_type,
 ]  # fmt: skip
 _VALUE_READERS = [getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__bool__",
-    "__float__", "__int__", "__index__", "__complex__", "__array__", "__contains__")]  # fmt: skip
+    "__float__", "__int__", "__long__", "__index__", "__complex__", "__array__",
+    "__contains__")]  # fmt: skip
 
 TABLE: dict[Callable[..., Any], Handler] = {
     **{f: of_wrapper(f) for f in _OF_WRAPPER},

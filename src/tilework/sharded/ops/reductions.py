@@ -135,7 +135,7 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         best, shares, *tiles = ctx.saved_tensors
         share = gradient / shares
-        return None, None, *(_equal(tile, best).to(share.dtype) * share for tile in tiles)
+        return None, None, *(torch.where(_equal(tile, best), share, 0) for tile in tiles)
 
 
 def _arg(tensor: ShardedTensor, name: str) -> Tensor:

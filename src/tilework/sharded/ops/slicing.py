@@ -15,7 +15,7 @@ from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.along import dims_of, options_of
 from tilework.sharded.ops.elementwise import elementwise
 from tilework.sharded.ops.tiles import sharded_argument
-from tilework.sharded.ops.views import expand, narrow, permute, reshape, select, unsqueeze
+from tilework.sharded.ops.views import alias, expand, narrow, permute, reshape, select, unsqueeze
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 
@@ -44,7 +44,7 @@ def _reshapes(func: Callable[..., Any]) -> Handler:
         change = (
             expand if func in (Tensor.expand, torch.broadcast_to, Tensor.broadcast_to) else reshape
         )
-        found = tensor if size == tensor.shape else change(tensor, size)
+        found = alias(tensor) if size == tensor.shape else change(tensor, size)
         if found is None:
             hint = "its tiles would be no boxes of the new shape: reshard first"
             raise unsupported(func, args, kwargs, hint)
@@ -107,6 +107,7 @@ def _unsqueeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = sharded_argument(torch.squeeze, args, kwargs)
     dims = dims_of(tensor, options_of(("dim",), args, kwargs).get("dim"))
+    tensor = alias(tensor)
     for dim in reversed(range(tensor.dim()) if dims is None else dims):
         if tensor.shape[dim] == 1:
             tensor = select(tensor, dim, 0)
@@ -124,7 +125,7 @@ def _index(tensor: ShardedTensor, key: Any) -> ShardedTensor | None:
     used = sum(k is not None and k is not ... for k in keys)
     spread = [slice(None)] * (tensor.dim() - used)
     at = keys.index(...) if any(k is ... for k in keys) else len(keys)
-    dim = 0
+    tensor, dim = alias(tensor), 0
     for k in (*keys[:at], *spread, *keys[at + 1 :]):
         if k is None:
             tensor = unsqueeze(tensor, dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilework.layout import Box
 from tilework.sharded.ops.along import first_cut
-from tilework.sharded.ops.tiles import recut
+from tilework.sharded.ops.tiles import graph_tiles, recut, wrap
 from tilework.sharded.tensor import ShardedTensor
 
 
@@ -24,6 +24,11 @@ def _without(numbers: Sequence[int], dim: int) -> tuple[int, ...]:
 
 def _with(numbers: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
     return (*numbers[:dim], value, *numbers[dim + 1 :])
+
+
+def alias(tensor: ShardedTensor) -> ShardedTensor:
+    """The same elements, as another tensor."""
+    return wrap(tensor, [tile.view_as(tile) for tile in graph_tiles(tensor)])
 
 
 def permute(tensor: ShardedTensor, order: Sequence[int]) -> ShardedTensor:
