@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -173,6 +174,20 @@ def test_after_a_reshard_they_are_new() -> None:
     on(3, with_rpc(program))
 
 
+def test_what_is_loaded_has_them_if_it_had_them() -> None:
+    def program(rank: int) -> None:
+        tensor = cut(numbered([6, 2]), chunks(0, [0, 1]), rank, init_rrefs=True)
+        file = io.BytesIO()
+        torch.save([tensor, tensor.like(tensor.local_tiles())], file)
+        file.seek(0)
+        loaded, without = torch.load(file)
+        check_remote(loaded, rank)
+        with pytest.raises(RuntimeError, match="created with init_rrefs=False"):
+            without.remote_shards()
+
+    on(2, with_rpc(program))
+
+
 def test_between_processes() -> None:
     def program(rank: int) -> None:
         tensor = sharded.ones(chunks(0, [0, 1]), 5, 3, init_rrefs=True)
@@ -251,7 +266,11 @@ def test_only_some_ranks_bring_shards() -> None:
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        (chunks(0, [1, 0]), {}, "the tensor=.* on rank 0 does not match with the tensor=.* on rank 1"),
+        (
+            chunks(0, [1, 0]),
+            {},
+            "the tensor=.* on rank 0 does not match with the tensor=.* on rank 1",
+        ),
         (chunks(0, [0, 1]), {"dtype": torch.int8}, "does not match with the tensor="),
         (chunks(0, [0, 7]), {}, "Global rank 7 does not exist"),
         (chunks(3, [0, 1]), {}, "Invalid sharding dim"),
