@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -545,6 +547,21 @@ def test_a_reshard_that_fails_changes_nothing() -> None:
         assert weight.sharding_spec() == ROWS
         run(optimizer, weight, range(1, 3))
         return parts_of(weight)
+
+    check_whole(on(3, program), plain_run(torch.optim.Adam, {"lr": 0.1}, 3))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_are_independent(copied: Callable[[Any], Any]) -> None:
+    def program(rank: int) -> Any:
+        weight = weight_of(ROWS, rank)
+        optimizer = ShardedOptimizer({"w": weight}, torch.optim.Adam, lr=0.1)
+        run(optimizer, weight, range(1))
+        other_weight, other = copied((weight, optimizer))
+        run(optimizer, weight, range(7, 9))
+        other.reshard_("w", SPECS["grid"])
+        run(other, other_weight, range(1, 3))
+        return parts_of(other_weight)
 
     check_whole(on(3, program), plain_run(torch.optim.Adam, {"lr": 0.1}, 3))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,9 +99,7 @@ class ShardedOptimizer(Optimizer):
         self.named_params: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # of each parameter group
         self._tiles: dict[str, list[Tensor]] = {}  # what the inner one has
-        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda local: optimizer_class(
-            local, *args, **kwargs
-        )
+        self._make = partial(_made, optimizer_class, args, kwargs)
         self._inner: Optimizer | None = None
         super().__init__(groups, {})
 
@@ -136,6 +135,9 @@ class ShardedOptimizer(Optimizer):
         self._names.append(list(named))
         self._tiles.update(tiles)
         self._adopt()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # torch's would leave out the parameters
 
     def _adopt(self) -> None:
         inner = self._of_torch()
@@ -364,6 +366,15 @@ class ShardedOptimizer(Optimizer):
             for state, part in zip(states, parts(saved[key], tensor), strict=True):
                 state[key] = part
         return states
+
+
+def _made(
+    optimizer_class: Callable[..., Optimizer],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    groups: list[dict[str, Any]],
+) -> Optimizer:
+    return optimizer_class(groups, *args, **options)
 
 
 def _local(tensor: Tensor) -> list[Tensor]:

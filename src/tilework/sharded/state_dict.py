@@ -57,9 +57,9 @@ def pre_load_state_dict_hook(
     A parameter keeps its layout and gets the values: a sharded one from a tensor of any other
     layout, or from a plain one; a plain one from a sharded tensor.
 
-    Collective, if a parameter's layout and that of its values differ, over the parameter's group (a
-    plain one's: over that of its values). What is wrong on one rank raises on all. Modules without
-    sharded tensors are left alone.
+    Collective over the groups of sharded parameters, and of sharded values for plain ones; blocks.
+    What is wrong on one rank raises on all. Values move only where layouts differ. A module and a
+    state dict without sharded tensors are left alone, and nothing is communicated.
 
     Raises:
         ValueError: Ranks load different things, or values lie on ranks outside the group.
