@@ -27,6 +27,9 @@ ROWS = chunk_tiling((4, 4), 0, [0, 1])
 MANY_ROWS = chunk_tiling((4, 4), 0, [0, 1, 0, 1])
 FOUR_ROWS = chunk_tiling((4, 4), 0, [0, 1, 2, 3])
 THREE_ROWS = chunk_tiling((4, 4), 0, [2, 1, 0])
+ONE_TWICE = Tiling.of_tiles(
+    (4, 4), [Tile(Box((0, 0), (2, 4)), (0, 1)), Tile(Box((2, 0), (2, 4)), (2,))]
+)
 COLUMNS = chunk_tiling((4, 4), 1, [0, 1])
 GRID = [[0, 1], [2, 3]]
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
@@ -68,6 +71,7 @@ def on_grid(*placed: Placement) -> Tiling:
         (on_grid(P, R), FOUR_ROWS, Collective("all_to_all", (0, 1, 2, 3))),
         (on_grid(P, P), everything_on(0), Collective("all_to_all", (0, 1, 2, 3))),
         (ROWS, chunk_tiling((4, 4), 0, [1, 0]), Collective("all_to_all", (0, 1))),
+        (ONE_TWICE, everything_on(0, 1, 2), Collective("all_to_all", (0, 1, 2))),
         (MANY_ROWS, everything_on(0, 1), Collective("all_to_all", (0, 1))),
     ],
 )
