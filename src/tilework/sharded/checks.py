@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tilework.comm.world import AnyGroup, get_rank
-from tilework.layout import Box, check_boxes
+from tilework.layout import Box
 from tilework.sharded.alike import check_alike
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
-from tilework.sharded.specs import ShardingSpec
+from tilework.sharded.specs import ShardingSpec, check_shards
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def check_metadata(metadata: ShardedTensorMetadata) -> None:
     if not metadata.shards_metadata:
         raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
     check_formats(metadata.tensor_properties.layout, metadata.tensor_properties.memory_format)
-    check_boxes(tuple(metadata.size), [shard.box for shard in metadata.shards_metadata])
+    check_shards(metadata.size, metadata.shards_metadata)
 
 
 def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> None:

@@ -221,7 +221,7 @@ def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     if _is_on(tensor, device) and dtype == tensor.dtype and stays and not copy:
         return tensor
     tiles = [tile.to(device, dtype, non_blocking, copy) for tile in graph_tiles(tensor)]
-    return tensor._on(tiles, device and torch.device(device.type), group)
+    return tensor.of_results(tiles, device and torch.device(device.type), group)
 
 
 def _check_format(memory_format: torch.memory_format | None) -> None:
@@ -251,7 +251,7 @@ def to_current(
                 f"{kind!r} or {current}; call torch.{kind}.set_device on each rank first"
             )
     tiles = [tile.to(current, non_blocking=non_blocking) for tile in graph_tiles(tensor)]
-    return tensor._on(tiles, torch.device(kind), group)
+    return tensor.of_results(tiles, torch.device(kind), group)
 
 
 def _own(device: torch.device) -> torch.device:

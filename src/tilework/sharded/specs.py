@@ -162,7 +162,7 @@ class EnumerableShardingSpec(ShardingSpec):
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        check_boxes(tuple(tensor_sizes), [shard.box for shard in self.shards])
+        check_shards(tensor_sizes, self.shards)
         return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
 
     def moved(self, device: torch.device) -> EnumerableShardingSpec:
@@ -202,6 +202,20 @@ def infer_sharding_spec_from_shards_metadata(
         if dim is not None:
             return ChunkShardingSpec(dim, [s.placement for s in shards if s.placement is not None])
     return EnumerableShardingSpec(shards_metadata)
+
+
+def check_shards(size: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
+    """Check that the shards are those of a tensor of this size: every element is in one.
+
+    Raises:
+        ValueError: Two overlap, one is out of bounds, or an element is in none.
+    """
+    try:
+        check_boxes(tuple(size), [shard.box for shard in shards])
+    except ValueError as error:
+        if "does not match tensor volume" not in str(error):
+            raise
+        raise ValueError(f"the shards do not cover the entire tensor: {error}") from None
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework import rpc
-from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import AnyGroup, NonMember, get_rank, resolve
-from tilework.layout import Tiling
+from tilework.comm.world import AnyGroup, get_rank
 from tilework.sharded import checks, joining, loading, moves, remote
-from tilework.sharded.base import ShardedTensorBase, mark_parameter, rebuild_base
+from tilework.sharded.base import mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.graph import graph_tiles, keep_stand_in
+from tilework.sharded.grouped import GroupedTensor
 from tilework.sharded.metadata import (
-    Geometry,
     Items,
     Shard,
     ShardedTensorMetadata,
@@ -26,7 +23,7 @@ from tilework.sharded.metadata import (
     TensorProperties,
     _named_properties,
 )
-from tilework.sharded.placement import Place, places
+from tilework.sharded.placement import places
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -35,7 +32,7 @@ from tilework.sharded.specs import (
 )
 
 
-class ShardedTensor(ShardedTensorBase):
+class ShardedTensor(GroupedTensor):
     """A tensor in shards on the ranks of a process group.
 
     Making one is collective in the sense that every rank must make it, with the same arguments;
@@ -72,10 +69,8 @@ class ShardedTensor(ShardedTensorBase):
         [torch.Size([3, 4]), torch.Size([2, 4])]
     """
 
-    _process_group: ProcessGroup | NonMember
-    _geometry: Geometry
-    _init_rrefs: bool
-    _remote: remote.RemoteShards | None
+    _init_rrefs = False
+    _remote: remote.RemoteShards | None = None
 
     def __new__(
         cls,
@@ -121,22 +116,6 @@ class ShardedTensor(ShardedTensorBase):
 
     def _share(self) -> None:
         self._init_rrefs, self._remote = True, remote.share(self._local_shards)
-
-    @classmethod
-    def _assembled(
-        cls,
-        spec: ShardingSpec,
-        metadata: ShardedTensorMetadata,
-        placed: Sequence[Place],
-        shards: Iterable[Shard],
-        group: AnyGroup,
-    ) -> ShardedTensor:
-        """One of what is known to fit together."""
-        self = cls._from_metadata(spec, metadata, shards)
-        self._process_group = resolve(group)
-        self._geometry = Geometry(metadata, [owner for owner, _ in placed])
-        self._init_rrefs, self._remote = False, None
-        return self
 
     @classmethod
     def _of_joined(cls, joined: joining.Joined, group: AnyGroup, init_rrefs: bool) -> ShardedTensor:
@@ -231,69 +210,6 @@ class ShardedTensor(ShardedTensorBase):
             return cls._assembled(spec, metadata, placed, shards, process_group)
 
         return cls._made(make, init_rrefs)
-
-    @property
-    def process_group(self) -> ProcessGroup | NonMember:
-        """Whose ranks hold the shards."""
-        return self._process_group
-
-    def _group(self) -> ProcessGroup | NonMember:
-        return self._process_group
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """The global rank of each of the metadata's shards."""
-        return self._geometry.owners
-
-    @property
-    def tiling(self) -> Tiling:
-        return self._geometry.tiling
-
-    def _inherit(self, other: ShardedTensorBase) -> None:
-        assert isinstance(other, ShardedTensor)
-        self._process_group, self._geometry = other._process_group, other._geometry
-        self._init_rrefs, self._remote = False, None
-
-    def recut(
-        self,
-        spec: ShardingSpec,
-        metadata: ShardedTensorMetadata,
-        owners: Sequence[int],
-        shards: list[Shard],
-    ) -> ShardedTensor:
-        """Another tensor on this one's group, of what the caller knows to fit together. Local."""
-        made = self._again(shards, metadata)
-        made._sharding_spec, made._geometry = spec, Geometry(metadata, owners)
-        return made
-
-    def _on(
-        self, tiles: list[Tensor], device: torch.device | None, group: AnyGroup
-    ) -> ShardedTensor:
-        """Cut as this one, with each shard on its rank's ``device``, and on another group.
-
-        Args:
-            tiles: What came of the tensor's graph_tiles.
-            device: Its kind, without an index.
-            group: The group; None for this one's.
-        """
-        properties = replace(
-            self._metadata.tensor_properties,
-            dtype=tiles[0].dtype,
-            requires_grad=tiles[0].requires_grad,
-        )
-        metadata, spec = replace(self._metadata, tensor_properties=properties), self._sharding_spec
-        if device is not None:
-            metadata, spec = metadata.moved(device), spec.moved(device)
-        placed, rank = zip(metadata.shards_metadata, self.owners, strict=True), get_rank()
-        mine = [shard for shard, owner in placed if owner == rank]
-        shards = [Shard(tile, shard) for tile, shard in zip(tiles, mine, strict=False)]
-        made = self._again(shards, metadata)
-        made._sharding_spec = spec
-        if not shards:
-            keep_stand_in(made, tiles[0])
-        if group is not None:
-            made._process_group = resolve(group)
-        return made
 
     def gather(  # type: ignore[override]
         self,

@@ -49,20 +49,8 @@ def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
 
 def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
     """A tensor cut as ``operand``, of what came of its :func:`graph_tiles`."""
-    metadata, spec, first = operand._metadata, operand._sharding_spec, results[0]
-    properties = replace(
-        metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
-    )
-    metadata = replace(metadata, tensor_properties=properties)
-    if first.device.type != operand.device.type:
-        kind = torch.device(first.device.type)
-        metadata, spec = metadata.moved(kind), spec.moved(kind)
-    shards = [s.with_tensor(t) for s, t in zip(operand.local_shards(), results, strict=False)]
-    made = operand._again(shards, metadata)
-    made._sharding_spec = spec
-    if not shards:
-        keep_stand_in(made, first)
-    return made
+    kind = results[0].device.type
+    return operand.of_results(results, None if kind == operand.device.type else torch.device(kind))
 
 
 def settle(operand: ShardedTensor) -> ShardedTensor:
