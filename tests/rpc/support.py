@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -79,3 +81,18 @@ class Gate:
     def wait(self) -> None:
         self.reached.set()
         assert self.open.wait(LIMIT_SECONDS)
+
+
+def fork_and_wait(child: Callable[[], int]) -> int:
+    """The exit status of a forked child that runs ``child``."""
+    with warnings.catch_warnings():
+        # Newer Pythons warn of forking beside threads, which is what is tested.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if not pid:
+        status = 99
+        try:
+            status = child()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

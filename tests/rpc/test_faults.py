@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.faults.crew import Crew, Holdings, Say
-from tests.rpc.support import identity, my_name, nothing, until
+from tests.rpc.support import fork_and_wait, identity, my_name, nothing, until
 from tilework import rpc
 from tilework.errors import PeerLostError, RpcTimeoutError
 from tilework.rpc.state import current_agent
@@ -210,10 +210,7 @@ def test_ctrl_c_ends_a_wait(asynchronous: bool, tmp_path: Path) -> None:
 
 def test_a_forked_child_is_no_worker(tmp_path: Path) -> None:
     def act(rank: int, say: Say) -> None:
-        pid = os.fork()
-        if not pid:
-            os._exit(rpc.is_initialized())
-        say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        say(fork_and_wait(lambda: int(rpc.is_initialized())))
         say(rpc.rpc_sync(1 - rank, my_name))
         rpc.barrier()
 

@@ -26,8 +26,8 @@ from tilework.rpc.failures import Failure
 from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later, RpcFuture
 from tilework.rpc.gathering import Gatherings, Key
-from tilework.rpc.memory import Lender, Probe
-from tilework.rpc.message import NEW, NO_FILE, Kind, Message, Ref, decode, encode
+from tilework.rpc.memory import Borrower, Lender, Probe
+from tilework.rpc.message import NEW, NO_FILE, File, Kind, Message, Ref, decode, encode
 from tilework.rpc.options import Timeout, timeout_seconds
 from tilework.rpc.payload import Payload, load
 from tilework.rpc.references import References
@@ -92,6 +92,7 @@ class Agent:
         self.references = References(rank, self._tell, transport.wake)
         self.gatherings = Gatherings()
         self._transport, self._lender, self._probes = transport, lender, probes
+        self._borrower = Borrower(transport.wake)
         self._calls = Calls()
         #: Calls of RPC's own that this rank has not answered yet.
         self._answering = Tally()
@@ -216,24 +217,24 @@ class Agent:
         file, places = self._lend(to, parts)
         sent = self._transport.send(to, encode(kind, self.rank, number, refs, parts, file, places))
         if not sent:
-            self._lender.taken(file)
+            self._lender.taken(file.number)
             self.references.unsent(refs, to)
         return sent
 
-    def _lend(self, to: int, parts: Sequence[memoryview]) -> tuple[int, list[int]]:
+    def _lend(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
         """The memory file for the large ones of ``parts``, and the place of each part in it."""
         sizes = [part.nbytes for part in parts]
         large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
         if not large or to not in self._readers:
             return NO_FILE, []
         offsets = memory.place([sizes[i] for i in large])
-        file = self._lender.lend(to, [parts[i] for i in large], offsets)
-        if file is None:
+        lent = self._lender.lend(to, [parts[i] for i in large], offsets)
+        if lent is None:
             return NO_FILE, []
         places = [-1] * len(parts)
         for i, offset in zip(large, offsets, strict=True):
             places[i] = offset
-        return file, places
+        return File(*lent), places
 
     def _tell(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
         """Send a message without a body; to a rank that is gone, nothing."""
@@ -277,6 +278,9 @@ class Agent:
                     self._readers.add(sender)
             case Kind.TAKEN:
                 self._lender.taken(number)
+            case Kind.RETURNED:
+                if self._lender.returned(number):
+                    self._transport.wake()
             case Kind.ADD:
                 self.references.add(message.refs[0], sender, number)
             case Kind.ADDED:
@@ -292,15 +296,19 @@ class Agent:
         refs = [
             RRef.of(self, self.references.incoming(ref, message.sender)) for ref in message.refs
         ]
-        file: Any = None
-        if message.file != NO_FILE:
-            pid = self._probes[message.sender].pid
-            try:
-                file = memory.take(pid, message.file, message.file_bytes)
-            except OSError as error:
-                file = error
-            self._tell(Kind.TAKEN, message.sender, message.file)
-        return _Arrived(message, refs, file)
+        return _Arrived(message, refs, self._open(message) if message.file != NO_FILE else None)
+
+    def _open(self, message: Message) -> Any:
+        """What the message's memory file holds; the error if it cannot be opened."""
+        sender, (number, returning) = message.sender, message.file
+        pid = self._probes[sender].pid
+        try:
+            found: Any = self._borrower.borrow(sender, pid, number, message.file_bytes, returning)
+        except OSError as error:
+            found, returning = error, False
+        if not returning:
+            self._tell(Kind.TAKEN, sender, number)
+        return found
 
     def _outcome(self, arrived: _Arrived) -> Any:
         """The result of a call that ended, or its exception."""
@@ -364,7 +372,7 @@ class Agent:
         """End the calls that are late, or whose worker is gone; tell what was dropped."""
         while not self._closed:
             next_loss = self._losing[0][0] if self._losing else math.inf
-            until = self._calls.sleep_until(next_loss)
+            until = self._calls.sleep_until(min(next_loss, self._lender.tidy()))
             lost = self._transport.watch(until - time.monotonic())
             now = time.monotonic()
             self._losing += [(now + _GRACE_SECONDS, rank) for rank in lost]
@@ -373,6 +381,8 @@ class Agent:
             for number in self._calls.late(now):
                 self._end(number, Call.late)
             self.references.flush()
+            for rank, file, again in self._borrower.given_back():
+                self._tell(Kind.RETURNED if again else Kind.TAKEN, rank, file)
 
     def _lose(self, rank: int) -> None:
         self._transport.give_up(rank)

@@ -1,8 +1,10 @@
 """Large buffers between processes of one host: written once, then mapped by who gets them.
 
 A sender writes them into a memory file without a name (memfd), and says its number. The receiver
-opens it as ``/proc/<pid>/fd/<number>``, maps it, and says so; then the sender lets go of it. What
-is left is the receiver's mapping. So nothing remains of it after either is killed.
+opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files are used again, because getting memory
+from the kernel costs more than the copy: a receiver that has dropped its mapping gives the file
+back. There is a limit to that, beyond which the sender lets go of a file as soon as it is mapped.
+Nothing remains of a file when the processes that have it are gone, however they ended.
 """
 
 from __future__ import annotations
@@ -11,12 +13,19 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 _ALIGNMENT: Final = 64
 #: Buffers from this size on are worth a file.
 LEAST_BYTES: Final = 64 << 10
+#: Files that are used again: how many, of how many bytes together, kept unused for how long.
+_MOST_FILES: Final = 32
+_MOST_BYTES: Final = 128 << 20
+_KEPT_SECONDS: Final = 2.0
 
 
 class Probe(NamedTuple):
@@ -38,51 +47,187 @@ class Probe(NamedTuple):
             os.close(fd)
 
 
+class _File(NamedTuple):
+    """A memory file that will be used again."""
+
+    fd: int
+    size: int
+
+
 class Lender:
-    """The memory files of one rank that others have not opened yet."""
+    """The memory files of one rank: those that others have, and those that nobody has now."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Which rank each is for.
+        #: Which rank has each.
         self._lent: dict[int, int] = {}
-        self.probe = self._make_probe()
-
-    def _make_probe(self) -> Probe:
+        #: Those of them that will come back.
+        self._returning: dict[int, _File] = {}
+        #: Those that came back, oldest first, and when.
+        self._unused: deque[tuple[float, _File]] = deque()
         token = secrets.token_hex(16)
-        fd = _memory_file([token.encode()], [0])
-        return Probe(os.getpid(), -1 if fd is None else fd, token)
+        fd = _write_file(None, [memoryview(token.encode())], [0])
+        self.probe = Probe(os.getpid(), -1 if fd is None else fd, token)
 
-    def lend(self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
-        """A file with copies of ``parts``, for ``rank``; None where the system has no room."""
-        fd = _memory_file(parts, offsets)
-        if fd is not None:
-            with self._lock:
-                self._lent[fd] = rank
-        return fd
+    def lend(
+        self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]
+    ) -> tuple[int, bool] | None:
+        """A file with copies of ``parts``, for ``rank``.
+
+        Returns:
+            Its number, and whether ``rank`` has to give it back; None if there is no room.
+        """
+        size = offsets[-1] + parts[-1].nbytes
+        with self._lock:
+            again = self._find(size)
+            room = again is not None or self._make_room(size)
+        fd = _write_file(again and again.fd, parts, offsets)
+        if fd is None:
+            return None
+        with self._lock:
+            self._lent[fd] = rank
+            if room:
+                self._returning[fd] = again or _File(fd, size)
+        return fd, room
+
+    def _find(self, size: int) -> _File | None:
+        """An unused file in which so much fits, and that is not much too large."""
+        fitting = [each for each in self._unused if size <= each[1].size <= 4 * size]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda each: each[1].size)
+        self._unused.remove(best)
+        return best[1]
+
+    def _make_room(self, size: int) -> bool:
+        """Whether a new file of ``size`` is within the limits, perhaps instead of unused ones."""
+        taken = sum(file.size for file in self._returning.values())
+        if len(self._returning) >= _MOST_FILES or taken + size > _MOST_BYTES:
+            return False
+        while self._unused and (
+            len(self._returning) + len(self._unused) >= _MOST_FILES
+            or taken + size + sum(file.size for _, file in self._unused) > _MOST_BYTES
+        ):
+            os.close(self._unused.popleft()[1].fd)
+        return True
 
     def taken(self, fd: int) -> None:
-        """It was opened, or never will be."""
+        """It was mapped, or never will be, and is not to be used again."""
         with self._lock:
-            known = self._lent.pop(fd, None)
-        if known is not None:
-            os.close(fd)
+            self._returning.pop(fd, None)
+            if self._lent.pop(fd, None) is not None:
+                os.close(fd)
+
+    def returned(self, fd: int) -> bool:
+        """Nobody has it any more; whether ``tidy`` has something to look at for the first time."""
+        with self._lock:
+            file = self._returning.pop(fd, None)
+            if file is None:
+                return False
+            del self._lent[fd]
+            self._unused.append((time.monotonic(), file))
+            return len(self._unused) == 1
 
     def lost(self, rank: int) -> None:
-        """``rank`` will open nothing any more."""
+        """``rank`` has nothing any more."""
         with self._lock:
             its = [fd for fd, whose in self._lent.items() if whose == rank]
         for fd in its:
             self.taken(fd)
 
+    def tidy(self) -> float:
+        """Let go of files that have been unused for long; when to look again (monotonic)."""
+        with self._lock:
+            limit = time.monotonic() - _KEPT_SECONDS
+            while self._unused and self._unused[0][0] <= limit:
+                os.close(self._unused.popleft()[1].fd)
+            return self._unused[0][0] + _KEPT_SECONDS if self._unused else float("inf")
+
     def close(self) -> None:
         """Let go of all. Idempotent."""
         with self._lock:
-            rest = list(self._lent)
-        for fd in rest:
-            self.taken(fd)
-        if self.probe.fd >= 0:
-            os.close(self.probe.fd)
+            numbers = [*self._lent, *(file.fd for _, file in self._unused), self.probe.fd]
+            self._lent.clear()
+            self._returning.clear()
+            self._unused.clear()
             self.probe = self.probe._replace(fd=-1)
+        for fd in numbers:
+            if fd >= 0:
+                os.close(fd)
+
+
+class _Loan(weakref.ref[mmap.mmap]):
+    """A mapping of another rank's file, which is to be given back."""
+
+    __slots__ = ("fd", "forked", "rank")
+
+    def __init__(self, mapping: mmap.mmap, ended: Callable[[_Loan], None]) -> None:
+        super().__init__(mapping, ended)  # type: ignore[call-arg]
+        self.rank, self.fd = -1, -1
+        #: Whether a forked child has the mapping as well.
+        self.forked = False
+
+
+class Borrower:
+    """One rank's mappings of other ranks' files.
+
+    Args:
+        wake: Called when ``given_back`` should be; from any thread, at any time.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._loans: set[_Loan] = set()
+        self._ended: deque[_Loan] = deque()
+        _borrowers.add(self)
+
+    def borrow(self, rank: int, pid: int, fd: int, size: int, returning: bool) -> mmap.mmap:
+        """The first ``size`` bytes of a file of ``rank``, as memory of this one's.
+
+        Private, since a tensor must not be shared with the children that this process may fork.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            mapping = mmap.mmap(mine, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(mine)
+        if returning:
+            loan = _Loan(mapping, self._end)
+            loan.rank, loan.fd = rank, fd
+            self._loans.add(loan)
+        return mapping
+
+    def _end(self, loan: _Loan) -> None:
+        self._ended.append(loan)
+        self._wake()
+
+    def given_back(self) -> Iterator[tuple[int, int, bool]]:
+        """Rank and number of each file that this rank has dropped; whether it may be used again."""
+        while self._ended:
+            loan = self._ended.popleft()
+            self._loans.discard(loan)
+            yield loan.rank, loan.fd, not loan.forked
+
+    def fork(self) -> None:
+        """A child has whatever is mapped now, and nobody will know when it drops it."""
+        for loan in list(self._loans):
+            loan.forked = True
+
+
+_borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+
+
+def _fork() -> None:
+    for borrower in list(_borrowers):
+        borrower.fork()
+
+
+if hasattr(os, "register_at_fork"):
+    # Twice, since other threads may map something until it really happens.
+    os.register_at_fork(before=_fork, after_in_parent=_fork)
 
 
 def place(sizes: Sequence[int]) -> list[int]:
@@ -99,31 +244,17 @@ def place(sizes: Sequence[int]) -> list[int]:
     return offsets
 
 
-def take(pid: int, fd: int, size: int) -> mmap.mmap:
-    """The first ``size`` bytes of that process's file, as memory of this one's.
-
-    Private, since a tensor must not be shared with the children that this process may fork.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
-    mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(mine, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(mine)
-
-
-def _memory_file(parts: Sequence[memoryview | bytes], offsets: Sequence[int]) -> int | None:
+def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
+    """Write into the file ``fd``, or a new one; its number, None if that cannot be done."""
     if not hasattr(os, "memfd_create"):
         return None
-    fd = -1
     try:
-        fd = os.memfd_create("tilework-rpc", os.MFD_CLOEXEC)
+        if fd is None:
+            fd = os.memfd_create("tilework-rpc", os.MFD_CLOEXEC)
         for part, offset in zip(parts, offsets, strict=True):
-            _write(fd, memoryview(part), offset)
+            _write(fd, part, offset)
     except OSError:
-        if fd >= 0:
+        if fd is not None:
             os.close(fd)
         return None
     return fd

@@ -1,7 +1,7 @@
 """Messages between ranks, as ZeroMQ carries them. All numbers are little-endian.
 
     first frame    kind, sender, number; then, where there is a body: how many references and
-                   parts, the memory file's number; each reference; each part's size and place;
+                   parts, the memory file; each reference; each part's size and place;
                    the parts that stand here
     more frames    the parts that stand apart, cut into frames of at most MAX_FRAME_BYTES
 
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from tilework.rpc.transport import MAX_FRAME_BYTES
 
 _HEAD: Final = struct.Struct("<BIQ")
-_BODY: Final = struct.Struct("<HIi")
+_BODY: Final = struct.Struct("<HIi?")
 _REF: Final = struct.Struct("<IQIQ")
 _PART: Final = struct.Struct("<Qq")
 
@@ -28,7 +28,6 @@ _APART: Final = -1
 _HERE: Final = -2
 #: Larger pickles stand apart.
 _HERE_BYTES: Final = 64 << 10
-NO_FILE: Final = -1
 
 
 class Kind(IntEnum):
@@ -46,12 +45,25 @@ class Kind(IntEnum):
     DROP = 7
     #: A reference arrived, and need not be held for this rank any longer. The number of its pin.
     HOLDS = 8
-    #: A memory file was opened. Its number.
+    #: A memory file was opened, and may be closed. Its number.
     TAKEN = 9
+    #: A memory file is not mapped any more, and may be used again. Its number.
+    RETURNED = 10
     #: The first word to a rank: 1 if the sender can open its memory files.
-    HELLO = 10
+    HELLO = 11
     #: To oneself: stop receiving.
-    STOP = 11
+    STOP = 12
+
+
+class File(NamedTuple):
+    """The memory file of a message."""
+
+    number: int
+    returning: bool
+    """Whether the sender wants it back, RETURNED; otherwise it is to be TAKEN."""
+
+
+NO_FILE: Final = File(-1, False)
 
 
 class RefId(NamedTuple):
@@ -87,7 +99,7 @@ class Message:
     refs: list[Ref]
     parts: list[tuple[int, int]]
     """Size and place of each."""
-    file: int
+    file: File
     rest: memoryview
     """What follows in the first frame."""
     frames: list[Any]
@@ -118,7 +130,7 @@ def encode(
     number: int,
     refs: Sequence[Ref] = (),
     parts: Sequence[memoryview] = (),
-    file: int = NO_FILE,
+    file: File = NO_FILE,
     places: Sequence[int] = (),
 ) -> list[bytes | memoryview]:
     """A message's frames.
@@ -133,7 +145,7 @@ def encode(
     head: list[bytes | memoryview] = [_HEAD.pack(kind, sender, number)]
     if not parts and not refs:
         return head
-    head += [_BODY.pack(len(refs), len(parts), file)]
+    head += [_BODY.pack(len(refs), len(parts), *file)]
     head += [_REF.pack(*ref.id, ref.owner, ref.pin) for ref in refs]
     frames: list[bytes | memoryview] = []
     here: bytes | memoryview = b""
@@ -159,7 +171,8 @@ def decode(frames: Sequence[Any]) -> Message:
     parts: list[tuple[int, int]] = []
     file = NO_FILE
     if len(first) > at:
-        ref_count, part_count, file = _BODY.unpack_from(first, at)
+        ref_count, part_count, *about_file = _BODY.unpack_from(first, at)
+        file = File(*about_file)
         at += _BODY.size
         for _ in range(ref_count):
             creator, serial, owner, pin = _REF.unpack_from(first, at)
