@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as hs
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
@@ -21,11 +23,13 @@ from tests.sharded.ranks_and_cuts import (
     chunks,
     cut,
     errors_of,
+    examples,
     grid,
     join,
     numbered,
     on,
     parts_of,
+    specs,
 )
 from tilework.sharded import (
     ShardedOptimizer,
@@ -276,11 +280,20 @@ def test_a_parameter_comes_once() -> None:
 
 def test_parameters_that_were_resharded_are_noticed() -> None:
     def program(rank: int) -> None:
-        weight = weight_of(ROWS, rank)
+        weight = weight_of(chunks(0, [0, 1]), rank)
         optimizer = ShardedOptimizer({"w": weight}, torch.optim.SGD)
-        weight.reshard(chunks(1, range(3)))
-        for call in (optimizer.step, optimizer.state_dict):
+        weight.reshard(chunks(1, [0, 1]))
+        if rank == 2:  # had no shard, has none, and hears of it where ranks meet
+            optimizer.step()
+        else:
             with pytest.raises(RuntimeError, match=r"use its reshard_\('w', spec\)"):
+                optimizer.step()
+        for call in (
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": ["w"]}]}),
+            lambda: optimizer.reshard_("w", ROWS),
+        ):
+            with pytest.raises(RuntimeError, match="it would update nothing"):
                 call()
 
     on(3, program)
@@ -526,6 +539,26 @@ def test_gradients_are_resharded_too() -> None:
         return parts_of(weight)
 
     check_whole(on(3, program), plain_run(torch.optim.SGD, {"lr": 0.1}, 1))
+
+
+@examples(20)
+@given(data=hs.data())
+def test_any_layouts_one_after_the_other(data: hs.DataObject) -> None:
+    n = data.draw(hs.integers(1, 3))
+    layouts = [data.draw(specs(SIZE, tuple(range(n)))) for _ in range(3)]
+
+    def program(rank: int) -> Any:
+        weight = weight_of(layouts[0], rank)
+        optimizer = ShardedOptimizer({"w": weight}, torch.optim.Adam, lr=0.1)
+        for step, spec in enumerate(layouts):
+            run(optimizer, weight, range(step, step + 1))
+            optimizer.reshard_("w", spec)
+        again = ShardedOptimizer({"w": weight}, torch.optim.Adam)
+        again.load_state_dict(optimizer.state_dict())
+        run(again, weight, range(3, 4))
+        return parts_of(weight)
+
+    check_whole(on(n, program), plain_run(torch.optim.Adam, {"lr": 0.1}, 4))
 
 
 def test_a_reshard_that_fails_changes_nothing() -> None:

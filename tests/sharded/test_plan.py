@@ -296,6 +296,11 @@ WRONG: dict[str, Case] = {
         RuntimeError,
         "leave out one of them",
     ),
+    "sharder's sharder": (
+        lambda rank: ShardingPlan({"layers.0": ByHand(), "layers.0.fc1": ByHand()}),
+        RuntimeError,
+        "a Sharder for the module 'layers.0'",
+    ),
     "module": (
         lambda rank: ShardingPlan({}, {"hed": ROWS}),
         AttributeError,

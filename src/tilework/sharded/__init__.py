@@ -22,7 +22,8 @@ from tilework.sharded.metadata import (
     TensorProperties,
 )
 from tilework.sharded.module import collect_local_shard, reshard_output
-from tilework.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
+from tilework.sharded.optim import ShardedOptimizer
+from tilework.sharded.optim_params import named_params_with_sharded_tensor
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.plan import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op

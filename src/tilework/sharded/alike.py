@@ -32,6 +32,11 @@ def check_alike(facts: Callable[[], Mapping[str, Any]], group: AnyGroup) -> None
             if one != two:
                 name = fact.rpartition(": ")[2]
                 raise ValueError(
-                    f"{fact}={one} on rank {ranks[0]} does not match with {name}={two} on rank "
-                    f"{rank}"
+                    f"{fact}={_short(one)} on rank {ranks[0]} does not match with "
+                    f"{name}={_short(two)} on rank {rank}"
                 )
+
+
+def _short(value: Any) -> str:
+    text = str(value)  # that of a spec may go on for a thousand placements
+    return text if len(text) <= 500 else f"{text[:300]} … {text[-100:]}"

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
 from tilework.sharded.alike import check_alike
 from tilework.sharded.optim_check import check_elementwise
-from tilework.sharded.optim_state import agreed_entries, joined, parts
+from tilework.sharded.optim_params import local_tensors, named_group, parameter_groups
+from tilework.sharded.optim_state import Entry, State, agreed_entries, joined, parts
 from tilework.sharded.relayout import layout_of
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 
 _GRADIENT = "gradient"
-
-
-def named_params_with_sharded_tensor(
-    module: nn.Module, prefix: str = "", recurse: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters, and its sharded tensors that are plain attributes; each once.
-
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import named_params_with_sharded_tensor
-        >>> [name for name, _ in named_params_with_sharded_tensor(torch.nn.Linear(2, 2))]
-        ['weight', 'bias']
-    """
-    seen: set[int] = set()
-    for path, submodule in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        for name, value in vars(submodule).items():
-            if isinstance(value, ShardedTensor) and id(value) not in seen:
-                seen.add(id(value))
-                yield f"{path}.{name}" if path else name, value
-    for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
-        if id(parameter) not in seen:
-            yield name, parameter
 
 
 class ShardedOptimizer(Optimizer):
@@ -91,7 +70,7 @@ class ShardedOptimizer(Optimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        groups = _groups(named_params)
+        groups = parameter_groups(named_params)
         tensors = [tensor for group in groups for tensor in group["params"].values()]
         device = tensors[0].device if tensors else torch.device("cpu")
         check_elementwise(optimizer_class, args, kwargs, device)
@@ -113,19 +92,17 @@ class ShardedOptimizer(Optimizer):
             TypeError: A parameter is no tensor.
             ValueError: A name or a parameter is there already.
         """
-        param_group = _named(param_group)
+        param_group = named_group(param_group)
         named = param_group["params"]
         known = {id(tensor): name for name, tensor in self.named_params.items()}
         for name, tensor in named.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"parameter {name!r} must be a tensor, got {type(tensor).__name__}")
             if name in self.named_params or id(tensor) in known:
                 raise ValueError(
                     f"parameter {name!r} is there already"
                     + (f", as {known[id(tensor)]!r}" if id(tensor) in known else "")
                 )
             known[id(tensor)] = name
-        tiles = {name: _local(tensor) for name, tensor in named.items()}
+        tiles = {name: local_tensors(tensor) for name, tensor in named.items()}
         local = {**param_group, "params": [tile for own in tiles.values() for tile in own]}
         if self._inner is None:
             self._inner = self._make([local])
@@ -182,8 +159,11 @@ class ShardedOptimizer(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._check_tiles()
-        entries = self._entries(self._by_process_group())
+        entries = {
+            name: found
+            for group, names in self._by_process_group().items()
+            for name, found in self._entries(names, group).items()
+        }
         state = {
             name: joined(tensor, self._states(name), entries.get(name, {}))
             if isinstance(tensor, ShardedTensor)
@@ -218,7 +198,6 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, saved)
             saved = saved if changed is None else changed
-        self._check_tiles()
         for group, own_names in self._by_process_group().items():
             check_alike(lambda names=own_names: self._loaded_layouts(saved, names), group)  # type: ignore[misc]
         options = self._matching_groups(saved)
@@ -251,24 +230,18 @@ class ShardedOptimizer(Optimizer):
             KeyError: There is no parameter of that name.
             ValueError: It is a plain one, or the spec does not fit.
         """
-        self._check_tiles()
         if name not in self.named_params:
             raise KeyError(f"no parameter {name!r}; there are {', '.join(self.named_params)}")
         tensor = self.named_params[name]
         if not isinstance(tensor, ShardedTensor):
             raise ValueError(f"parameter {name!r} is a plain tensor: see shard_parameter")
-        group, gradients = tensor.process_group, self._states(name, gradient=True)
-        entries = {}
+        group, entries = tensor.process_group, {}
         if not isinstance(group, NonMember):
-            shards = list(zip(self._tiles[name], gradients, strict=True))
-            entries = agreed_entries({name: shards}, group).get(name, {})
-        whole = joined(tensor, gradients, entries)
-        moved = {
-            key: copy.copy(value).reshard(resharding_spec)
-            if isinstance(value, ShardedTensor)
-            else value
-            for key, value in sorted(whole.items())
-        }
+            entries = self._entries([name], group, gradients=True).get(name, {})
+        moved = joined(tensor, self._states(name, gradients=True), entries)
+        for key, value in sorted(moved.items()):  # in one order on all ranks
+            if isinstance(value, ShardedTensor):
+                moved[key] = copy.copy(value).reshard(resharding_spec)
         tensor.reshard(resharding_spec)
         self._exchange(name, tensor, moved)
 
@@ -277,30 +250,43 @@ class ShardedOptimizer(Optimizer):
         inner = self._of_torch()
         for tile in self._tiles[name]:
             inner.state.pop(tile, None)
-        self._tiles[name] = _local(tensor)
-        for tile, state in zip(self._tiles[name], self._loaded(name, whole), strict=True):
+        self._tiles[name] = local_tensors(tensor)
+        for i, tile in enumerate(self._tiles[name]):
+            state = {
+                key: value.local_tiles()[i]
+                if isinstance(value, ShardedTensor)
+                else copy.deepcopy(value)
+                for key, value in whole.items()
+            }
             tile.grad = state.pop(_GRADIENT, None)
             if state:
                 inner.state[tile] = state
         for names, options in zip(self._names, inner.param_groups, strict=True):
             options["params"][:] = [tile for own in names for tile in self._tiles[own]]
 
-    def _states(self, name: str, gradient: bool = False) -> list[dict[str, Any]]:
+    def _states(self, name: str, gradients: bool = False) -> list[dict[str, Any]]:
         """What is kept for each local tensor of a parameter."""
         kept = self._of_torch().state
         states = [dict(kept.get(tile, {})) for tile in self._tiles[name]]
-        if gradient:
+        if gradients:
             for tile, state in zip(self._tiles[name], states, strict=True):
                 if tile.grad is not None:
                     state[_GRADIENT] = tile.grad
         return states
 
-    def _entries(self, groups: Mapping[ProcessGroup, list[str]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for group, names in groups.items():
-            shards = {n: list(zip(self._tiles[n], self._states(n), strict=True)) for n in names}
-            found.update(agreed_entries(shards, group))
-        return found
+    def _entries(
+        self, names: list[str], group: ProcessGroup, gradients: bool = False
+    ) -> dict[str, dict[str, Entry]]:
+        """What all ranks keep for parameters of one group. Collective."""
+
+        def shards() -> dict[str, list[tuple[Tensor, State]]]:
+            self._check_tiles()
+            return {
+                name: list(zip(self._tiles[name], self._states(name, gradients), strict=True))
+                for name in names
+            }
+
+        return agreed_entries(shards, group)
 
     def _by_process_group(self) -> dict[ProcessGroup, list[str]]:
         """The sharded parameters whose group this rank is in."""
@@ -314,7 +300,7 @@ class ShardedOptimizer(Optimizer):
 
     def _check_tiles(self) -> None:
         for name, tensor in self.named_params.items():
-            known, now = self._tiles[name], _local(tensor)
+            known, now = self._tiles[name], local_tensors(tensor)
             if len(known) != len(now) or any(a is not b for a, b in zip(known, now, strict=True)):
                 raise RuntimeError(
                     f"the shards of parameter {name!r} are not those that this optimizer was made "
@@ -342,6 +328,7 @@ class ShardedOptimizer(Optimizer):
 
     def _loaded_layouts(self, saved: Mapping[str, Any], names: list[str]) -> dict[str, str]:
         """What is about to become the state of these parameters."""
+        self._check_tiles()
         self._matching_groups(saved)
         found: dict[str, str] = {}
         for name in names:
@@ -375,30 +362,3 @@ def _made(
     groups: list[dict[str, Any]],
 ) -> Optimizer:
     return optimizer_class(groups, *args, **options)
-
-
-def _local(tensor: Tensor) -> list[Tensor]:
-    return list(tensor.local_tiles()) if isinstance(tensor, ShardedTensor) else [tensor]
-
-
-def _groups(named_params: Any) -> list[dict[str, Any]]:
-    """As groups, each with its parameters by name."""
-    given = named_params if isinstance(named_params, Mapping) else list(named_params)
-    if not given:
-        raise ValueError("the optimizer has no parameters: give it named_parameters() of a module")
-    several = not isinstance(given, Mapping) and isinstance(given[0], Mapping)
-    return [_named(group) for group in (given if several else [{"params": given}])]
-
-
-def _named(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with its parameters by name."""
-    params = group["params"]
-    pairs = list(params.items() if isinstance(params, Mapping) else params)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise TypeError("parameters must have names: give pairs, such as named_parameters()")
-    for name, tensor in pairs:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"parameter {name!r} must be a tensor, got {type(tensor).__name__}")
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError(f"two parameters have one name: {[name for name, _ in pairs]}")
-    return {**group, "params": dict(pairs)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +22,20 @@ Entry = tuple[str, Any]
 
 
 def agreed_entries(
-    parameters: Mapping[str, Sequence[tuple[Tensor, State]]], group: ProcessGroup
+    parameters: Callable[[], Mapping[str, Sequence[tuple[Tensor, State]]]], group: ProcessGroup
 ) -> dict[str, dict[str, Entry]]:
     """What is kept for each parameter, also on ranks without a shard. Collective; blocks.
 
     Args:
-        parameters: By name, this rank's shards and their states.
+        parameters: By name, this rank's shards and their states. May raise what is wrong here.
         group: That of the parameters.
 
     Raises:
         RuntimeError: Shards of one parameter have different entries or values.
+        Exception: ``parameters`` raised, here or on another rank.
     """
     said = agree(
-        lambda: {name: _of_shards(name, shards) for name, shards in parameters.items()}, group
+        lambda: {name: _of_shards(name, shards) for name, shards in parameters().items()}, group
     )
     found: dict[str, dict[str, Entry]] = {}
     for name in said[0]:

@@ -135,12 +135,11 @@ def shard_module(
 
     check_alike(check, process_group)
     todo = resolved[0]
-    # In an order that is the same on all ranks, whatever the order in which they wrote the plan.
-    for _, cut in sorted(todo.cuts.items()):
+    for cut in todo.cuts.values():
         parameter = as_parameter(cut.scatter())
         for place in todo.places_of(cut.tensor):
             put_parameter(*_at(module, place), parameter)
-    for name, sharder in sorted(todo.sharders.items()):
+    for name, sharder in todo.sharders.items():
         _replace_module(module, name, sharder)
     for name, spec in todo.outputs.items():
         reshard_output(module.get_submodule(name), spec)
@@ -160,9 +159,10 @@ class _Resolved:
         self.modules = dict(module.named_modules(remove_duplicate=False))
         specs, self.sharders = self._specs_and_sharders()
         self.cuts: dict[str, Cut] = {}
+        for name in (*specs, *self.sharders):
+            self._check_free(name)
         for name, spec in specs.items():
             tensor = tensor_of(*_at(module, name))
-            self._check_free(name)
             if not self._known(name, tensor, spec):
                 self.cuts[name] = Cut(name, tensor, spec, src_rank, group)
         outputs = (plan.output_plan or {}).items()
@@ -206,7 +206,8 @@ class _Resolved:
                             f"two wildcards of the plan give {found!r} different specs: {how} and "
                             f"{specs[found]}; name it exactly, which goes before wildcards"
                         )
-        return specs, sharders
+        # In an order that is the same on all ranks, whatever the order in which they wrote it.
+        return dict(sorted(specs.items())), dict(sorted(sharders.items()))
 
     def _matches(self, pattern: str) -> list[str]:
         found = [name for name in self.parameters if _fits(name, pattern)]
@@ -230,8 +231,8 @@ class _Resolved:
         for sharder in self.sharders:
             if name.startswith(f"{sharder}."):
                 raise RuntimeError(
-                    f"the plan shards parameter {name!r}, but also has a Sharder for the module "
-                    f"{sharder!r} that it is in: leave out one of them"
+                    f"the plan has {name!r}, but also a Sharder for the module {sharder!r} that "
+                    f"it is in: leave out one of them"
                 )
 
     def _known(self, name: str, tensor: Tensor, spec: ShardingSpec) -> bool:
