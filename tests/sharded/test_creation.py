@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,14 @@ from tests.sharded.ranks_and_cuts import (
     parts_of,
 )
 from tilework import sharded
-from tilework.sharded import ShardedTensor, ShardingSpec
+from tilework.sharded import (
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
+from tilework.sharded.metadata import Items
 
 
 def whole_of(n: int, make: Callable[[], ShardedTensor]) -> Tensor:
@@ -316,6 +324,48 @@ def test_a_spec_is_needed() -> None:
     rows: Any = "rows"
     message = "Expecting ShardingSpec but got: str"
     check_all_raise(1, lambda _: sharded.empty(rows, 10), ValueError, message)
+
+
+@dataclass(frozen=True)
+class Rows(ShardingSpec):
+    """A user's own: so many rows for each rank, one after the other."""
+
+    counts: tuple[int, ...]
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        width = tensor_sizes[1]
+        starts = [sum(self.counts[:rank]) for rank in range(len(self.counts))]
+        parts = [
+            ShardMetadata([start, 0], [count, width], f"rank:{rank}/cpu")
+            for rank, (start, count) in enumerate(zip(starts, self.counts, strict=True))
+        ]
+        return ShardedTensorMetadata(Items(parts), torch.Size(tensor_sizes), tensor_properties)
+
+
+def test_a_users_own_spec() -> None:
+    spec = Rows((1, 0, 4))
+    assert torch.equal(whole_of(3, lambda: sharded.ones(spec, 5, 2)), torch.ones(5, 2))
+
+    def program(rank: int) -> None:
+        tensor = sharded.ones(spec, 5, 2)
+        assert tensor.to(torch.float64).sharding_spec() is spec
+        moved = tensor.to("meta")
+        assert moved.sharding_spec().build_metadata((5, 2), TensorProperties()) == moved.metadata()
+        assert tensor.reshard(Rows((2, 2, 1))).local_tensor().shape == ([2, 2, 1][rank], 2)
+        assert tensor.sharding_spec() == Rows((2, 2, 1))
+
+    on(3, program)
+
+
+def test_a_users_own_spec_that_is_wrong() -> None:
+    for counts, message in (((1, 2), "do not cover the entire tensor"), ((3, 3), "out of bounds")):
+        for make in (
+            lambda rank, spec=Rows(counts): sharded.ones(spec, 5, 2),
+            lambda rank, spec=Rows(counts): sharded.ones(chunks(0, [0, 1]), 5, 2).reshard(spec),
+        ):
+            check_all_raise(2, make, ValueError, message)
 
 
 def test_without_a_group() -> None:

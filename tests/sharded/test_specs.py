@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from tests.sharded.ranks_and_cuts import boxes, chunks, examples, grid, specs
+from tests.sharded.ranks_and_cuts import boxes, chunks, examples, grid, numbered, on, specs
 from tilework.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -194,6 +194,19 @@ def test_a_users_spec_can_be_moved_too() -> None:
     assert built(moved, 4) == [([0], [2], "rank:3/meta"), ([2], [2], "rank:1/meta")]
     assert moved == Halves(3, 1).moved(torch.device("meta"))
     assert pickle.loads(pickle.dumps(moved)) == moved
+
+
+def test_a_spec_shards_a_tensor_of_one_rank() -> None:
+    whole = numbered([5, 3])
+
+    def program(rank: int) -> None:
+        given = whole if rank == 1 else torch.empty(5, 3)
+        for spec in (chunks(0, [0, 1]), grid([2, 3], [3], [1, 0]), Halves(1, 0)):
+            made = spec.shard(given, src_rank=1)
+            assert made.sharding_spec() is spec
+            assert torch.equal(made.full_tensor(), whole)
+
+    on(2, program)
 
 
 # -- inference ---------------------------------------------------------------------------------

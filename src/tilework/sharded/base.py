@@ -103,7 +103,8 @@ class ShardedTensorBase(TiledTensor):
     @property
     def tiling(self) -> Tiling:
         places = [shard.placement for shard in self._metadata.shards_metadata]
-        owners = tuple(-1 if place is None else place.rank() or 0 for place in places)
+        ranks = [None if place is None else place.rank() for place in places]
+        owners = [-1 if rank is None else rank for rank in ranks]
         return Geometry(self._metadata, owners).tiling
 
     def like(self: BaseT, tensors: Iterable[Tensor], **properties: Any) -> BaseT:

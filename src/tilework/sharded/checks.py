@@ -15,7 +15,12 @@ from tilework.layout import Box
 from tilework.sharded.alike import check_alike
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
-from tilework.sharded.specs import ShardingSpec, check_shards
+from tilework.sharded.specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    check_shards,
+)
 
 T = TypeVar("T")
 
@@ -84,6 +89,16 @@ def _memory(shard: ShardMetadata, device: torch.device, properties: TensorProper
         requires_grad=properties.requires_grad,
         pin_memory=pin,
     )
+
+
+def metadata_by(
+    spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
+) -> ShardedTensorMetadata:
+    """The metadata of a tensor of this size; a user's kind of spec may get it wrong."""
+    metadata = check_spec(spec).build_metadata(torch.Size(size), properties)
+    if type(spec) not in (ChunkShardingSpec, EnumerableShardingSpec):
+        check_metadata(metadata)
+    return metadata
 
 
 def check_metadata(metadata: ShardedTensorMetadata) -> None:

@@ -78,7 +78,7 @@ def join_tensor(
                 f"{local_tensor.stride()}; call contiguous() first"
             )
         size = checks.flat_size(global_size)
-        metadata = checks.check_spec(spec).build_metadata(size, TensorProperties())
+        metadata = checks.metadata_by(spec, size, TensorProperties())
         shards.extend(_only_shard(local_tensor, metadata, group))
         told = {"global_size": list(size), "sharding_spec": checks.describe(metadata)}
         return {**told, **_facts(shards, group)}

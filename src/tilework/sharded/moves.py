@@ -143,7 +143,7 @@ def reshard(
 
     def make() -> tuple[ShardedTensorMetadata, list[Place]]:
         properties = tensor.metadata().tensor_properties
-        metadata = checks.check_spec(spec).build_metadata(tensor.shape, properties)
+        metadata = checks.metadata_by(spec, tensor.shape, properties)
         placed = places(group, metadata.shards_metadata)
         if tensor.is_meta and any(device.type != "meta" for _, device in placed):
             raise ValueError(

@@ -17,7 +17,7 @@ from tilework.sharded.checks import check_spec
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.moves import whole_on
 from tilework.sharded.placement import parse_and_validate_remote_device
-from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec, install_sharder
+from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 
 
@@ -230,6 +230,3 @@ class Cut:
             for tile, values in zip(tiles, moved, strict=True):
                 tile.copy_(values)
         return made
-
-
-install_sharder(shard_tensor)

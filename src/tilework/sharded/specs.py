@@ -23,6 +23,9 @@ from tilework.sharded.metadata import (
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor
 
+if TYPE_CHECKING:
+    from tilework.sharded.tensor import ShardedTensor
+
 
 class ShardingSpec(ABC):
     """How tensors are cut. Two that are equal cut every tensor alike."""

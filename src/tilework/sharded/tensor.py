@@ -88,15 +88,14 @@ class ShardedTensor(GroupedTensor):
         def make() -> ShardedTensor:
             if init_rrefs:
                 remote.check_ready()
-            spec = checks.check_spec(sharding_spec)
             checks.check_formats(layout, memory_format)
             properties = TensorProperties(
                 dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
             )
-            metadata = spec.build_metadata(checks.flat_size(size), properties)
+            metadata = checks.metadata_by(sharding_spec, checks.flat_size(size), properties)
             placed = places(process_group, metadata.shards_metadata)
             shards = checks.new_shards(metadata, placed, get_rank(), fill)
-            return cls._assembled(spec, metadata, placed, shards, process_group)
+            return cls._assembled(sharding_spec, metadata, placed, shards, process_group)
 
         return cls._made(make, init_rrefs)
 
