@@ -119,12 +119,12 @@ def test_modules() -> None:
         model: Any = _linear_model(rank)
         weight: Any = model.weight
         assert [name for name, _ in model.named_parameters()] == ["weight"]
-        assert isinstance(model.weight, nn.Parameter)
+        assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
         (weight * weight).sum().backward()
         tiles = weight.local_tiles()
         for change, dtype in ((model.half, torch.float16), (model.double, torch.float64)):
             change()
-            assert model.weight is weight
+            assert next(model.parameters()) is weight
             assert weight.requires_grad
             assert all(x is y for x, y in zip(tiles, weight.local_tiles(), strict=True))
             assert {weight.dtype, weight.grad.dtype, model.mean.dtype} == {dtype}
