@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.layout.tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
-from tilework.layout.search import BoxIndex
+from tilework.layout.search import FEW_QUESTIONS, BoxIndex
 
 TILINGS = shapes().flatmap(tilings)
 HALVES = (Tile(Box((0,), (2,)), (3,)), Tile(Box((2,), (2,)), (1, 3)))
@@ -55,8 +55,11 @@ def test_overlapping_finds_what_looking_at_all_finds(data: st.DataObject) -> Non
 @examples()
 @given(st.lists(boxes_in((9, 9, 9)), max_size=60), boxes_in((9, 9, 9)))
 def test_an_index_of_any_boxes(boxes: list[Box], box: Box) -> None:
+    """The first questions are answered in another way than those that follow."""
     expected = [i for i, other in enumerate(boxes) if other.intersection(box)]
-    assert BoxIndex(boxes).overlapping(box) == expected
+    index = BoxIndex(boxes)
+    for _ in range(FEW_QUESTIONS + 2):
+        assert index.overlapping(box) == expected
 
 
 @examples()

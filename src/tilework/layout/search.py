@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from tilework.layout.box import Box
-from tilework.layout.columns import Column, Columns
+from tilework.layout.columns import Columns
+from tilework.layout.corners import Column
+
+#: So many questions cost less than making blocks.
+FEW_QUESTIONS = 4
 
 
 class BoxIndex:
@@ -14,7 +19,8 @@ class BoxIndex:
 
     There are about sqrt(n) blocks of sqrt(n) boxes, made by sorting in one dim after another and
     cutting evenly (S. Leutenegger, M. Lopez, J. Edgington, *STR*, ICDE 1997). Making them takes
-    O(n log n), a question O(sqrt(n)) and what it finds, unless boxes are long in every dim.
+    O(n log n), a question O(sqrt(n)) and what it finds, unless boxes are long in every dim. The
+    first few questions look at all boxes, which is cheaper where no more follow.
 
     Args:
         boxes: Of one number of dims; empty ones are never found.
@@ -25,23 +31,36 @@ class BoxIndex:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        columns = Columns([box.offsets for box in boxes], [box.sizes for box in boxes])
-        self._positions = columns.positions
-        self._starts, self._ends = columns.starts, columns.ends
-        dims = columns.differing_dims()
-        sort_by = [columns.starts[dim] for dim in dims]
-        self._blocks = list(_cut(list(range(columns.count)), sort_by, math.isqrt(columns.count)))
-        self._lows = [[min([s[i] for i in block]) for block in self._blocks] for s in self._starts]
-        self._highs = [[max([e[i] for i in block]) for block in self._blocks] for e in self._ends]
+        self._columns = Columns([box.offsets for box in boxes], [box.sizes for box in boxes])
+        self._questions = 0
 
     def overlapping(self, box: Box) -> list[int]:
         """The numbers of the boxes that share an element with ``box``, ascending."""
-        if box.empty or not self._blocks:
+        columns = self._columns
+        if box.empty or not columns.count:
             return []
-        blocks = _touching(box, range(len(self._blocks)), self._lows, self._highs)
-        members = [member for block in blocks for member in self._blocks[block]]
-        positions = self._positions
-        return sorted([positions[i] for i in _touching(box, members, self._starts, self._ends)])
+        self._questions += 1
+        members: Sequence[int] = range(columns.count)
+        if self._questions > FEW_QUESTIONS:
+            blocks = _touching(box, range(len(self._blocks)), *self._bounds)
+            members = [member for block in blocks for member in self._blocks[block]]
+        found = _touching(box, members, columns.starts, columns.ends)
+        return sorted([columns.positions[i] for i in found])
+
+    @cached_property
+    def _blocks(self) -> list[list[int]]:
+        columns = self._columns
+        sort_by = [columns.starts[dim] for dim in columns.differing_dims()]
+        return list(_cut(list(range(columns.count)), sort_by, math.isqrt(columns.count)))
+
+    @cached_property
+    def _bounds(self) -> tuple[list[Column], list[Column]]:
+        """Where the blocks start and where they end, in each dim."""
+        starts, ends = self._columns.starts, self._columns.ends
+        return (
+            [[min([column[i] for i in block]) for block in self._blocks] for column in starts],
+            [[max([column[i] for i in block]) for block in self._blocks] for column in ends],
+        )
 
 
 def _touching(

@@ -1,0 +1,115 @@
+"""Signed corners of boxes: what tells whether boxes cover something exactly, in any arrangement.
+
+Count each corner of a box with the sign of its parity: in two dims plus where it starts in both or
+ends in both, minus at the other two. These points are the mixed difference of the box's indicator
+function, and a function that is zero far away is determined by its mixed difference. So some
+boxes cover another one, each of its points once, if and only if their signed corners add up to its
+own. No box is compared with another.
+
+A point is one number: its coordinates times strides, added up, in the order of coordinates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import cycle, groupby, repeat
+from operator import add, mul
+
+#: Where each box starts, or where it ends, in one dim.
+Column = list[int]
+
+
+def strides_for(lows: list[int], highs: list[int]) -> list[int]:
+    """Strides by which all points between ``lows`` and ``highs`` are different numbers."""
+    strides = [1]
+    for low, high in zip(reversed(lows[1:]), reversed(highs[1:]), strict=True):
+        strides.append(strides[-1] * (high - low + 1))
+    return strides[: len(lows)][::-1]
+
+
+def signed_corners(
+    starts: list[Column], ends: list[Column], strides: list[int]
+) -> tuple[list[int], list[int]]:
+    """The corners that count plus, and those that count minus.
+
+    In two dims the first half of those that count plus is where boxes start in both dims, and the
+    first half of the others where they start in the first dim and end in the second.
+    """
+    plus: list[int] = []
+    minus: list[int] = []
+    for start, end, stride in zip(starts, ends, strides, strict=True):
+        if stride != 1:
+            start, end = list(map(mul, start, repeat(stride))), list(map(mul, end, repeat(stride)))
+        if not plus:
+            plus, minus = start, end
+        else:
+            plus, minus = (
+                [*map(add, plus, cycle(start)), *map(add, minus, cycle(end))],
+                [*map(add, plus, cycle(end)), *map(add, minus, cycle(start))],
+            )
+    return plus, minus
+
+
+def left_over_2d(plus: list[int], minus: list[int]) -> dict[int, int] | None:
+    """The points at which corners in two dims do not cancel, with what is left there.
+
+    None if two boxes have the same corner of one kind, and so overlap.
+    """
+    n = len(plus) // 2
+    p, q, r, s = set(plus[:n]), set(plus[n:]), set(minus[:n]), set(minus[n:])
+    if not len(p) == len(q) == len(r) == len(s) == n:
+        return None
+    # Most points cancel here, however the boxes are arranged in their rows.
+    p, q, r, s = p - r, q - s, r - p, s - q
+    left = dict.fromkeys(p - s, 1)
+    for point in q - r:
+        left[point] = left.get(point, 0) + 1
+    for point in (*(r - q), *(s - p)):
+        left[point] = left.get(point, 0) - 1
+    return left
+
+
+def nowhere_two_2d(left: dict[int, int], stride: int, low: int) -> bool:
+    """Whether no point is in two boxes, told from what is left of their corners.
+
+    Row by row, the differences along a row are kept up to date. The number of boxes is 0 or 1
+    everywhere in it if and only if its differences are 1 and -1 by turns, beginning with 1.
+    O(n log n) for n points that are left (and moving the entries of a sorted list, which is fast).
+
+    Args:
+        left: From :func:`left_over_2d`.
+        stride: Of the first dim.
+        low: The least coordinate in the second dim.
+    """
+    row: list[int] = []  # where there is a difference, ascending
+    difference: dict[int, int] = {}
+    for _, points in groupby(sorted(left), key=lambda point: (point - low) // stride):
+        changed = []
+        for point in points:
+            at = (point - low) % stride
+            difference[at] = difference.get(at, 0) + left[point]
+            changed.append(at)
+        for at in changed:
+            _keep_sorted(row, at, difference[at] != 0)
+        if not all(_by_turns(row, difference, bisect_left(row, at)) for at in changed):
+            return False
+    return True
+
+
+def _keep_sorted(row: list[int], at: int, present: bool) -> None:
+    i = bisect_left(row, at)
+    was_present = i < len(row) and row[i] == at
+    if present and not was_present:
+        row.insert(i, at)
+    elif was_present and not present:
+        del row[i]
+
+
+def _by_turns(row: list[int], difference: dict[int, int], i: int) -> bool:
+    """Whether the differences next to an entry, and its own, are 1 and -1 by turns."""
+    first = max(i - 1, 0)
+    signs = [difference[at] for at in row[first : i + 2]]
+    expected = 1 if first == 0 else difference[row[first]]
+    return all(sign == expected * (-1) ** place for place, sign in enumerate(signs)) and (
+        expected in (1, -1)
+    )
