@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.comm.reduce_op import RedOpType
 from tilework.comm.transfer.neutral import neutral_element
-from tilework.layout import Box, Tile, Tiling, plan
+from tilework.layout import Box, Tile, Tiling
 from tilework.testing.groups.values import pattern
 
 MOVED = [
@@ -165,8 +165,3 @@ def cases(draw: st.DrawFn, max_ranks: int = 4) -> Case:
         draw(st.sampled_from([1, 100, 300, 1000, 1 << 20])),
         draw(st.booleans()),
     )
-
-
-def received_bytes(case: Case, rank: int) -> int:
-    """What the plan says that a rank receives."""
-    return plan(case.source, case.target, rank).bytes_received(case.dtype.itemsize)

@@ -2,8 +2,7 @@
 
 Each round moves a share of what any two ranks exchange, and of what a rank keeps, so that tensors
 are read once from one end to the other. Rounds are sized so that a rank's shares stay within the
-buffer. That fits a cache: packing and unpacking cost little besides the one read and the one write
-that memory sees.
+buffer, which is to fit a cache.
 """
 
 from __future__ import annotations
