@@ -108,8 +108,6 @@ def _keep_sorted(row: list[int], at: int, present: bool) -> None:
 def _by_turns(row: list[int], difference: dict[int, int], i: int) -> bool:
     """Whether the differences next to an entry, and its own, are 1 and -1 by turns."""
     first = max(i - 1, 0)
-    signs = [difference[at] for at in row[first : i + 2]]
-    expected = 1 if first == 0 else difference[row[first]]
-    return all(sign == expected * (-1) ** place for place, sign in enumerate(signs)) and (
-        expected in (1, -1)
-    )
+    found = [difference[at] for at in row[first : i + 2]]
+    sign = difference[row[first]] if first else 1
+    return sign in (1, -1) and found == [sign, -sign, sign][: len(found)]
