@@ -17,7 +17,8 @@ from tilework.sharded.tensor import ShardedTensor
 
 #: What an optimizer keeps for one tensor.
 State = Mapping[str, Any]
-#: ("shard", dtype): a tensor of the shard's size; or ("value", value): the same for all shards.
+#: ("shard", dtype): a tensor of the shard's size. Or what is the same for all shards: ("number",
+#: (dtype, number)) for a tensor without dims, which then is told quickly; ("value", value).
 Entry = tuple[str, Any]
 
 
@@ -60,7 +61,9 @@ def _entries(tensor: Tensor, state: State) -> dict[str, Entry]:
         if not isinstance(value, Tensor):
             return "value", value
         if value.shape == tensor.shape:
-            return "shard", str(value.dtype).removeprefix("torch.")
+            return "shard", _name(value.dtype)
+        if value.dim() == 0:
+            return "number", (_name(value.dtype), value.item())
         return "value", value.detach().cpu()
 
     return {key: entry(value) for key, value in state.items()}
@@ -77,9 +80,10 @@ def _check_same(name: str, one: Mapping[str, Entry], two: Mapping[str, Entry], w
 
 
 def _same(one: Entry, two: Entry) -> bool:
-    if one[0] != two[0] or not isinstance(one[1], Tensor) or not isinstance(two[1], Tensor):
-        return (one[0] == two[0] and one[1] is two[1]) or bool(one[1] == two[1])
-    return torch.equal(one[1], two[1])
+    (kind, a), (other, b) = one, two
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return kind == other and type(a) is type(b) and bool(a == b)
 
 
 def joined(
@@ -91,8 +95,8 @@ def joined(
     """
     found: dict[str, Any] = {}
     for key, (kind, value) in entries.items():
-        if kind == "value":
-            found[key] = states[0].get(key, value) if states else value
+        if kind != "shard":
+            found[key] = states[0][key] if states and key in states[0] else _told(kind, value)
             continue
         dtype = getattr(torch, value)
         tiles = [
@@ -101,6 +105,15 @@ def joined(
         ]
         found[key] = parameter.like(tiles, dtype=dtype, requires_grad=False)
     return found
+
+
+def _told(kind: str, value: Any) -> Any:
+    """What another rank told."""
+    return torch.tensor(value[1], dtype=getattr(torch, value[0])) if kind == "number" else value
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def parts(value: Any, parameter: Tensor) -> list[Any]:
