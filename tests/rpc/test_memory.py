@@ -136,7 +136,7 @@ def test_who_cannot_open_the_file_gets_frames(monkeypatch: pytest.MonkeyPatch) -
     def act() -> Any:
         for _ in range(2):
             rpc.rpc_sync("w1", identity, args=(torch.ones(SIZE),))
-        return current_agent()._readers, float(
+        return current_agent().outbox.readers, float(
             rpc.rpc_sync("w1", torch.sum, args=(torch.ones(SIZE),))
         )
 
@@ -146,7 +146,7 @@ def test_who_cannot_open_the_file_gets_frames(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_that_vanished_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def act() -> Any:
         rpc.rpc_sync("w1", identity, args=(1,))
-        until(lambda: 1 in current_agent()._readers)
+        until(lambda: 1 in current_agent().outbox.readers)
         with monkeypatch.context() as patch:
             patch.setattr(Borrower, "borrow", _cannot)
             with pytest.raises(RuntimeError, match="cannot open the sender's memory"):

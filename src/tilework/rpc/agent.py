@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ import torch
 from tilework.comm.callbacks import run_soon
 from tilework.comm.callsite import Site, user_frame
 from tilework.errors import DistError, RpcTimeoutError
-from tilework.rpc import memory
+from tilework.rpc.arrivals import Arrived
 from tilework.rpc.calls import BlockingCall, Call, Calls, CreatingCall, FutureCall, Task
 from tilework.rpc.crew import Crew
 from tilework.rpc.entries import Owned
@@ -27,10 +26,9 @@ from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later, RpcFuture
 from tilework.rpc.gathering import Gatherings, Key
 from tilework.rpc.memory import Borrower, Lender, Probe
-from tilework.rpc.message import NEW, NO_FILE, File, Kind, Message, Ref, decode, encode
+from tilework.rpc.message import NO_FILE, Kind, Message, Ref, decode, encode
 from tilework.rpc.options import Timeout, timeout_seconds
-from tilework.rpc.payload import Payload, load
-from tilework.rpc.references import References
+from tilework.rpc.outbox import Outbox
 from tilework.rpc.rref import RRef, fill
 from tilework.rpc.state import current_agent
 from tilework.rpc.tally import Tally
@@ -41,28 +39,6 @@ _log = logging.getLogger(__name__)
 
 #: What a rank sent before it was gone is read before its calls fail.
 _GRACE_SECONDS: Final = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class _Arrived:
-    """A message with a body, of which everything was taken that must be."""
-
-    message: Message
-    refs: list[RRef[Any]]
-    file: Any
-    """What the memory file holds; why it cannot be opened."""
-
-    def load(self) -> Any:
-        if isinstance(self.file, OSError):
-            raise DistError(f"cannot open the sender's memory: {self.file}")
-        data, *buffers = self.message.load(self.file)
-        return load(data, buffers, self.refs)
-
-    def fail_new(self, error: BaseException) -> None:
-        """The value that it was to make will not come."""
-        for rref, ref in zip(self.refs, self.message.refs, strict=True):
-            if ref.pin == NEW and isinstance(rref.entry, Owned):
-                rref.entry.fail(error)
 
 
 class Agent:
@@ -89,17 +65,17 @@ class Agent:
         idle_threads: int,
     ) -> None:
         self.rank, self.workers, self.rpc_timeout = rank, workers, rpc_timeout
-        self.references = References(rank, self._tell, transport.wake)
+        self.outbox = Outbox(rank, transport, lender, probes)
+        self.references = self.outbox.references
         self.gatherings = Gatherings()
         self._transport, self._lender, self._probes = transport, lender, probes
         self._borrower = Borrower(transport.wake)
         self._calls = Calls()
         #: Calls of RPC's own that this rank has not answered yet.
         self._answering = Tally()
-        #: Ranks that can open this one's memory files.
-        self._readers: set[int] = set()
         self._losing: list[tuple[float, int]] = []
         self._closed = False
+        self._stopped = False
         self._closing = threading.Lock()
         self._context = contextvars.copy_context()
         me = f"rpc {workers.find(rank).name}"
@@ -108,7 +84,7 @@ class Agent:
 
     def start(self, addresses: Sequence[str]) -> None:
         """Begin; the ranks listen at ``addresses``."""
-        self._transport.know(addresses, self._hello)
+        self._transport.know(addresses, self.outbox.hello)
         self._watcher.start()
         self._crew.start()
 
@@ -128,7 +104,7 @@ class Agent:
         number = self._issue(call, (fn, tuple(args), dict(kwargs)))
         try:
             return call.wait()
-        except KeyboardInterrupt:
+        except BaseException:  # an interrupt, mostly; a call that has ended is not there any more
             if self._calls.pop(number) is not None:
                 self._calls.ended(call)
             raise
@@ -182,83 +158,34 @@ class Agent:
     def _issue(self, call: Call, job: tuple[Any, ...], new: Ref | None = None) -> int:
         """Send a call; ``new`` is the reference among its arguments that it makes."""
         to = call.to.id
-        payload, refs = self._pack(job, to, new)
+        payload, refs = self.outbox.pack(job, to, new)
         number, wake = self._calls.add(call)
         if wake:
             self._transport.wake()
         kind = Kind.INNER_CALL if call.inner else Kind.CALL
-        if not self._post(kind, to, number, payload, refs) and self._calls.pop(number) is not None:
+        sent = self.outbox.post(kind, to, number, payload, refs)
+        if not sent and self._calls.pop(number) is not None:
             self._calls.ended(call)
             raise _closed_error(call) if self._closed else call.lost()
         return number
-
-    # -- sending ---------------------------------------------------------------------------
-
-    def _pack(self, obj: Any, to: int, new: Ref | None = None) -> tuple[Payload, list[Ref]]:
-        refs: list[Ref] = []
-
-        def refer(rref: RRef[Any]) -> None:
-            if rref._agent is not self:
-                raise ValueError(f"{rref!r} is of an RPC that was shut down")
-            if new is not None and rref.entry.id == new.id:
-                refs.append(new)
-            else:
-                refs.append(self.references.outgoing(rref.entry, to))
-
-        try:
-            return Payload(obj, refer), refs
-        except BaseException:
-            self.references.unsent(refs, to)
-            raise
-
-    def _post(self, kind: Kind, to: int, number: int, payload: Payload, refs: list[Ref]) -> bool:
-        """Send a message with a body; whether it may arrive."""
-        parts = [payload.data, *payload.buffers]
-        file, places = self._lend(to, parts)
-        sent = self._transport.send(to, encode(kind, self.rank, number, refs, parts, file, places))
-        if not sent:
-            self._lender.taken(file.number)
-            self.references.unsent(refs, to)
-        return sent
-
-    def _lend(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
-        """The memory file for the large ones of ``parts``, and the place of each part in it."""
-        sizes = [part.nbytes for part in parts]
-        large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
-        if not large or to not in self._readers:
-            return NO_FILE, []
-        offsets = memory.place([sizes[i] for i in large])
-        lent = self._lender.lend(to, [parts[i] for i in large], offsets)
-        if lent is None:
-            return NO_FILE, []
-        places = [-1] * len(parts)
-        for i, offset in zip(large, offsets, strict=True):
-            places[i] = offset
-        return File(*lent), places
-
-    def _tell(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
-        """Send a message without a body; to a rank that is gone, nothing."""
-        self._transport.send(to, encode(kind, self.rank, number, refs))
-
-    def _hello(self, to: int) -> bytes:
-        return b"".join(encode(Kind.HELLO, self.rank, int(self._probes[to].readable())))
 
     # -- receiving: on the crew's threads ----------------------------------------------------
 
     def _next_task(self) -> Task | None:
         """Take messages until one asks for something that may take its time."""
-        while True:
-            frames = self._transport.receive()
-            try:
-                message = decode(frames)
-                if message.kind == Kind.STOP:
-                    return None
-                task = self._take(message)
-            except Exception:  # our bug; the others' messages must go on
-                _log.exception("rank %d dropped a message", self.rank)
-                continue
+        while not self._stopped:
+            task = self._handle(self._transport.receive())
             if task is not None:
                 return partial(self._context.copy().run, task)
+        return None
+
+    def _handle(self, frames: Sequence[Any]) -> Task | None:
+        """Take a message. Apart, so that a thread that waits for the next one holds none."""
+        try:
+            return self._take(decode(frames))
+        except Exception:  # our bug; the others' messages must go on
+            _log.exception("rank %d dropped a message", self.rank)
+            return None
 
     def _take(self, message: Message) -> Task | None:
         """What may be done at once, in the order of the messages; the rest is returned."""
@@ -275,7 +202,7 @@ class Agent:
                     return self._finish(call, partial(self._outcome, arrived))
             case Kind.HELLO:
                 if number:
-                    self._readers.add(sender)
+                    self.outbox.readers.add(sender)
             case Kind.TAKEN:
                 self._lender.taken(number)
             case Kind.RETURNED:
@@ -287,16 +214,18 @@ class Agent:
                 self.references.added(number)
             case Kind.HOLDS:
                 self.references.holds(number)
+            case Kind.STOP:
+                self._stopped = True
             case Kind.DROP:
                 freed = self.references.drop(message.refs[0].id, sender, number)
                 return None if freed is None else partial(_let_go, [freed])
         return None
 
-    def _unwrap(self, message: Message) -> _Arrived:
+    def _unwrap(self, message: Message) -> Arrived:
         refs = [
             RRef.of(self, self.references.incoming(ref, message.sender)) for ref in message.refs
         ]
-        return _Arrived(message, refs, self._open(message) if message.file != NO_FILE else None)
+        return Arrived(message, refs, self._open(message) if message.file != NO_FILE else None)
 
     def _open(self, message: Message) -> Any:
         """What the message's memory file holds; the error if it cannot be opened."""
@@ -307,10 +236,10 @@ class Agent:
         except OSError as error:
             found, returning = error, False
         if not returning:
-            self._tell(Kind.TAKEN, sender, number)
+            self.outbox.tell(Kind.TAKEN, sender, number)
         return found
 
-    def _outcome(self, arrived: _Arrived) -> Any:
+    def _outcome(self, arrived: Arrived) -> Any:
         """The result of a call that ended, or its exception."""
         result = arrived.load()
         if arrived.message.kind == Kind.ERROR:
@@ -334,7 +263,7 @@ class Agent:
 
     # -- serving ---------------------------------------------------------------------------
 
-    def _serve(self, arrived: _Arrived) -> None:
+    def _serve(self, arrived: Arrived) -> None:
         """Run what another rank asks for, and answer."""
         message = arrived.message
         try:
@@ -359,10 +288,10 @@ class Agent:
         """Answer a call with what ``outcome`` returns or raises."""
         to, number = message.sender, message.number
         try:
-            kind, (payload, refs) = Kind.RESULT, self._pack(outcome(), to)
+            kind, (payload, refs) = Kind.RESULT, self.outbox.pack(outcome(), to)
         except BaseException as error:
-            kind, (payload, refs) = Kind.ERROR, self._pack(Failure.of(error), to)
-        self._post(kind, to, number, payload, refs)
+            kind, (payload, refs) = Kind.ERROR, self.outbox.pack(Failure.of(error), to)
+        self.outbox.post(kind, to, number, payload, refs)
         if message.kind == Kind.INNER_CALL:
             self._answering.end()
 
@@ -382,7 +311,7 @@ class Agent:
                 self._end(number, Call.late)
             self.references.flush()
             for rank, file, again in self._borrower.given_back():
-                self._tell(Kind.RETURNED if again else Kind.TAKEN, rank, file)
+                self.outbox.tell(Kind.RETURNED if again else Kind.TAKEN, rank, file)
 
     def _lose(self, rank: int) -> None:
         self._transport.give_up(rank)

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from tilework.rpc.transport import MAX_FRAME_BYTES
 
 _HEAD: Final = struct.Struct("<BIQ")
-_BODY: Final = struct.Struct("<HIi?")
+_BODY: Final = struct.Struct("<IIi?")
 _REF: Final = struct.Struct("<IQIQ")
 _PART: Final = struct.Struct("<Qq")
 

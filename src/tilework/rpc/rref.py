@@ -67,6 +67,11 @@ class RRef(Generic[T]):
         """What the agent knows of it."""
         return self._entry
 
+    @property
+    def agent(self) -> Agent:
+        """The agent that counts it."""
+        return self._agent
+
     def owner(self) -> WorkerInfo:
         """The worker that holds the value."""
         return self._agent.workers.find(self._entry.owner)
