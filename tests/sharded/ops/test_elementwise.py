@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as hs
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +24,7 @@ from tests.sharded.ops.cases import (
     shards_of,
     values,
 )
-from tests.sharded.ranks_and_cuts import boxes, check_all_raise, chunks, grid, on
+from tests.sharded.ranks_and_cuts import boxes, check_all_raise, chunks, examples, grid, on, specs
 from tilework.sharded import ShardedTensor, ones
 from tilework.sharded.ops.elementwise import ELEMENTWISE, TABLE
 
@@ -41,9 +43,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _callables(name: str) -> list[Callable[..., Any]]:
-    """The functions of this name that make a new tensor."""
+def _callables(name: str, dtype: torch.dtype) -> list[Callable[..., Any]]:
+    """The functions of this name that make a new tensor; for floats in all spellings."""
     spaces: tuple[Any, ...] = (torch, Tensor, F, torch._C._nn, torch.special)
+    spaces = spaces if dtype == torch.float64 else spaces[:1]
     found = [getattr(space, name, None) for space in spaces]
     return [func for func in found if callable(func)]
 
@@ -74,7 +77,7 @@ def test_every_operator_gives_the_same_as_on_a_plain_tensor(dtype: torch.dtype) 
     def program(rank: int) -> None:
         for name in sorted(ELEMENTWISE):
             extra = _ARGUMENTS.get(name, ())
-            for func in _callables(name):
+            for func in _callables(name, dtype):
                 for operands in _operands(name, dtype):
                     expected, error = _attempt(func, *operands, *extra)
                     if isinstance(expected, int) or (error is None and expected is None):
@@ -193,6 +196,15 @@ def test_tensors_of_one_element_and_of_none(size: tuple[int, ...]) -> None:
     spec = chunks(0, [1, 2]) if size else boxes(((), (), 1))
     x = values(*size).requires_grad_()
     on(RANKS, lambda rank: check_same(rank, lambda x: (x * 2 + 1).exp(), [x], spec))
+
+
+@examples(30)
+@given(hs.data())
+def test_any_cut(data: hs.DataObject) -> None:
+    size = data.draw(hs.sampled_from([(6,), (5, 3), (2, 3, 4)]))
+    spec = data.draw(specs(size, (0, 1, 2)))
+    x, y = values(*size).requires_grad_(), values(*size, seed=1)
+    on(RANKS, lambda rank: check_same(rank, lambda x, y: (x * y + 1).sin(), [x, y], spec))
 
 
 def test_a_plain_operand_gets_the_gradient_of_all_tiles() -> None:

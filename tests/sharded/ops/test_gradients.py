@@ -156,6 +156,10 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p, 0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, 0.1),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    "Adam, foreach": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True, foreach=True),
+    "Adagrad, foreach": lambda p: torch.optim.Adagrad(p, 0.1, foreach=True),
+    "RMSprop, foreach": lambda p: torch.optim.RMSprop(p, 0.1, centered=True, foreach=True),
 }
 
 
@@ -176,6 +180,27 @@ def test_torchs_optimizers_train_as_unsharded(
         for spec in CUTS.values():
             found = train(nn.Parameter(shards_of(values(*SIZE), spec, rank)))
             close(found.full_tensor(), train(nn.Parameter(values(*SIZE))))
+
+    on(RANKS, program)
+
+
+def test_averaged_models() -> None:
+    def program(rank: int) -> None:
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)  # type: ignore[no-untyped-call]
+        mean: Any = nn.Parameter(shards_of(values(*SIZE), CUTS["grid"], rank))
+        other: Any = nn.Parameter(shards_of(values(*SIZE, seed=1), CUTS["grid"], rank))
+        average([mean], [other], torch.tensor(1))
+        close(mean.full_tensor(), 0.75 * values(*SIZE) + 0.25 * values(*SIZE, seed=1))
+
+    on(RANKS, program)
+
+
+def test_clipping_values() -> None:
+    def program(rank: int) -> None:
+        leaf: Any = nn.Parameter(shards_of(values(*SIZE), CUTS["grid"], rank))
+        (leaf * leaf).sum().backward()
+        nn.utils.clip_grad_value_([leaf], 0.5)
+        assert leaf.grad.abs().max() == 0.5
 
     on(RANKS, program)
 
