@@ -23,9 +23,6 @@ from tilework.sharded.metadata import (
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor
 
-if TYPE_CHECKING:
-    from tilework.sharded.tensor import ShardedTensor
-
 
 class ShardingSpec(ABC):
     """How tensors are cut. Two that are equal cut every tensor alike."""
