@@ -233,7 +233,18 @@ class Lars(torch.optim.SGD):
                 tensor.data.sub_(group["lr"] * tensor.grad / tensor.grad.norm())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Lars])
+#: Some of these are younger than the oldest torch that will do.
+WHOLE = [getattr(torch.optim, name, Lars) for name in ("LBFGS", "Adafactor", "Muon")]
+
+
+def test_every_optimizer_of_torch_is_tried() -> None:
+    kinds = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
+    kinds = {kind for kind in kinds if issubclass(kind, Optimizer)} - {Optimizer}
+    # The remaining one takes sparse gradients only, which shards do not get.
+    assert kinds - {torch.optim.SparseAdam} <= {kind for kind, _ in OPTIMIZERS} | {*WHOLE}
+
+
+@pytest.mark.parametrize("kind", [*WHOLE, Lars])
 @pytest.mark.parametrize("lr", [1e-9, 0.1, 0.0])
 def test_optimizers_of_whole_tensors_are_refused(kind: type[Optimizer], lr: float) -> None:
     def program(rank: int) -> None:
