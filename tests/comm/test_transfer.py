@@ -147,6 +147,14 @@ def test_output_that_does_not_fit_on_one_rank_takes_rounds_on_all(
     assert calls
 
 
+def test_groups_of_ranks_that_do_the_same_take_one_exchange(calls: list[tuple[int, str]]) -> None:
+    mesh = ((0, 1), (2, 3))
+    rows = tiling(SHAPE, Replicate(), Shard(0), ranks=mesh)
+    everywhere = tiling(SHAPE, Replicate(), Replicate(), ranks=mesh)
+    run_ranks(4, lambda rank: moved(rows, everywhere, counted(SHAPE), rank) and None)
+    assert sorted(calls) == [(rank, "all_to_all") for rank in range(4)]
+
+
 def test_what_moves_nothing_asks_nobody(calls: list[tuple[int, str]]) -> None:
     """One rank runs it while the other does something else."""
     split = tiling((4,), Shard(0))
@@ -287,6 +295,37 @@ def test_a_reduction_that_the_dtype_lacks_is_refused() -> None:
         most = tiling(SHAPE, Partial("max"))
         with pytest.raises(ValueError, match="MAX is not defined for"):
             run_plan(plan(most, EVERYWHERE, rank), [tile])
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    ("op", "other"),
+    [("sum", 0), ("product", 1), ("max", -(2**31)), ("min", 2**31 - 1), ("band", -1), ("bor", 0)],
+)
+def test_a_partial_target_gets_the_value_once(op: str, other: int) -> None:
+    target = tiling(SHAPE, Partial(op))
+
+    def program(rank: int) -> None:
+        whole = counted(SHAPE, torch.int32)
+        (result,) = run_plan(plan(ROWS, target, rank), tiles_of(whole, ROWS, rank))
+        assert result.equal(torch.full_like(whole, other) if rank else whole)
+
+    run_ranks(2, program)
+
+
+def test_all_terms_of_an_average_get_the_value() -> None:
+    run_ranks(
+        2, lambda rank: moved(ROWS, tiling(SHAPE, Partial("avg")), counted(SHAPE), rank) and None
+    )
+
+
+def test_terms_are_averaged() -> None:
+    def program(rank: int) -> None:
+        (result,) = run_plan(
+            plan(tiling(SHAPE, Partial("avg")), COLUMNS, rank), [torch.full(SHAPE, rank + 1.0)]
+        )
+        assert result.equal(torch.full_like(result, 1.5))
 
     run_ranks(2, program)
 

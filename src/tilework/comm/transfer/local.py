@@ -51,6 +51,8 @@ class Local:
     #: Of the tensors; ``source`` and ``target`` may show them as integers.
     dtype: torch.dtype
     device: torch.device
+    #: What tiles are filled with that get no value.
+    neutral: bool | int | float
     #: The pieces for, and from, each group rank; its own keeps are in both.
     sends: list[list[Piece]] = field(init=False)
     receives: list[list[Piece]] = field(init=False)

@@ -94,6 +94,7 @@ def run_plan(
             _check_writable(out)
         if plan.reduces:
             check_reduction(RedOpType(plan.source.reduce_op), of)
+        neutral = _neutral(plan, of)
     except (ValueError, TypeError) as error:
         if isinstance(plan, Plan) and plan.collective.kind == "none":
             raise
@@ -106,7 +107,7 @@ def run_plan(
         seen = of if plan.reduces else moved_dtype(of)
         source = Held(plan.source, plan.rank, sources, seen)
         target = Held(plan.target, plan.rank, results, seen)
-        _run(Local(pg, plan, source, target, of, where), buffer_bytes)
+        _run(Local(pg, plan, source, target, of, where, neutral), buffer_bytes)
     return results
 
 
@@ -134,8 +135,12 @@ def _run(local: Local, buffer_bytes: int) -> None:
 def _fill(local: Local) -> None:
     """Write what a partial target has besides the value."""
     for tile in local.plan.fills:
-        op = RedOpType(local.plan.target.reduce_op)
-        local.target.tensors[tile].view(local.dtype).fill_(neutral_element(op, local.dtype))
+        local.target.tensors[tile].view(local.dtype).fill_(local.neutral)
+
+
+def _neutral(plan: Plan, dtype: torch.dtype) -> bool | int | float:
+    """What those tiles get; 0 where there are none."""
+    return neutral_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
 
 
 # -- what can be wrong -----------------------------------------------------------------------

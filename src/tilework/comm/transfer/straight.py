@@ -22,10 +22,11 @@ _Find = Callable[[Local], Call | None]
 def straight_call(local: Local) -> Call | None:
     """The collective that the plan is recognised as, if this rank's memory fits it."""
     collective = local.plan.collective
-    everyone = len(collective.ranks) == local.pg.size() or collective.kind == "all_to_all"
-    if not everyone or (local.plan.reduces and not _reduces(local)):
+    if local.plan.reduces and not _reduces(local):
         return None
-    find = _FIND[collective.kind]
+    # Where groups of ranks do each the same among themselves, it is one exchange for all.
+    everyone = len(collective.ranks) == local.pg.size()
+    find = _FIND[collective.kind] if everyone else _all_to_all
     return find(local)
 
 
