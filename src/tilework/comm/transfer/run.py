@@ -103,7 +103,8 @@ def run_plan(
     results = list(out or [fresh(box.sizes, of, where) for box in boxes])
     # Written with versions counted, unless they are such as have none.
     with torch.no_grad(), torch.inference_mode(any(result.is_inference() for result in results)):
-        sources = [tile.detach().resolve_conj().resolve_neg() for tile in tiles]
+        # Their own version counters: a collective may take one for its output, and not write it.
+        sources = [tile.data.resolve_conj().resolve_neg() for tile in tiles]
         seen = of if plan.reduces else moved_dtype(of)
         source = Held(plan.source, plan.rank, sources, seen)
         target = Held(plan.target, plan.rank, results, seen)

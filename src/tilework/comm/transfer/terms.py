@@ -9,10 +9,8 @@ words are exchanged only when something is wrong (``comm.agreement``).
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NoReturn
 
 import torch
@@ -49,7 +47,7 @@ def agree(
         Exception: On every rank: one refuses to run its plan.
     """
     state = _STRAIGHT * terms.straight + _SPREAD * terms.spread
-    row = [_digest(plan.source), _digest(plan.target), zlib.crc32(str(dtype).encode())]
+    row = [plan.source.digest, plan.target.digest, zlib.crc32(str(dtype).encode())]
     rows = _exchange(pg, [*row, state, terms.rounds], lambda: _words(plan, dtype), device)
     return Terms(
         rounds=max(rounds for *_, rounds in rows),
@@ -105,17 +103,3 @@ def _told(tiling: Tiling) -> str:
     more = len(tiling.tiles) - len(tiles)
     terms = f"{tiling.reduce_op} of {len(tiling.terms)} terms: " if tiling.reduce_op else ""
     return f"{terms}{', '.join(tiles)}{f' and {more} more tiles' if more else ''}"
-
-
-def _digest(tiling: Tiling) -> int:
-    """A number that tells tilings apart, the same in all processes."""
-    numbers = array("q", [len(tiling.shape), *tiling.shape])
-    for term in tiling.terms:
-        numbers.append(len(term))
-        for tile in term:
-            numbers.extend(tile.box.offsets)
-            numbers.extend(tile.box.sizes)
-            numbers.append(len(tile.owners))
-            numbers.extend(tile.owners)
-    digest = blake2b(numbers, digest_size=8, person=(tiling.reduce_op or "").encode()[:16])
-    return int.from_bytes(digest.digest(), "little") >> 1
