@@ -413,6 +413,21 @@ def test_metadata_that_do_not_fit_themselves(
     check_all_raise(1, lambda _: make(given, whole), ValueError, message)
 
 
+@pytest.mark.parametrize("made_by", [ShardedTensor, ShardedTensorBase])
+def test_a_spec_may_be_given_if_it_cuts_so(made_by: type[ShardedTensorBase]) -> None:
+    parts = chunks(0, [0, 0]).build_metadata([4], TensorProperties())
+    shards = [Shard(torch.ones(2), part) for part in parts.shards_metadata]
+    make = made_by.from_local_shards_and_global_metadata
+
+    def program(rank: int) -> None:
+        for spec in (chunks(-1, [0, 0]), boxes(([2], [2], 0), ([0], [2], 0))):
+            assert make(shards, parts, sharding_spec=spec).sharding_spec() is spec
+        with pytest.raises(ValueError, match="does not cut the tensor as sharded_tensor_metadata"):
+            make(shards, parts, sharding_spec=chunks(0, [0]))
+
+    on(1, program)
+
+
 # -- without any group -------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from tilework.sharded import checks
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.registry import find_handler
 from tilework.sharded.showing import as_text, one_line
-from tilework.sharded.specs import ShardingSpec, infer_sharding_spec_from_shards_metadata
+from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tiled import TiledTensor
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
@@ -63,13 +63,13 @@ class ShardedTensorBase(TiledTensor):
             sharding_spec: How it is cut; inferred from the metadata if None.
 
         Raises:
-            ValueError: There are no shards, they overlap or leave a gap, or the layout is not
-                strided.
+            ValueError: There are no shards, they overlap or leave a gap, the spec cuts otherwise,
+                or the layout is not strided.
         """
         metadata = sharded_tensor_metadata
         checks.check_metadata(metadata)
         checks.check_listed(local_shards, metadata)
-        spec = sharding_spec or infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+        spec = checks.spec_of(metadata, sharding_spec)
         return cls._from_metadata(spec, metadata, local_shards)
 
     def metadata(self) -> ShardedTensorMetadata:

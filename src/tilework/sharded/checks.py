@@ -20,6 +20,7 @@ from tilework.sharded.specs import (
     EnumerableShardingSpec,
     ShardingSpec,
     check_shards,
+    infer_sharding_spec_from_shards_metadata,
 )
 
 T = TypeVar("T")
@@ -107,6 +108,21 @@ def check_metadata(metadata: ShardedTensorMetadata) -> None:
         raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
     check_formats(metadata.tensor_properties.layout, metadata.tensor_properties.memory_format)
     check_shards(metadata.size, metadata.shards_metadata)
+
+
+def spec_of(metadata: ShardedTensorMetadata, given: ShardingSpec | None) -> ShardingSpec:
+    """``given``, if it cuts so; for None, what is inferred."""
+    shards = metadata.shards_metadata
+    if given is None:
+        return infer_sharding_spec_from_shards_metadata(shards)
+    others = metadata_by(given, metadata.size, metadata.tensor_properties).shards_metadata
+    if set(others) != set(shards):
+        odd = next(iter(set(others) ^ set(shards)))
+        raise ValueError(
+            f"sharding_spec does not cut the tensor as sharded_tensor_metadata says: only one of "
+            f"them has {odd}"
+        )
+    return given
 
 
 def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> None:

@@ -28,7 +28,6 @@ from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
-    infer_sharding_spec_from_shards_metadata,
 )
 
 
@@ -178,13 +177,13 @@ class ShardedTensor(GroupedTensor):
         return cls._of_joined(joined, process_group, init_rrefs)
 
     @classmethod
-    def from_local_shards_and_global_metadata(
+    def from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order
         cls,
         local_shards: Sequence[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
-        sharding_spec: ShardingSpec | None = None,
         process_group: AnyGroup = None,
         init_rrefs: bool = False,
+        sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """A tensor of shards and metadata that every rank has already.
 
@@ -192,8 +191,8 @@ class ShardedTensor(GroupedTensor):
         ranks is the caller's word.
 
         Raises:
-            ValueError: The metadata does not fit itself or the group, or this rank's shards are
-                not those that it names.
+            ValueError: The metadata does not fit itself, the spec or the group, or this rank's
+                shards are not those that it names.
         """
 
         def make() -> ShardedTensor:
@@ -203,9 +202,7 @@ class ShardedTensor(GroupedTensor):
             checks.check_metadata(metadata)
             placed = places(process_group, metadata.shards_metadata)
             shards = checks.own_shards(local_shards, metadata, placed)
-            spec = sharding_spec or infer_sharding_spec_from_shards_metadata(
-                metadata.shards_metadata
-            )
+            spec = checks.spec_of(metadata, sharding_spec)
             return cls._assembled(spec, metadata, placed, shards, process_group)
 
         return cls._made(make, init_rrefs)
