@@ -50,6 +50,8 @@ def join(
     with contextlib.ExitStack() as undo:
         with Meeting(store, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS)) as meeting:
             meeting.agree_on_size()
+            if not store.authenticated:
+                meeting.wait_for_all()  # so that each is told why there are no keys
             transport = Transport(rank, size, keys := agree_on_keys(meeting.store, size))
             undo.callback(transport.close, 0.0)
             lender = Lender()

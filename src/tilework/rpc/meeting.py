@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from tilework.errors import CollectiveMismatchError, DistStoreError, StoreTimeoutError
+from tilework.errors import CollectiveMismatchError, DistError, DistStoreError, StoreTimeoutError
 from tilework.rpc.memory import Probe
 from tilework.store import PrefixStore, Store
 
@@ -16,6 +17,8 @@ from tilework.store import PrefixStore, Store
 _LOOK_SECONDS = 0.1
 #: How often they look whether one came twice, which costs more.
 _COUNT_SECONDS = 1.0
+#: How long a rank that failed lets the others find out why.
+_LEAVING_SECONDS = 1.0
 _RANKS_SHOWN = 16
 
 
@@ -54,8 +57,21 @@ class Meeting:
             raise self._twice(self._rank)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._visits.add(f"left/{self._rank}", 1)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(DistError):  # whoever serves the store may have gone
+            self._visits.add(f"left/{self._rank}", 1)
+            if kind is not None:
+                self._let_others_leave()
+
+    def _let_others_leave(self) -> None:
+        """Wait a little until those who came have read what went wrong: this rank may serve it."""
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        for rank in range(self._size):
+            came = self._visits.add(f"came/{rank}", 0) >= self._visit
+            while came and self._visits.add(f"left/{rank}", 0) < self._visit:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.01)
 
     def agree_on_size(self) -> None:
         """Raise CollectiveMismatchError, here and on the others, if another size was given."""
@@ -82,6 +98,11 @@ class Meeting:
                 ranks=others,
             )
         return cards
+
+    def wait_for_all(self) -> None:
+        """Block until all have come."""
+        self.tell("here", "")
+        self.gather("here")
 
     def tell(self, what: str, text: str) -> None:
         """Let the others know, for their ``gather``."""
