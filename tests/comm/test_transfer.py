@@ -54,7 +54,9 @@ def tiles_of(whole: Tensor, layout: Tiling, rank: int) -> list[Tensor]:
 def moved(source: Tiling, target: Tiling, whole: Tensor, rank: int, **options: Any) -> list[Tensor]:
     """Run the plan on one term's values, and check what comes of it."""
     tiles = tiles_of(whole, source, rank)
+    versions = [tile._version for tile in tiles]
     results = run_plan(plan(source, target, rank), tiles, dtype=whole.dtype, **options)
+    assert [tile._version for tile in tiles] == versions, "autograd takes a source for written"
     expected = tiles_of(whole, target, rank)
     assert all(same(a, b) for a, b in zip(results, expected, strict=True))
     return results

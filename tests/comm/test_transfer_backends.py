@@ -26,9 +26,7 @@ def check(source: Tiling, target: Tiling, rank: int, dtype: torch.dtype, buffer:
     """Numbers are small and whole: sums of three are exact in 16 bits."""
     terms = [pattern(term, SHAPE, dtype) for term in range(len(source.terms))]
     tiles = [terms[source.term_of(i)][source.tiles[i].box.slices] for i in source.of(rank)]
-    versions = [tile._version for tile in tiles]
     results = run_plan(plan(source, target, rank), tiles, dtype=dtype, buffer_bytes=buffer)
-    assert [tile._version for tile in tiles] == versions, "autograd takes a source for written"
     total = sum(terms[1:], terms[0])
     for i, result in zip(target.of(rank), results, strict=True):
         expected = total

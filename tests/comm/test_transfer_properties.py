@@ -33,7 +33,6 @@ def examples(count: int) -> settings:
 
 def transfer(case: Case, rank: int, out: list[Tensor] | None) -> list[Tensor]:
     tiles = case.tiles(rank)
-    versions = [tile._version for tile in tiles]
     results = run_plan(
         plan(case.source, case.target, rank),
         tiles,
@@ -41,7 +40,6 @@ def transfer(case: Case, rank: int, out: list[Tensor] | None) -> list[Tensor]:
         dtype=case.dtype,
         buffer_bytes=case.buffer_bytes,
     )
-    assert [tile._version for tile in tiles] == versions, "autograd takes a source for written"
     assert all(same(a, b) for a, b in zip(tiles, case.tiles(rank), strict=True))
     return results
 
