@@ -22,7 +22,7 @@ from tests.sharded.ranks_and_cuts import (
     specs,
 )
 from tilework import sharded
-from tilework.sharded import ShardingSpec
+from tilework.sharded import ChunkShardingSpec, ShardingSpec
 from tilework.testing import run_ranks
 
 SPECS = {
@@ -141,6 +141,20 @@ def test_gather_of_metas() -> None:
         assert tensor.full_tensor().shape == (4,)
 
     on(2, program)
+
+
+@pytest.mark.parametrize("move", ["gather", "full_tensor", "reshard"])
+def test_some_shards_on_meta(move: str) -> None:
+    def program(rank: int) -> None:
+        tensor = sharded.ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/meta"]), 4)
+        if move == "gather":
+            tensor.gather(0, None if rank else torch.zeros(4))
+        elif move == "reshard":
+            tensor.reshard(chunks(0, [1, 0]))
+        else:
+            tensor.full_tensor()
+
+    check_all_raise(2, program, ValueError, "some shards are on the meta device")
 
 
 @pytest.mark.parametrize(

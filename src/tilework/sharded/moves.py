@@ -36,6 +36,22 @@ def whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Tiling:
     return Tiling.of_tiles(shape, [Tile(Box((0,) * len(shape), shape), ranks)])
 
 
+def has_values(tensor: ShardedTensor) -> bool:
+    """Whether the shards are on real devices; the same on every rank.
+
+    Raises:
+        ValueError: Only some are.
+    """
+    places = [shard.placement for shard in tensor.metadata().shards_metadata]
+    real = {place.device().type != "meta" for place in places if place is not None}
+    if len(real) > 1:
+        raise ValueError(
+            "some shards are on the meta device, where there are no values to move: move the "
+            "others there too, with to('meta')"
+        )
+    return real != {False}
+
+
 def gather(
     tensor: ShardedTensor,
     dst: int,
@@ -52,7 +68,7 @@ def gather(
         told = agree(lambda: None if out is None else out.dtype, group)
         dtype = told[get_group_rank(group, dst)]
     sent = dtype or tensor.dtype
-    if tensor.is_meta:
+    if not has_values(tensor):
         return
     steps = plan(tensor.tiling, whole_on(tuple(tensor.shape), (dst,)), get_rank())
     tiles = [tile.detach().to(sent) for tile in tensor.local_tiles()]
@@ -75,6 +91,7 @@ def _asked(
     dtype: torch.dtype | None,
 ) -> dict[str, Any]:
     _check_out(tensor, dst, out)
+    has_values(tensor)
     return {"dst": dst, "enforce_dtype": bool(enforce_dtype), "dtype": str(dtype)}
 
 
@@ -108,7 +125,7 @@ def full_tensor(tensor: ShardedTensor) -> Tensor:
             f"full_tensor: rank {get_rank()} is not in the tensor's group of ranks "
             f"{list(group.global_ranks)}"
         )
-    if tensor.is_meta:
+    if not has_values(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     found: Tensor = _Whole.apply(tensor, *graph_tiles(tensor))  # type: ignore[no-untyped-call]
     return found
@@ -145,7 +162,7 @@ def reshard(
         properties = tensor.metadata().tensor_properties
         metadata = checks.metadata_by(spec, tensor.shape, properties)
         placed = places(group, metadata.shards_metadata)
-        if tensor.is_meta and any(device.type != "meta" for _, device in placed):
+        if not has_values(tensor) and any(device.type != "meta" for _, device in placed):
             raise ValueError(
                 "reshard: a tensor on the meta device has no values to move elsewhere: make a new "
                 "one, or reshard to placements on 'meta'"
@@ -201,7 +218,7 @@ def _or_stand_in(tiles: list[Tensor], like: Tensor) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def _moved(tensor: ShardedTensor, target: Tiling) -> list[Tensor]:
     """This rank's tiles of ``target``, as new tensors where the old ones are. Collective."""
-    if tensor.is_meta:
+    if not has_values(tensor):
         sizes = [box.sizes for box in target.boxes_of(get_rank())]
         return [torch.empty(size, dtype=tensor.dtype, device="meta") for size in sizes]
     steps = plan(tensor.tiling, target, get_rank())
