@@ -18,6 +18,7 @@ from tests.sharded.ranks_and_cuts import check_all_raise, chunks, cut, examples,
 from tilework.sharded import ShardedTensor, ShardingSpec
 from tilework.sharded.ops import exchange as exchanging
 from tilework.sharded.ops import linear as linear_module
+from tilework.testing import run_ranks
 
 #: Rows of each rank's input: few, so that inputs move; many, so that the weight does.
 ROWS = {"few": (2, 0, 3), "many": (40, 50, 60)}
@@ -148,6 +149,36 @@ def test_a_module_with_a_sharded_weight() -> None:
             assert not module(x).requires_grad
 
     on(RANKS, program)
+
+
+@pytest.mark.parametrize("size", [(0, 4), (5, 0)])
+def test_weights_without_elements(size: tuple[int, int]) -> None:
+    def program(rank: int) -> None:
+        tensor = shards_of(values(*size).requires_grad_(), chunks(0, [0, 1]), rank)
+        x = values(3, size[1]).requires_grad_()
+        found = F.linear(x, tensor)
+        close(found, F.linear(x, values(*size)))
+        torch.autograd.backward(found.sum())
+
+    on(RANKS, program)
+
+
+def test_ranks_that_are_processes() -> None:
+    whole, ids = values(5, 4), torch.tensor([4, 0, 4])
+
+    def program(rank: int) -> float:
+        tensor: Any = shards_of(whole.clone().requires_grad_(), CUTS["empty rows"], rank)
+        x = values(2 + rank, 4, seed=rank)
+        product, rows = F.linear(x, tensor), F.embedding(ids, tensor)
+        close(product, F.linear(x, whole))
+        close(rows, whole[ids])
+        torch.autograd.backward(product.sum() + rows.sum() + (tensor * 2).sum())
+        value: float = tensor.grad.full_tensor()[4, 0].item()
+        return value
+
+    found = run_ranks(RANKS, program, kind="processes")
+    inputs = sum(float(values(2 + rank, 4, seed=rank)[:, 0].sum()) for rank in range(RANKS))
+    assert found == pytest.approx([inputs + RANKS * 2 + 2] * RANKS)
 
 
 def test_a_group_of_some_ranks() -> None:

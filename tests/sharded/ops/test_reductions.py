@@ -200,6 +200,13 @@ def test_16_bit_floats_are_accumulated_in_32() -> None:
     assert on(2, lambda rank: shards_of(whole, chunks(0, [0, 1]), rank).sum().item()) == [4096] * 2
 
 
+def test_complex_numbers() -> None:
+    whole = torch.complex(values(*SIZE), values(*SIZE, seed=1)).requires_grad_()
+    check_cuts(lambda x: x.norm(), [whole])
+    check_cuts(lambda x: x.sum().abs(), [whole])
+    check_cuts(lambda x: x.mean().real, [whole])
+
+
 def test_one_small_collective() -> None:
     def program(rank: int) -> list[int]:
         tensor: Any = shards_of(values(*SIZE).requires_grad_(), CUTS["grid"], rank)

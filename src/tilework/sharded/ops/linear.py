@@ -59,7 +59,9 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
     rows = [said[0] for said in agree_on_gradients(check, inputs, group)]
     tiles = tiles_by_rank(weight, group)
     if _moving_inputs(rows, tiles) <= weight.numel() * (len(rows) - 1):
-        flat = _at_the_weight(x.reshape(-1, x.shape[-1]), weight, rows, tiles, group)
+        flat = _at_the_weight(
+            x.reshape(rows[group.rank()], x.shape[-1]), weight, rows, tiles, group
+        )
         result = flat.reshape(*x.shape[:-1], weight.shape[0])
     else:
         result = F.linear(x, spread(weight))

@@ -37,7 +37,7 @@ def _permutes(func: Callable[..., Any]) -> Handler:
 def _reshapes(func: Callable[..., Any]) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = sharded_argument(func, args, kwargs)
-        if len(args) == 2 and isinstance(args[1], torch.dtype):
+        if any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values())):
             raise unsupported(func, args, kwargs)
         others = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
         size = func(_meta(tensor.shape), *args[1:], **others).shape
