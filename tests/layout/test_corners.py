@@ -61,6 +61,17 @@ def test_a_sweep_sees_each_overlap(boxes: list[Box]) -> None:
         assert nowhere_two_2d(left, STRIDES[0], low=0) == (most <= 1)
 
 
+def test_a_sweep_sees_whether_any_two_boxes_overlap() -> None:
+    spans = [(low, high - low) for low in range(1, 4) for high in range(low + 1, 5)]
+    boxes = [Box((y, x), (h, w)) for y, h in spans for x, w in spans]
+    for a, b in product(boxes, repeat=2):
+        pair = Columns([a.offsets, b.offsets], [a.sizes, b.sizes]).overlap()
+        assert (pair is None) == (a.intersection(b) is None)
+        left = left_of([a, b])
+        if left is not None:
+            assert nowhere_two_2d(left, STRIDES[0], low=1) == (pair is None)
+
+
 @examples(120)
 @given(IN_2D, st.data())
 def test_a_sweep_of_a_cover_with_gaps(boxes: list[Box], data: st.DataObject) -> None:

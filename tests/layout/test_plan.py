@@ -175,6 +175,13 @@ def test_owners_of_several_tiles_share_their_load() -> None:
     assert [len(plan(source, target, rank).sends) for rank in (0, 1)] == [4, 4]
 
 
+def test_the_odd_request_comes_to_each_owner_in_turn() -> None:
+    """Each tile is asked for three times."""
+    source = Tiling.of_tiles((8,), [Tile(Box((i,), (1,)), (0, 1)) for i in range(8)])
+    target = Tiling.of_tiles((8,), [Tile(Box((0,), (8,)), (2, 3, 4))])
+    assert [len(plan(source, target, rank).sends) for rank in (0, 1)] == [12, 12]
+
+
 def test_a_neighbour_comes_before_ones_own_copy() -> None:
     """Copies are {0, 2} and {1, 3}, hosts {0, 3} and {1, 2}."""
     mesh = [[0, 1], [2, 3]]

@@ -73,7 +73,7 @@ def nowhere_two_2d(left: dict[int, int], stride: int, low: int) -> bool:
     """Whether no point is in two boxes, told from what is left of their corners.
 
     Row by row, the differences along a row are kept up to date. The number of boxes is 0 or 1
-    everywhere in it if and only if its differences are 1 and -1 by turns, beginning with 1.
+    everywhere in it if and only if its differences are 1 and -1 by turns.
     O(n log n) for n points that are left (and moving the entries of a sorted list, which is fast).
 
     Args:
@@ -109,5 +109,5 @@ def _by_turns(row: list[int], difference: dict[int, int], i: int) -> bool:
     """Whether the differences next to an entry, and its own, are 1 and -1 by turns."""
     first = max(i - 1, 0)
     found = [difference[at] for at in row[first : i + 2]]
-    sign = difference[row[first]] if first else 1
+    sign = found[0] if found else 1
     return sign in (1, -1) and found == [sign, -sign, sign][: len(found)]
