@@ -171,6 +171,17 @@ def test_onto_another_group_of_the_same_ranks() -> None:
     on(3, program)
 
 
+def test_ranks_outside_the_group_compare_what_they_know() -> None:
+    def program(rank: int) -> None:
+        group = dist.new_group([2, 3])
+        tensor = cut(numbered([4]), chunks(0, [2, 3]), rank, process_group=group)
+        with load_with_process_group(group):
+            made = torch.load(saved(tensor))
+        assert torch.equal(tensor, made)
+
+    on(4, program)
+
+
 def test_a_group_of_other_ranks() -> None:
     def program(rank: int) -> None:
         file = saved(cut(numbered([4]), chunks(0, range(4)), rank))
