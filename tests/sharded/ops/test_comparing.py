@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
+import tilework.distributed as dist
 from tests.sharded.ops.cases import CUTS, RANKS, SIZE, shards_of, values
 from tests.sharded.ranks_and_cuts import check_all_raise, chunks, examples, on, specs
 from tilework.sharded import ones
@@ -87,3 +88,13 @@ def test_different_shapes_of_allclose_raise() -> None:
         torch.allclose(ones(chunks(0, [0]), 4), ones(chunks(0, [0]), 3))
 
     check_all_raise(2, program, RuntimeError, "one shape.*not supported for ShardedTensor!$")
+
+
+def test_ranks_outside_the_group_answer_by_what_they_know() -> None:
+    def program(rank: int) -> list[bool]:
+        group = dist.new_group([1, 2])
+        a = ones(chunks(0, [1, 2]), 4, process_group=group)
+        b = ones(chunks(0, [1, 2]), 3, process_group=group)
+        return [torch.equal(a, a * 1), torch.allclose(a, a + 0), torch.equal(a, b)]
+
+    assert on(RANKS, program) == [[True, True, False]] * RANKS
