@@ -141,6 +141,21 @@ def test_metas_stay_metas() -> None:
     on(2, program)
 
 
+def test_gradients_of_metas_are_metas() -> None:
+    def program(rank: int) -> None:
+        leaf = sharded.ones(chunks(0, [0, 1], "meta"), 4, requires_grad=True)
+        moved = leaf.resharded(chunks(0, [1, 1, 1], "meta"))
+        moved.full_tensor()
+        tiles = moved.local_tiles()
+        if rank == 1:
+            torch.autograd.backward([tile.sum() for tile in tiles])
+            gradient = leaf.local_tensor().grad
+            assert gradient is not None
+            assert gradient.is_meta
+
+    on(2, program)
+
+
 def test_metas_have_no_values_to_move() -> None:
     def program(rank: int) -> None:
         sharded.empty(chunks(0, [0, 1], "meta"), 4).reshard(chunks(0, [0, 1]))

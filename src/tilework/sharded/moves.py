@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,11 +205,9 @@ class _Move(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         source, target, group = ctx.back
-        like = gradients[0]
         held = gradients if source.of(get_rank()) else ()
-        steps = plan(source, target, get_rank())
-        moved = run_plan(steps, held, group, dtype=like.dtype, device=like.device)
-        return None, None, *_or_stand_in(moved, like)
+        moved = _carried(source, target, group, held, gradients[0])
+        return None, None, *_or_stand_in(moved, gradients[0])
 
 
 def _or_stand_in(tiles: list[Tensor], like: Tensor) -> tuple[Tensor, ...]:
@@ -218,12 +217,18 @@ def _or_stand_in(tiles: list[Tensor], like: Tensor) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def _moved(tensor: ShardedTensor, target: Tiling) -> list[Tensor]:
     """This rank's tiles of ``target``, as new tensors where the old ones are. Collective."""
-    if not has_values(tensor):
+    like = graph_tiles(tensor)[0]
+    return _carried(tensor.tiling, target, tensor.process_group, tensor.local_tiles(), like)
+
+
+def _carried(
+    source: Tiling, target: Tiling, group: AnyGroup, tiles: Sequence[Tensor], like: Tensor
+) -> list[Tensor]:
+    if like.is_meta:
         sizes = [box.sizes for box in target.boxes_of(get_rank())]
-        return [torch.empty(size, dtype=tensor.dtype, device="meta") for size in sizes]
-    steps = plan(tensor.tiling, target, get_rank())
-    tiles, group = tensor.local_tiles(), tensor.process_group
-    return run_plan(steps, tiles, group, dtype=tensor.dtype, device=tensor.device)
+        return [like.new_empty(size) for size in sizes]
+    steps = plan(source, target, get_rank())
+    return run_plan(steps, tiles, group, dtype=like.dtype, device=like.device)
 
 
 def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
