@@ -61,8 +61,9 @@ size_t first_bytes(const Operation& operation) {
 uint64_t place(const Segment& segment, const Buffers& side) {
   if (side.count == 0) return 0;
   const size_t bytes = side[0].bytes;
+  if (!side[0].dense()) return 0;
   for (int i = 1; i < side.count; ++i)
-    if (side[i].bytes != bytes || side[i].data != side[i - 1].data + bytes) return 0;
+    if (!side[i].dense() || side[i].bytes != bytes || side[i].data != side[i - 1].data + bytes) return 0;
   return segment.place_in_own_arena(side[0].data, bytes * side.count);
 }
 

@@ -17,7 +17,7 @@
 
 #include <algorithm>
 
-#include "copy.h"
+#include "rows.h"
 
 namespace tilework {
 namespace {
@@ -28,7 +28,12 @@ size_t align_down(size_t n) { return n / kLine * kLine; }
 size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }
 size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
 
-/// Bytes [offset, offset + length) of a buffer, as far as it has them.
+/// How many of the bytes [offset, offset + length) a buffer has.
+size_t bytes_of(const Buffer& buffer, size_t offset, size_t length) {
+  return offset >= buffer.bytes ? 0 : std::min(length, buffer.bytes - offset);
+}
+
+/// Bytes [offset, offset + length) of a dense buffer, as far as it has them.
 Buffer piece(const Buffer& buffer, size_t offset, size_t length) {
   if (offset >= buffer.bytes) return {buffer.data, 0};
   return {buffer.data + offset, std::min(length, buffer.bytes - offset)};
@@ -104,23 +109,25 @@ void write_pieces(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 0; i < last; ++i) {
     const int peer = routes.split() ? i : (x.rank + 1) % x.size;
     if (peer == x.rank) continue;
-    const Buffer part = piece(routes.outgoing(peer), offset, routes.cell_bytes());
-    copy(x.slot() + routes.cell(x.rank, peer), part.data, part.bytes);
+    const Buffer from = routes.outgoing(peer);
+    const size_t bytes = bytes_of(from, offset, routes.cell_bytes());
+    copy_rows({x.slot() + routes.cell(x.rank, peer), bytes}, 0, from, offset, bytes, false);
   }
 }
 
 void copy_own(const Exchange& x, const Routes& routes, size_t offset, size_t length) {
-  const Buffer from = piece(routes.outgoing(x.rank), offset, length);
-  char* to = piece(routes.incoming(x.rank), offset, length).data;
-  (routes.streamed() ? copy_streaming : copy)(to, from.data, from.bytes);
+  const Buffer from = routes.outgoing(x.rank), to = routes.incoming(x.rank);
+  if (from.data == to.data && from.stride == to.stride) return;  // in place
+  copy_rows(to, offset, from, offset, bytes_of(from, offset, length), routes.streamed());
 }
 
 void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;  // each rank starts elsewhere
-    const Buffer part = piece(routes.incoming(peer), offset, routes.cell_bytes());
-    const char* from = x.slot_of(peer) + routes.cell(peer, x.rank);
-    (routes.streamed() ? copy_streaming : copy)(part.data, from, part.bytes);
+    const Buffer to = routes.incoming(peer);
+    const size_t bytes = bytes_of(to, offset, routes.cell_bytes());
+    char* from = const_cast<char*>(x.slot_of(peer)) + routes.cell(peer, x.rank);
+    copy_rows(to, offset, {from, bytes}, 0, bytes, routes.streamed());
   }
 }
 
@@ -129,13 +136,13 @@ void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
 void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;
-    const Buffer whole = routes.incoming(peer), part = piece(whole, offset, SIZE_MAX);
-    if (part.bytes == 0) continue;
-    const size_t at = offset + (routes.split() ? x.rank * whole.bytes : 0);
+    const Buffer to = routes.incoming(peer);
+    const size_t bytes = bytes_of(to, offset, SIZE_MAX);
+    if (bytes == 0) continue;
+    const size_t at = offset + (routes.split() ? x.rank * to.bytes : 0);
     const bool broadcast = x.operation.kind == Kind::kBroadcast;
-    const char* from =
-        broadcast ? x.output_of(peer, at, part.bytes) : x.input_of(peer, at, part.bytes);
-    (routes.streamed() ? copy_streaming : copy)(part.data, from, part.bytes);
+    const char* from = broadcast ? x.output_of(peer, at, bytes) : x.input_of(peer, at, bytes);
+    copy_rows(to, offset, {const_cast<char*>(from), bytes}, 0, bytes, routes.streamed());
   }
 }
 

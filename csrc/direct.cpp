@@ -55,13 +55,14 @@ bool find(PyObject* const* table, size_t count, PyObject* object, unsigned& inde
 class Side {
  public:
   /// False if the tensors cannot be used as they are, or are not what the operation takes.
-  bool read(nb::handle given, bool as_list, int expected, nb::handle rows) {
+  bool read(nb::handle given, bool as_list, int expected, nb::handle rows, bool strided) {
     if (given.is_none()) return expected == 0;
-    if (as_list) return read_list(given, expected);
+    if (as_list) return read_list(given, expected, strided);
     Seen seen;
-    if (expected == 0 || !see(given.ptr(), seen)) return false;
+    const bool divided = expected > 1 || !rows.is_none();
+    if (expected == 0 || !see(given.ptr(), seen, strided && !divided)) return false;
     note(seen, 1);
-    if (expected > 1 || !rows.is_none()) return divide(seen, expected, rows);
+    if (divided) return divide(seen, expected, rows);
     add(seen.buffer);
     return true;
   }
@@ -70,13 +71,17 @@ class Side {
   bool apart() const {
     const Buffer* end = items() + size_;
     const auto before = [](const Buffer& a, const Buffer& b) { return a.data < b.data; };
-    const auto overlap = [](const Buffer& a, const Buffer& b) { return a.data + a.bytes > b.data; };
-    if (std::adjacent_find(items(), end, overlap) == end) return true;
+    const auto touch = [](const Buffer& a, const Buffer& b) { return a.data + a.span() > b.data; };
+    if (std::adjacent_find(items(), end, touch) == end) return true;
     std::vector<Buffer> sorted;
     for (const Buffer* item = items(); item < end; ++item)
       if (item->bytes > 0) sorted.push_back(*item);
     std::sort(sorted.begin(), sorted.end(), before);
-    return std::adjacent_find(sorted.begin(), sorted.end(), overlap) == sorted.end();
+    // Strided ones may lie within each other, so those beside each other are not all.
+    for (size_t i = 0; i < sorted.size(); ++i)
+      for (size_t j = i + 1; j < sorted.size() && touch(sorted[i], sorted[j]); ++j)
+        if (overlap(sorted[i], sorted[j])) return false;
+    return true;
   }
 
   Buffers view() const { return {items(), size_}; }
@@ -92,7 +97,7 @@ class Side {
     count = tensors;
   }
 
-  bool read_list(nb::handle given, int expected) {
+  bool read_list(nb::handle given, int expected, bool strided) {
     if (!PyList_Check(given.ptr()) && !PyTuple_Check(given.ptr())) return false;
     kept_ = nb::steal(PySequence_Tuple(given.ptr()));  // another thread may change the list
     if (!kept_.is_valid()) throw nb::python_error();
@@ -101,7 +106,7 @@ class Side {
     PyObject** items = PySequence_Fast_ITEMS(kept_.ptr());
     for (Py_ssize_t i = 0; i < tensors; ++i) {
       Seen seen;
-      if (!see(items[i], seen) || (i > 0 && seen.dtype != dtype)) return false;
+      if (!see(items[i], seen, strided) || (i > 0 && seen.dtype != dtype)) return false;
       if (i == 0) note(seen, expected);
       add(seen.buffer);
     }
@@ -110,7 +115,8 @@ class Side {
 
   /// A tensor that stands for a part for each rank.
   bool divide(const Seen& seen, int parts, nb::handle rows) {
-    const auto [data, bytes] = seen.buffer;
+    char* const data = seen.buffer.data;
+    const size_t bytes = seen.buffer.bytes;
     if (!rows.is_none()) return divide_rows(seen, parts, rows);
     if (bytes % (parts * kItemBytes[static_cast<size_t>(dtype)]) != 0) return false;
     for (int i = 0; i < parts; ++i) add({data + bytes / parts * i, bytes / parts});
@@ -158,6 +164,9 @@ uint64_t label_of(const Shape& shape) {
   for (int dim = 0; dim < shape.dims; ++dim) label = add_size(label, shape.sizes[dim]);
   return label;
 }
+
+/// Whether the operation only moves data, which then may lie in rows.
+bool moves(Kind kind) { return !reduces(kind) && kind != Kind::kBarrier; }
 
 bool elementwise(Kind kind) {
   return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kBroadcast;
@@ -216,10 +225,11 @@ bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::han
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
   Side in, out;
-  if (!in.read(inputs, form.input_list, expected.inputs, in_rows)) return false;
+  const bool strided = moves(form.kind);
+  if (!in.read(inputs, form.input_list, expected.inputs, in_rows, strided)) return false;
   if (elementwise(form.kind) && inputs.ptr() == outputs.ptr())
     out = in;
-  else if (!out.read(outputs, form.output_list, expected.outputs, out_rows))
+  else if (!out.read(outputs, form.output_list, expected.outputs, out_rows, strided))
     return false;
   if ((in.count > 0 && out.count > 0 && in.dtype != out.dtype) || !out.apart()) return false;
   operation.dtype = in.count > 0 ? in.dtype : out.dtype;

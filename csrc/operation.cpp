@@ -22,7 +22,8 @@ void check_buffers(const Operation& operation, const Buffers& buffers, int expec
                           " expected on this rank");
   const size_t item = kItemBytes[static_cast<size_t>(operation.dtype)];
   for (int i = 0; i < buffers.count; ++i) {
-    const auto [data, bytes] = buffers[i];
+    const char* const data = buffers[i].data;
+    const size_t bytes = buffers[i].bytes;
     if (bytes % item != 0)
       refuse(operation, to_string(bytes) + " bytes in " + side + "[" + to_string(i) +
                             "] are not a whole number of " +
@@ -55,17 +56,13 @@ void check_sizes(const Operation& operation, int rank) {
     }
 }
 
-bool overlap(const Buffer& a, const Buffer& b) {
-  return a.bytes && b.bytes && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
-}
-
 Buffer span(const Buffers& buffers) {
   char *low = nullptr, *high = nullptr;
   for (int i = 0; i < buffers.count; ++i) {
-    const auto [data, bytes] = buffers[i];
-    if (bytes == 0) continue;
-    low = low ? std::min(low, data) : data;
-    high = std::max(high, data + bytes);
+    const Buffer& buffer = buffers[i];
+    if (buffer.bytes == 0) continue;
+    low = low ? std::min(low, buffer.data) : buffer.data;
+    high = std::max(high, buffer.data + buffer.span());
   }
   return {low, static_cast<size_t>(high - low)};
 }

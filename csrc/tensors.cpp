@@ -44,21 +44,31 @@ DType dtype_of(nanobind::dlpack::dtype type) {
   }
 }
 
-/// Fill in shape and size; false unless the elements lie in order without gaps.
+/// Fill in shape and memory; false unless the elements lie in order, without gaps or in rows of one
+/// length at one distance.
 bool measure(const dltensor& tensor, Seen& seen) {
   if (tensor.ndim > kMaxDims) return false;
   seen.shape.dims = tensor.ndim;
-  int64_t items = 1;
-  bool dense = true;
+  int64_t items = 1, run = 0, stride = 0;  // no rows yet
+  bool in_order = true;
   for (int dim = tensor.ndim - 1; dim >= 0; --dim) {
     const int64_t size = tensor.shape[dim];
     seen.shape.sizes[dim] = size;
-    dense &= size == 1 || !tensor.strides || tensor.strides[dim] == items;
+    if (size != 1 && tensor.strides) {
+      if (run == 0 && tensor.strides[dim] != items) {
+        run = items;
+        stride = tensor.strides[dim];
+      }
+      in_order &= tensor.strides[dim] == (run == 0 ? items : items / run * stride);
+    }
     items *= size;
   }
-  seen.buffer = {static_cast<char*>(tensor.data) + tensor.byte_offset,
-                 static_cast<size_t>(items) * kItemBytes[static_cast<size_t>(seen.dtype)]};
-  return dense || items == 0;
+  const size_t item = kItemBytes[static_cast<size_t>(seen.dtype)];
+  seen.buffer = {static_cast<char*>(tensor.data) + tensor.byte_offset, items * item};
+  if (items == 0 || run == 0) return true;
+  seen.buffer.run = run * item;
+  seen.buffer.stride = stride * item;
+  return in_order && stride > run;
 }
 
 }  // namespace
@@ -78,7 +88,7 @@ bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* in
   return true;
 }
 
-bool see(PyObject* object, Seen& seen) {
+bool see(PyObject* object, Seen& seen, bool strided) {
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (!torch.borrow || (type != torch.tensor_type && type != torch.parameter_type)) return false;
   dltensor tensor;
@@ -88,7 +98,7 @@ bool see(PyObject* object, Seen& seen) {
   }
   seen.dtype = dtype_of(tensor.dtype);
   if (tensor.device.device_type != nanobind::device::cpu::value || seen.dtype == DType::kBytes ||
-      !measure(tensor, seen))
+      !measure(tensor, seen) || !(strided || seen.buffer.dense()))
     return false;
   PyObject* negative = PyObject_CallOneArg(torch.is_neg, object);
   PyErr_Clear();

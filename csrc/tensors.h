@@ -29,7 +29,8 @@ constexpr uint64_t add_size(uint64_t label, int64_t size) {
   return (label ^ static_cast<uint64_t>(size)) * 0x100000001b3;
 }
 
-/// A tensor whose memory can be used as it is: dense, on the CPU, of a dtype of the contract.
+/// A tensor whose memory can be used as it is: on the CPU, of a dtype of the contract, dense or
+/// in rows (see Buffer).
 struct Seen {
   Buffer buffer;
   DType dtype;
@@ -39,9 +40,9 @@ struct Seen {
 /// Learn torch's table and types; once per process. False where this torch has no table.
 bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
-/// Whether `object` is such a tensor. Never leaves an exception. Not for complex tensors, which
-/// count as pairs of reals in some operations.
-bool see(PyObject* object, Seen& seen);
+/// Whether `object` is such a tensor, dense unless `strided` is true. Never leaves an exception.
+/// Not for complex tensors, which count as pairs of reals in some operations.
+bool see(PyObject* object, Seen& seen, bool strided = false);
 
 /// Tell autograd that a tensor, or each of a sequence of them, was written. False: exception set.
 bool mark_written(PyObject* tensors);

@@ -27,7 +27,7 @@ def on_shm(size: int, program: Callable[[int], Any]) -> list[Any]:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values with a gap after each: too much for the short way."""
+    """The same values with a gap after each: too much for the short way of reductions."""
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
@@ -106,6 +106,92 @@ def test_dense_tensors_take_it_and_others_do_not() -> None:
 
     taken, refused = (1, 0), (0, 1)
     assert on_shm(2, program) == [[taken, taken, *[refused] * 4]] * 2
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    """The shape of a tensor, and a block of it whose memory is in rows at one distance."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    cut = draw(st.integers(0, len(shape) - 1))
+    begin = draw(st.integers(0, shape[cut] - 1))
+    end = draw(st.integers(begin + 1, shape[cut]))
+    return shape, (*[slice(None)] * cut, slice(begin, end))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    block=blocks(),
+    scale=st.sampled_from([1, 700]),
+    dtype=st.sampled_from([torch.float32, torch.uint8, torch.int64]),
+    root=st.integers(0, 2),
+)
+def test_what_only_moves_may_be_in_rows(
+    block: tuple[tuple[int, ...], tuple[slice, ...]], scale: int, dtype: torch.dtype, root: int
+) -> None:
+    shape, where = block
+    shape = (*shape[:-1], shape[-1] * scale)
+    if len(where) == len(shape):
+        where = (*where[:-1], slice(where[-1].start * scale, where[-1].stop * scale))
+
+    def within(value: int) -> tuple[Tensor, Tensor]:
+        whole = torch.full(shape, 99, dtype=dtype)
+        inner = whole[where]
+        inner.copy_((torch.arange(inner.numel()) % 100 + value).to(dtype).reshape(inner.shape))
+        return whole, inner
+
+    def program(rank: int) -> None:
+        pg = dist.get_default_group()
+        assert pg.takes_rows
+        counted = Counted(pg.direct)
+        pg.direct = counted  # type: ignore[assignment]
+        _, mine = within(rank)
+        parts = [within(10 * rank + peer)[1] for peer in range(3)]
+        wholes, blank = zip(*[within(0) for _ in range(12)], strict=True)
+        dist.all_gather(list(blank[:3]), mine)
+        dist.gather(mine, list(blank[3:6]) if rank == root else None, dst=root)
+        dist.scatter(blank[6], parts if rank == root else None, src=root)
+        dist.all_to_all(list(blank[7:10]), parts)
+        dist.broadcast(mine, root)
+        assert (counted.taken, counted.refused) == (5, 0)
+        for peer in range(3):
+            assert torch.equal(blank[peer], within(peer)[1])
+            assert torch.equal(blank[3 + peer], within(peer if rank == root else 0)[1])
+            assert torch.equal(blank[7 + peer], within(10 * peer + rank)[1])
+        assert torch.equal(blank[6], within(10 * root + rank)[1])
+        assert torch.equal(mine, within(root)[1])
+        for whole in wholes:  # and nothing around the blocks is written
+            whole[where] = 99
+            assert (whole == 99).all()
+
+    on_shm(3, program)
+
+
+def test_rows_within_each_other() -> None:
+    def program(rank: int) -> tuple[int, int]:
+        pg = dist.get_default_group()
+        counted = Counted(pg.direct)
+        pg.direct = counted  # type: ignore[assignment]
+        square, mine = torch.zeros(4, 4), torch.full((4, 2), 1.0 + rank)
+        dist.all_gather([square[:, :2], square[:, 2:]], mine)
+        assert square.tolist() == [[1, 1, 2, 2]] * 4
+        # A row of one output between those of the other; each rank's own part is the large one.
+        outputs, inputs = [square[:, :2], square[1, 2:]], [mine, torch.full((2,), 5.0 + rank)]
+        order = slice(None, None, -1 if rank else None)
+        dist.all_to_all(outputs[order], inputs[order])
+        row = [1.0 + rank] * 2
+        assert square.tolist() == [row + ([6.0 - rank] * 2 if i == 1 else [2, 2]) for i in range(4)]
+        return counted.taken, counted.refused
+
+    def shared(rank: int) -> tuple[int, int]:
+        pg = dist.get_default_group()
+        counted = Counted(pg.direct)
+        pg.direct = counted  # type: ignore[assignment]
+        square = torch.zeros(4, 4)
+        dist.all_gather([square[:, :3], square[:, 1:]], torch.ones(4, 3))
+        return counted.taken, counted.refused
+
+    assert on_shm(2, program) == [(2, 0)] * 2
+    assert on_shm(2, shared) == [(0, 1)] * 2
 
 
 def test_what_it_writes_looks_written_to_autograd() -> None:

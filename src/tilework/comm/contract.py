@@ -170,6 +170,9 @@ class ProcessGroup:
 
     #: Whether all_gather, gather and scatter take tensors of different sizes.
     uneven_sizes: bool = True
+    #: Whether blocking operations that only move data use tensors in rows at one distance (a
+    #: block of a matrix's columns, say) as they are. Others are copied, which takes memory.
+    takes_rows: bool = False
     #: The short way to run blocking operations, tried before the methods below.
     direct: Direct = _LONG_WAY_ONLY
     #: Which promises of the contract the backend does not keep.

@@ -199,6 +199,7 @@ class ShmGroup(NativeGroup):
 
         direct = _core.Direct(self.engine.group, self.flight.journal, self.timeout, fail)
         self.direct = direct  # type: ignore[assignment]  # the same methods
+        self.takes_rows = True
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)

@@ -15,6 +15,7 @@ from tilework.layout import Box, Piece, Plan, Tiling
 
 #: What is only moved is moved as: so any dtype can be, as fast as its size allows.
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOVED = frozenset(_INTEGER_OF_SIZE.values())
 
 
 class Held:
@@ -105,6 +106,23 @@ class Local:
 def moved_dtype(dtype: torch.dtype) -> torch.dtype:
     """Integers of the size of ``dtype``; itself where there are none."""
     return _INTEGER_OF_SIZE.get(dtype.itemsize, dtype)
+
+
+def in_rows(view: Tensor) -> bool:
+    """Whether a view's elements lie in rows of one length, at one distance."""
+    run, row = 1, 0
+    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        if size == 1:
+            continue
+        if row == 0 and stride == run:
+            run *= size
+        elif row == 0 and stride > run:
+            row = stride * size
+        elif row == stride != 0:
+            row *= size
+        else:
+            return False
+    return True
 
 
 def flat(view: Tensor) -> Tensor | None:

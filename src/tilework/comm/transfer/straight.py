@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.comm import collectives
 from tilework.comm.dispatch import DispatchGroup
-from tilework.comm.transfer.local import Local, flat
+from tilework.comm.transfer.local import MOVED, Local, flat, in_rows
 from tilework.layout import Piece
 
 Call = Callable[[], object]
@@ -44,20 +44,24 @@ def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
 
 
 def _outgoing(local: Local) -> list[Tensor] | None:
-    """One tensor for each rank, if each gets at most one piece, in a row."""
-    return _tensors(local.sends, local.source_view, local.nothing)
+    """One tensor for each rank, if each gets at most one piece and the backend takes it as it is."""
+    return _tensors(local, local.sends, local.source_view)
 
 
 def _incoming(local: Local) -> list[Tensor] | None:
-    return _tensors(local.receives, local.target_view, local.nothing)
+    return _tensors(local, local.receives, local.target_view)
 
 
 def _tensors(
-    streams: Sequence[Sequence[Piece]], view: Callable[[Piece], Tensor], nothing: Tensor
+    local: Local, streams: Sequence[Sequence[Piece]], view: Callable[[Piece], Tensor]
 ) -> list[Tensor] | None:
+    rows = local.pg.takes_rows and not local.plan.reduces and local.memory_dtype in MOVED
     found = []
     for pieces in streams:
-        tensor = nothing if not pieces else flat(view(pieces[0])) if len(pieces) == 1 else None
+        if len(pieces) > 1:
+            return None
+        whole = view(pieces[0]) if pieces else local.nothing
+        tensor = whole if rows and in_rows(whole) else flat(whole)
         if tensor is None:
             return None
         found.append(tensor)

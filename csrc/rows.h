@@ -1,0 +1,78 @@
+// Copies between buffers that may be strided.
+#pragma once
+
+#include <algorithm>
+
+#include "copy.h"
+#include "operation.h"
+
+namespace tilework {
+
+/// A place in a buffer, counted in its bytes without gaps.
+class RowCursor {
+ public:
+  RowCursor(const Buffer& buffer, size_t offset) : run_(buffer.run), gap_(buffer.stride - buffer.run) {
+    if (buffer.dense()) {
+      at_ = buffer.data + offset;
+      left_ = SIZE_MAX;
+    } else {
+      at_ = buffer.data + offset / run_ * buffer.stride + offset % run_;
+      left_ = run_ - offset % run_;
+    }
+  }
+
+  char* at() const { return at_; }
+  /// How many bytes lie in a row from here.
+  size_t left() const { return left_; }
+  /// What lies below the byte at at(), in the next row.
+  const char* below() const { return at_ + run_ + gap_; }
+  bool dense() const { return run_ == 0; }
+
+  void advance(size_t bytes) {
+    at_ += bytes;
+    left_ -= bytes;
+    if (left_ > 0) return;
+    at_ += gap_;
+    left_ = run_;
+  }
+
+ private:
+  size_t run_, gap_;
+  char* at_;
+  size_t left_;
+};
+
+/// Processors do not foresee where the next row begins; a block of it is asked for while the one
+/// above is copied.
+constexpr size_t kBlockOfRow = 512;
+
+inline void copy_row(char* to, const RowCursor& from, size_t bytes, bool streamed) {
+  size_t done = 0;
+  while (done < bytes) {
+    // Blocks end where lines of the target do.
+    const size_t ahead = reinterpret_cast<uintptr_t>(to + done) % kLine;
+    const size_t block = std::min(bytes - done, kBlockOfRow - ahead);
+    if (!from.dense())
+      for (size_t line = 0; line < block; line += kLine) __builtin_prefetch(from.below() + done + line);
+    (streamed ? copy_past_caches : copy)(to + done, from.at() + done, block);
+    done += block;
+  }
+}
+
+/// Bytes [offset, offset + length) of `from` to the same place in `to`.
+inline void copy_rows(const Buffer& to, size_t to_offset, const Buffer& from, size_t from_offset,
+                      size_t length, bool streamed) {
+  if (to.dense() && from.dense())
+    return (streamed ? copy_streaming : copy)(to.data + to_offset, from.data + from_offset, length);
+  RowCursor target(to, to_offset), source(from, from_offset);
+  while (length > 0) {
+    const size_t row = std::min({length, target.left(), source.left()});
+    copy_row(target.at(), source, row, streamed && row >= kBlockOfRow);
+    target.advance(row);
+    source.advance(row);
+    length -= row;
+  }
+  if (streamed) settle_past_caches();
+}
+
+}  // namespace tilework
