@@ -56,6 +56,22 @@ def test_by_tcp_and_the_jobs_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(2, body, kind="processes", init=False) == ["w1", "w0"]
 
 
+def test_by_a_store_that_has_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILEWORK_SECRET", raising=False)
+    limit, port = timedelta(seconds=20), free_port()
+
+    def body(rank: int) -> str:
+        with dist.TCPStore("127.0.0.1", port, 2, rank == 0, limit, secret=b"ours") as store:
+            dist.init_process_group("threads", store=store, rank=rank, world_size=2)
+            rpc.init_rpc(f"w{rank}")
+            seen = serve_and_leave(rank, 2)
+            dist.barrier()
+            dist.destroy_process_group()
+        return seen
+
+    assert run_ranks(2, body, init=False) == ["w1", "w0"]
+
+
 def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
 

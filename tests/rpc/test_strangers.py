@@ -23,7 +23,7 @@ from tilework.rpc.keys import Keys, agree_on_keys
 from tilework.rpc.message import Kind, encode
 from tilework.rpc.state import current_agent
 from tilework.rpc.transport import MAX_FRAME_BYTES
-from tilework.store import HashStore, TCPStore
+from tilework.store import HashStore, PrefixStore, TCPStore
 
 _ran: list[str] = []
 
@@ -255,6 +255,18 @@ def test_keys_differ_from_meeting_to_meeting(monkeypatch: pytest.MonkeyPatch) ->
         assert agree_on_keys(store, 2).proof == agree_on_keys(store, 2).proof
         proofs.add(agree_on_keys(store, 2).proof)
     assert len(proofs) == 2
+
+
+def test_the_stores_own_secret_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows the number in the store, and all else that travels, has other keys."""
+    monkeypatch.delenv("TILEWORK_SECRET", raising=False)
+    with TCPStore("127.0.0.1", 0, 1, is_master=True, secret=b"of the store") as store:
+        mine = agree_on_keys(PrefixStore("a", store), 2)
+        assert agree_on_keys(PrefixStore("a", store), 2).proof == mine.proof
+        number = store.get("a/number")
+    heard = HashStore()
+    heard.set("number", number)
+    assert agree_on_keys(heard, 2).proof != mine.proof
 
 
 def test_who_reads_the_store_but_not_the_secret_has_other_keys(

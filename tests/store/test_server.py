@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.store.support import process, processes
 from tilework.errors import DistNetworkError, DistStoreError, StoreTimeoutError
-from tilework.store import StoreServer, TCPStore, UnixStore, wire
+from tilework.store import HashStore, PrefixStore, StoreServer, TCPStore, UnixStore, wire
 from tilework.store.wire import Code
 from tilework.testing.stores import Background
 
@@ -515,6 +515,15 @@ def test_only_who_proved_something_is_authenticated() -> None:
         assert proven.authenticated
     with UnixStore(f"@tilework-test-{uuid.uuid4().hex}", is_master=True) as local:
         assert local.authenticated
+
+
+def test_what_keys_may_follow_from() -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True) as plain:
+        assert plain.secret is None
+    with TCPStore("127.0.0.1", 0, is_master=True, secret=SECRET) as proven:
+        assert PrefixStore("a", PrefixStore("b", proven)).secret == proven.secret == SECRET
+        assert SECRET.decode() not in repr(proven)
+    assert HashStore().secret is None
 
 
 def test_another_user_is_refused_on_a_unix_socket() -> None:

@@ -58,8 +58,8 @@ class Keys:
 def agree_on_keys(store: Store, size: int) -> Keys:
     """The keys of all ranks that meet at ``store``. Does not wait for them.
 
-    They follow from a random number, which only the job's ranks can read, and from
-    TILEWORK_SECRET where it is set, which never travels.
+    They follow from a random number in the store, which only the job's ranks can ask for, and
+    from what never travels: the store's own secret, and TILEWORK_SECRET where it is set.
 
     Raises:
         DistBackendError: Strangers can read the store as well.
@@ -71,5 +71,6 @@ def agree_on_keys(store: Store, size: int) -> Keys:
             f"string on every rank"
         )
     number = store.compare_set("number", "", secrets.token_hex(32))
-    secret = os.environ.get("TILEWORK_SECRET", "").encode()
+    settings = os.environ.get("TILEWORK_SECRET", "").encode()
+    secret = hmac.new(settings, store.secret or b"", hashlib.sha256).digest()
     return Keys(hmac.new(secret, number, hashlib.sha256).digest(), size)

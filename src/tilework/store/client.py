@@ -104,6 +104,11 @@ class RemoteStore(Store):
         """Whether the server and this client proved to each other that they know the secret."""
         return self._secret is not None
 
+    @property
+    def secret(self) -> bytes | None:
+        """The secret that the server and this client have; None if they have none."""
+        return self._secret
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._pool.where)!r})"
 

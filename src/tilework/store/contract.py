@@ -116,6 +116,14 @@ class Store(ABC):
         """
         return False
 
+    @property
+    def secret(self) -> bytes | None:
+        """What the holders of this store share and never sent to each other; None if nothing.
+
+        Keys may follow from it: who reads the network does not know it.
+        """
+        return None
+
     def __enter__(self: AnyStore) -> AnyStore:
         return self
 

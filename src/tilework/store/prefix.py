@@ -87,6 +87,11 @@ class PrefixStore(Store):
         """As the underlying store."""
         return self._store.authenticated
 
+    @property
+    def secret(self) -> bytes | None:
+        """As the underlying store."""
+        return self._store.secret
+
     def __repr__(self) -> str:
         return f"PrefixStore({self.prefix!r}, {self._store!r})"
 
