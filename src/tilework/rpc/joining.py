@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from datetime import timedelta
 
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends import hybrid_hosts
-from tilework.comm.backends.interfaces import address_towards
+from tilework.comm.backends.interfaces import reachable_address
 from tilework.comm.world import current_world
 from tilework.rendezvous import rendezvous
 from tilework.rpc.agent import Agent
@@ -87,20 +86,9 @@ def _addresses(
     """Where each rank listens for this one. Collective."""
     if len({card.host for card in cards}) == 1:
         return [card.address for card in cards]
-    meeting.tell("tcp", transport.listen_on(address_towards(store) or _own_address()))
+    meeting.tell("tcp", transport.listen_on(reachable_address(store)))
     far = meeting.gather("tcp")
     return [
         card.address if card.host == host else address
         for card, address in zip(cards, far, strict=True)
     ]
-
-
-def _own_address() -> str:
-    """Where this host's name leads, if that is here."""
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return "127.0.0.1"
-    return address

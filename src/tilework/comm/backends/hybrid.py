@@ -17,7 +17,7 @@ from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.engines import check_available, make_gloo_backend
 from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, HybridEngine, Lines
 from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
-from tilework.comm.backends.interfaces import address_towards
+from tilework.comm.backends.interfaces import reachable_address
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.wires import Wires, connect_all
 from tilework.comm.lacks import Lack
@@ -52,7 +52,7 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
     if len(hosts.ranks) == 1:
         shared.engine.name = HybridEngine.name
         return shared
-    address = address_towards(request.store) or _own_address()
+    address = reachable_address(request.store)
     with contextlib.ExitStack() as undo:
         undo.callback(shared.close)
         wires = Wires(connect_all(request, address))
@@ -94,14 +94,3 @@ def _connect_gloo(request: DistributedBackendOptions, address: str) -> Any:
         raise DistBackendError(
             f"gloo could not connect the hosts of group {request.group_id!r}: {error}"
         ) from error
-
-
-def _own_address() -> str:
-    """Where this host's name leads, if that is here."""
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return "127.0.0.1"
-    return address

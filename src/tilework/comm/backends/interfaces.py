@@ -8,6 +8,11 @@ from typing import Any
 from tilework.store import PrefixStore, Store
 
 
+def reachable_address(store: Store) -> str:
+    """This host's address for the other ranks that meet at ``store``, as well as it is known."""
+    return address_towards(store) or _own_address()
+
+
 def address_towards(store: Store) -> str | None:
     """This host's address on the network that leads to the store's host; None if unknown.
 
@@ -35,3 +40,14 @@ def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     except OSError:
         return []
     return [(family, where) for family, _, _, _, where in found]
+
+
+def _own_address() -> str:
+    """Where this host's name leads, if that is here."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return "127.0.0.1"
+    return address
