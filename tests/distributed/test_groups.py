@@ -159,6 +159,23 @@ def test_ranks_must_agree_on_the_default_group(nobody: Alone) -> None:
     run_ranks(2, body, init=False, timeout=timedelta(seconds=10))
 
 
+@pytest.mark.parametrize("numbers", [(1, 1, 0), (0, 0, 1), (2, 1, 2)])
+def test_two_of_one_number_are_told_to_all(numbers: tuple[int, ...]) -> None:
+    """None of them waits for the time-out, which is longer than the test may take."""
+    store = dist.HashStore()
+
+    def body(place: int) -> None:
+        rank, limit = numbers[place], timedelta(minutes=10)
+        dist.init_process_group("threads", store=store, rank=rank, world_size=3, timeout=limit)
+
+    twice = next(n for n in numbers if numbers.count(n) > 1)
+    found = run_ranks(len(numbers), body, init=False, return_exceptions=True)
+    for error in found:
+        assert isinstance(error, dist.CollectiveMismatchError)
+        assert f"two processes say that they are rank {twice}" in str(error)
+        assert error.ranks == (twice,)
+
+
 def test_ranks_must_agree_on_a_new_group(ranks: Runner, join: Join) -> None:
     def body(rank: int) -> None:
         join(rank, 3)

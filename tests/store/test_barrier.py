@@ -124,3 +124,12 @@ def test_the_servers_death_ends_the_wait() -> None:
         server.kill()
         with pytest.raises(DistNetworkError, match="is gone"):
             call.result()
+
+
+def test_who_waits_looks_for_reasons_not_to() -> None:
+    def reason() -> None:
+        raise RuntimeError("it is of no use")
+
+    with pytest.raises(RuntimeError, match="of no use"):
+        store_based_barrier(0, HashStore(), "g", 2, timedelta(minutes=10), meanwhile=reason)
+    store_based_barrier(0, HashStore(), "g", 1, LIMIT, meanwhile=reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from tilework.comm.backends import make_backend
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
+from tilework.comm.visits import Visit
 from tilework.comm.world import (
     AnyGroup,
     GroupMember,
@@ -70,6 +71,8 @@ def init_process_group(
         ValueError: Contradictory or missing arguments or settings, or a second call.
         DistStoreError, DistNetworkError: The ranks could not meet in time.
         DistBackendError: The backend cannot be used, or some rank did not come in time.
+        CollectiveMismatchError: Ranks called with different arguments, or two processes say
+            that they are the same rank.
 
     Example:
         >>> import tilework.distributed as dist
@@ -100,13 +103,12 @@ def init_process_group(
     else:
         _check_store_arguments(init_method, rank, world_size)
     try:
-        # Ranks may meet at one store more than once; each of them counts its own visits.
-        visit = store.add(f"tilework/visits/{rank}", 1)
         store.set_timeout(limit)
-        shared = PrefixStore(f"tilework/{visit}", store)
+        visit = Visit(store, rank)
         ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
-        _agree(shared, name, f"{world_size} ranks, backend {config}", rank, ranks, limit)
-        plan = _Plan(world, shared, ranks, rank, name, limit)
+        asked = f"{world_size} ranks, backend {config}"
+        _agree(visit.store, name, asked, rank, ranks, limit, visit.check)
+        plan = _Plan(world, visit.store, ranks, rank, name, limit)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
     except BaseException:
         world.close()
@@ -340,7 +342,13 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
 
 
 def _agree(
-    store: Store, name: str, asked: str, me: int, awaited: Sequence[int], limit: timedelta
+    store: Store,
+    name: str,
+    asked: str,
+    me: int,
+    awaited: Sequence[int],
+    limit: timedelta,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Meet the ``awaited`` ranks, and make sure that all ask for the same group.
 
@@ -355,7 +363,9 @@ def _agree(
             f"ranks disagree on group {name!r}: rank {me} asks for {asked}, but {first}. "
             f"Make the same groups in the same order with the same arguments on every rank",
         )
-    store_based_barrier(awaited.index(me), store, name, len(awaited), limit, limit / 2)
+    store_based_barrier(
+        awaited.index(me), store, name, len(awaited), limit, limit / 2, meanwhile=meanwhile
+    )
     if store.check(["disagreement"]):
         raise CollectiveMismatchError(store.get("disagreement").decode())
 

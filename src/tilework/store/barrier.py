@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from tilework.errors import DistStoreError, StoreTimeoutError
@@ -13,6 +13,8 @@ from tilework.store.contract import Store
 
 _log = logging.getLogger(__name__)
 
+#: How often a waiting rank looks for what would make waiting useless.
+_LOOK_SECONDS = 1.0
 #: Ranks that an error message spells out.
 _RANKS_SHOWN = 16
 
@@ -26,6 +28,7 @@ def store_based_barrier(
     logging_interval: timedelta = timedelta(seconds=10),
     *,
     ranks: Collection[int] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Block until ``rendezvous_count`` ranks have called this with the same name and store.
 
@@ -40,6 +43,7 @@ def store_based_barrier(
         timeout: How long to wait for the last one.
         logging_interval: How often to log who is missing meanwhile.
         ranks: Their numbers; ``range(rendezvous_count)`` unless given.
+        meanwhile: Called each second while this rank waits. What it raises ends the wait.
 
     Raises:
         DistStoreError: Time-out; it names the ranks that did not come.
@@ -51,6 +55,7 @@ def store_based_barrier(
     """
     limit = checks.seconds(timeout)
     deadline, interval = checks.Deadline(limit), checks.seconds(checks.positive(logging_interval))
+    next_log = checks.Deadline(interval)
     call = _Barrier(store, group_name, rendezvous_count, ranks)
     call.arrive(rank)
     while not call.complete():
@@ -60,9 +65,12 @@ def store_based_barrier(
                 "Timed out initializing process group in store based barrier on rank "
                 f"{rank} after {limit:g} s: {call.describe()} (group {group_name!r}, {store!r})."
             )
-        if call.wait(min(left, interval)):
+        if call.wait(min(left, next_log.left(), _LOOK_SECONDS if meanwhile else left)):
             return
-        if not deadline.passed:
+        if meanwhile:
+            meanwhile()
+        if next_log.passed and not deadline.passed:
+            next_log = checks.Deadline(interval)
             _log.info("rank %d waits for group %r: %s", rank, group_name, call.describe())
 
 

@@ -1,0 +1,45 @@
+"""Ranks that meet at one store again and again, and processes that take each other's place."""
+
+from __future__ import annotations
+
+from tilework.errors import CollectiveMismatchError
+from tilework.store import PrefixStore, Store
+
+
+class Visit:
+    """One time that ``rank`` comes to ``store`` to make the default group.
+
+    Each rank counts its own visits, so that those who come for the same time meet.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._count = f"tilework/visits/{rank}"
+        self._rank = rank
+        self._number = store.add(self._count, 1)
+        #: Seen by the ranks of this visit only.
+        self.store: Store = self._at(self._number)
+
+    def check(self) -> None:
+        """Raise where two processes are the same rank. To be called now and then while waiting.
+
+        The one that came first sees that its rank, which still waits, came again. It tells the
+        ranks that wait with it, and those that wait for the other one.
+
+        Raises:
+            CollectiveMismatchError: Some rank, this or another, came twice.
+        """
+        latest = int(self._store.get(self._count))
+        if latest > self._number:
+            for number in range(self._number, latest + 1):
+                self._at(number).set("twice", str(self._rank))
+        if self.store.check(["twice"]):
+            rank = int(self.store.get("twice"))
+            raise CollectiveMismatchError(
+                f"two processes say that they are rank {rank}: give each its own number, from 0 "
+                f"on (the variable RANK, or rank=)",
+                ranks=[rank],
+            )
+
+    def _at(self, number: int) -> Store:
+        return PrefixStore(f"tilework/{number}", self._store)
