@@ -106,3 +106,9 @@ def test_between_processes() -> None:
         return agree(lambda: (rank, "x"))
 
     assert run_ranks(2, program, kind="processes") == [[(0, "x"), (1, "x")]] * 2
+
+
+def test_what_cannot_be_sent_leaves_nobody_waiting() -> None:
+    errors = errors_of(2, lambda rank: agree(lambda: (lambda: 0) if rank else 0))
+    assert all(errors)
+    assert "rank 1: " in str(errors[0])

@@ -64,7 +64,8 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
-def _dump(obj: Any) -> Tensor:
+def dump(obj: Any) -> Tensor:
+    """An object as bytes."""
     return torch.frombuffer(
         bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
     )
@@ -88,7 +89,7 @@ def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup 
     )
 
 
-def _device(pg: ProcessGroup) -> torch.device:
+def device_of(pg: ProcessGroup) -> torch.device:
     """Where the group's tensors must be: cpu wherever it serves that."""
     record = current_world().records.get(pg)
     devices = record.config.get_device_backend_map() if record else {"cpu": ""}
@@ -96,20 +97,20 @@ def _device(pg: ProcessGroup) -> torch.device:
 
 
 def _all_sizes(pg: ProcessGroup, size: int) -> list[int]:
-    mine = torch.tensor([size], dtype=torch.int64, device=_device(pg))
+    mine = torch.tensor([size], dtype=torch.int64, device=device_of(pg))
     sizes = torch.empty(pg.size(), dtype=torch.int64, device=mine.device)
     collectives.all_gather_into_tensor(sizes, mine, group=pg)
     return [int(size) for size in sizes.tolist()]
 
 
 def _room(pg: ProcessGroup, size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=_device(pg))
+    return torch.empty(size, dtype=torch.uint8, device=device_of(pg))
 
 
 def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     """``data`` and the sizes to gather: as they are where the backend takes uneven ones."""
     if pg.uneven_sizes:
-        return data.to(_device(pg)), list(sizes)
+        return data.to(device_of(pg)), list(sizes)
     padded = _room(pg, max(sizes))
     padded[: data.numel()] = data
     return padded, [max(sizes)] * len(sizes)
@@ -139,13 +140,18 @@ def all_gather_object(
     if pg is None:
         return
     _check_length(object_list, "object_list", pg.size())
-    data = _dump(obj)
-    sizes = _all_sizes(pg, data.numel())
+    data = dump(obj)
+    object_list[:] = all_gather_dumped(data, _all_sizes(pg, data.numel()), pg, weights_only)
+
+
+def all_gather_dumped(
+    data: Tensor, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
+) -> list[Any]:
+    """What each rank dumped, where all know how long it is. Collective; blocks."""
     data, rooms = _padded(pg, data, sizes)
     received = [_room(pg, size) for size in rooms]
     collectives.all_gather(received, data, group=pg)
-    for r, size in enumerate(sizes):
-        object_list[r] = _load(received[r][:size], weights_only)
+    return [_load(part[:size], weights_only) for part, size in zip(received, sizes, strict=True)]
 
 
 def gather_object(
@@ -182,7 +188,7 @@ def gather_object(
         _check_length(object_gather_list, "object_gather_list", pg.size())
     elif object_gather_list:
         raise ValueError("object_gather_list must not be given except on dst: pass None")
-    data = _dump(obj)
+    data = dump(obj)
     sizes = _all_sizes(pg, data.numel())
     data, rooms = _padded(pg, data, sizes)
     received = [_room(pg, size) for size in rooms] if is_root else None
@@ -223,12 +229,12 @@ def broadcast_object_list(
         return
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
     is_root = pg.rank() == root
-    parts = [_dump(obj) for obj in object_list] if is_root else []
-    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=_device(pg))
+    parts = [dump(obj) for obj in object_list] if is_root else []
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
     if is_root:
         sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
     collectives.broadcast(sizes, group=pg, group_src=root)
-    data = torch.cat(parts).to(_device(pg)) if parts else _room(pg, int(sizes.sum()))
+    data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, int(sizes.sum()))
     collectives.broadcast(data, group=pg, group_src=root)
     if not is_root:
         object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
@@ -270,10 +276,10 @@ def scatter_object_list(
         )
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
     parts: list[Tensor] = []
-    sizes = torch.zeros(pg.size(), dtype=torch.int64, device=_device(pg))
+    sizes = torch.zeros(pg.size(), dtype=torch.int64, device=device_of(pg))
     if pg.rank() == root:
         _check_length(scatter_object_input_list, "scatter_object_input_list", pg.size())
-        parts = [_dump(obj) for obj in scatter_object_input_list or ()]
+        parts = [dump(obj) for obj in scatter_object_input_list or ()]
         sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
     collectives.broadcast(sizes, group=pg, group_src=root)
     rooms = [int(size) for size in sizes.tolist()]
@@ -317,10 +323,10 @@ def send_object_list(
     if pg is None:
         return
     peer = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    parts = [_dump(obj) for obj in object_list]
-    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=_device(pg))
+    parts = [dump(obj) for obj in object_list]
+    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=device_of(pg))
     p2p.send(sizes, group=pg, group_dst=peer)
-    data = torch.cat(parts).to(_device(pg)) if parts else _room(pg, 0)
+    data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, 0)
     p2p.send(data, group=pg, group_dst=peer)
 
 
@@ -346,7 +352,7 @@ def recv_object_list(
     pg = _ready(group, "recv_object_list", weights_only)
     if pg is None:
         return -1
-    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=_device(pg))
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
     source = p2p.recv(sizes, src, pg, group_src=group_src)
     data = _room(pg, int(sizes.sum()))
     p2p.recv(data, source, pg)
