@@ -71,7 +71,7 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
 
 def _heard(said: Any, data: Tensor, pg: ProcessGroup) -> list[Any]:
     """What each rank said. Collective."""
-    digest = int.from_bytes(blake2b(memoryview(data.numpy()), digest_size=8).digest(), "big") >> 1
+    digest = int.from_bytes(blake2b(data.numpy().tobytes(), digest_size=8).digest(), "big") >> 1
     row = torch.tensor([digest, data.numel()], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)
     all_gather_into_tensor(rows, row, pg)
