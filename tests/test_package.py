@@ -23,7 +23,11 @@ PUBLIC = (
     "tilework.distributed",
     "tilework.errors",
     "tilework.launch",
+    "tilework.layout",
+    "tilework.mesh",
     "tilework.rendezvous",
+    "tilework.rpc",
+    "tilework.sharded",
     "tilework.store",
     "tilework.testing",
 )

@@ -355,6 +355,15 @@ def current_mesh() -> DeviceMesh:
 
     Raises:
         RuntimeError: No mesh is active.
+
+    Example:
+        >>> from tilework.mesh import current_mesh, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     with init_device_mesh("cpu", (2,)) as mesh:
+        ...         return current_mesh() is mesh
+        >>> run_ranks(2, program)
+        [True, True]
     """
     entered = current_world().state(_Meshes).entered
     if not entered:

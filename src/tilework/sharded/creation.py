@@ -36,19 +36,43 @@ def empty(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> Sharde
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of zeros."""
+    """A sharded tensor of zeros.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, zeros
+        >>> from tilework.testing import run_ranks
+        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> run_ranks(2, lambda rank: zeros(halves, 3).local_tensor().tolist())
+        [[0.0, 0.0], [0.0]]
+    """
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.zero_())
 
 
 def ones(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of ones."""
+    """A sharded tensor of ones.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, ones
+        >>> from tilework.testing import run_ranks
+        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> run_ranks(2, lambda rank: ones(halves, 3).sum().item())
+        [3.0, 3.0]
+    """
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.fill_(1))
 
 
 def full(
     sharding_spec: ShardingSpec, size: Size, fill_value: float | bool, **properties: Any
 ) -> ShardedTensor:
-    """A sharded tensor with one value everywhere; its dtype is the value's unless given."""
+    """A sharded tensor with one value everywhere; its dtype is the value's unless given.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, full
+        >>> from tilework.testing import run_ranks
+        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> run_ranks(2, lambda rank: full(halves, [3], 7).local_tensor().tolist())
+        [[7, 7], [7]]
+    """
     if properties.get("dtype") is None:
         properties["dtype"] = torch.full((), fill_value).dtype
     return _filled(sharding_spec, (size,), properties, lambda s: s.tensor.fill_(fill_value))
@@ -58,12 +82,27 @@ def rand(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> Sharded
     """A sharded tensor of numbers from [0, 1), each shard from its own rank's generator.
 
     Ranks with the same seed get the same numbers in their shards.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, rand
+        >>> from tilework.testing import run_ranks
+        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> run_ranks(2, lambda rank: bool((rand(halves, 3).local_tensor() < 1).all()))
+        [True, True]
     """
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.uniform_())
 
 
 def randn(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of standard normal numbers; see :func:`rand`."""
+    """A sharded tensor of standard normal numbers; see :func:`rand`.
+
+    Example:
+        >>> from tilework.sharded import ChunkShardingSpec, randn
+        >>> from tilework.testing import run_ranks
+        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> run_ranks(2, lambda rank: randn(halves, 3, dtype=torch.float64).dtype)
+        [torch.float64, torch.float64]
+    """
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.normal_())
 
 
@@ -105,7 +144,18 @@ def arange(
 def init_from_local_shards(
     local_shards: Sequence[Shard], *global_size: Size, **properties: Any
 ) -> ShardedTensor:
-    """See :meth:`ShardedTensor.init_from_local_shards`."""
+    """See :meth:`ShardedTensor.init_from_local_shards`.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import Shard, init_from_local_shards
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mine = Shard.from_tensor_and_offsets(torch.ones(2), [2 * rank], rank)
+        ...     return init_from_local_shards([mine], 4).full_tensor().tolist()
+        >>> run_ranks(2, program)[0]
+        [1.0, 1.0, 1.0, 1.0]
+    """
     return ShardedTensor.init_from_local_shards(local_shards, *global_size, **properties)
 
 

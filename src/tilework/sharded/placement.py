@@ -26,6 +26,12 @@ def parse_and_validate_remote_device(
         ValueError: There is no placement, its rank is not in the group, no worker has that
             name, or it names neither.
         RuntimeError: It names a worker, and :func:`tilework.rpc.init_rpc` was not called.
+
+    Example:
+        >>> from tilework.testing import run_ranks
+        >>> last = RemoteDevice("rank:1/cpu")
+        >>> run_ranks(2, lambda rank: parse_and_validate_remote_device(None, last))[0]
+        (1, device(type='cpu'))
     """
     return _place(remote_device, _ranks_of(group))
 

@@ -225,6 +225,10 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
 
     Raises:
         ValueError: Two do; it names them.
+
+    Example:
+        >>> two = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]
+        >>> validate_non_overlapping_shards_metadata(two)
     """
     check_disjoint([shard.box for shard in shards])
 
