@@ -1,6 +1,6 @@
 """What calls to another process cost: tilework's rpc, and torch.distributed.rpc (TensorPipe).
 
-    python benchmarks/rpc.py                # 2 ranks on this host, half a minute
+    python benchmarks/rpc.py                # 2 ranks on this host: about a minute
     python benchmarks/rpc.py --json out.json
 
 Both are there at once in the same two processes, and take turns, so that whatever else the
