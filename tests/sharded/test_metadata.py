@@ -104,6 +104,13 @@ def test_impossible_shards_are_refused(offsets: list[int], sizes: list[int], mes
         ShardMetadata(offsets, sizes)
 
 
+def test_numbers_are_integers() -> None:
+    shard = ShardMetadata(torch.tensor([1, 2]), torch.Size([3, 4]))
+    assert [type(n) for n in (*shard.shard_offsets, *shard.shard_sizes)] == [int] * 4
+    with pytest.raises(TypeError, match="integer"):
+        ShardMetadata([0.5], [1])  # type: ignore[list-item]
+
+
 def test_properties_of_a_tensor_at_hand() -> None:
     tensor = torch.ones(3, dtype=torch.float64, requires_grad=True)
     assert TensorProperties.create_from_tensor(tensor) == TensorProperties(

@@ -97,6 +97,21 @@ def test_a_scalar_has_no_dim_to_cut() -> None:
         built(chunks(0, [1]))
 
 
+def test_a_size_has_no_negative_extent() -> None:
+    with pytest.raises(ValueError, match="no negative sizes"):
+        built(chunks(0, [0]), 4, -1)
+
+
+def test_one_spec_cuts_any_number_of_sizes() -> None:
+    spec = chunks(-1, [0, 1])
+    for _ in range(2):
+        for extent in range(50):
+            assert built(spec, extent) == built(chunks(0, [0, 1]), extent)
+            assert built(spec, 3, extent) == built(chunks(1, [0, 1]), 3, extent)
+    assert spec == chunks(-1, [0, 1]) == pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec)
+    assert hash(spec) == hash(chunks(-1, [0, 1]))
+
+
 def test_placements_are_parsed_at_once() -> None:
     with pytest.raises(ValueError, match="Could not parse remote_device"):
         ChunkShardingSpec(0, ["rank:one/cpu"])

@@ -51,7 +51,8 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
         >>> check_boxes((10,), [Box((0,), (5,)), Box((5,), (5,))])
         >>> check_boxes((10,), [Box((0,), (5,)), Box((6,), (4,))])
         Traceback (most recent call last):
-        ValueError: total volume 9 does not match tensor volume 10: no box covers [5:6]
+        ValueError: boxes do not cover the entire tensor: total volume 9 does not match tensor
+        volume 10, no box covers [5:6]
     """
     shape = tuple(shape)
     columns = _columns(boxes)
@@ -62,8 +63,8 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     volume, expected = sum([box.volume for box in boxes]), math.prod(shape)
     if volume != expected:
         raise ValueError(
-            f"total volume {volume} does not match tensor volume {expected}: no box covers "
-            f"{columns.first_gap(shape)}"
+            f"boxes do not cover the entire tensor: total volume {volume} does not match tensor "
+            f"volume {expected}, no box covers {columns.first_gap(shape)}"
         )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import index
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilework.layout import Box, Tile, Tiling
+from tilework.layout.box import trusted_box
 from tilework.sharded.device import RemoteDevice, covers
 
 ItemT = TypeVar("ItemT", covariant=True)
@@ -49,6 +51,7 @@ class ShardMetadata:
 
     Raises:
         ValueError: Offsets and sizes differ in number, or one is negative.
+        TypeError: One is no integer.
 
     Example:
         >>> shard = ShardMetadata([5, 0], [5, 10], "rank:1/cpu")
@@ -66,7 +69,7 @@ class ShardMetadata:
         shard_sizes: Iterable[int],
         placement: RemoteDevice | str | torch.device | None = None,
     ) -> None:
-        offsets, sizes = Items(shard_offsets), Items(shard_sizes)
+        offsets, sizes = Items(map(index, shard_offsets)), Items(map(index, shard_sizes))
         if len(offsets) != len(sizes):
             raise ValueError(
                 f"shard_offsets and shard_sizes must have as many entries as the tensor has "
@@ -84,7 +87,7 @@ class ShardMetadata:
     @property
     def box(self) -> Box:
         """The shard's part of the tensor."""
-        return Box(tuple(self.shard_offsets), tuple(self.shard_sizes))
+        return trusted_box(tuple(self.shard_offsets), tuple(self.shard_sizes))
 
     def moved(self, device: torch.device) -> ShardMetadata:
         """The same part, on ``device`` of the rank that has it; as it is if it is on such a one."""
@@ -94,6 +97,24 @@ class ShardMetadata:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardMetadata, (tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement)
+
+
+_new = object.__new__
+# A slot's descriptor writes where a frozen dataclass refuses.
+_set_offsets = ShardMetadata.__dict__["shard_offsets"].__set__
+_set_sizes = ShardMetadata.__dict__["shard_sizes"].__set__
+_set_placement = ShardMetadata.__dict__["placement"].__set__
+
+
+def trusted_shard(
+    offsets: Items[int], sizes: Items[int], placement: RemoteDevice | None
+) -> ShardMetadata:
+    """A shard's metadata of what is known to be right, unchecked."""
+    shard = _new(ShardMetadata)
+    _set_offsets(shard, offsets)
+    _set_sizes(shard, sizes)
+    _set_placement(shard, placement)
+    return shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from tilework.comm.world import AnyGroup
-from tilework.layout import check_boxes, check_disjoint, chunk_offsets, chunk_sizes, infer_chunking
+from tilework.layout import (
+    check_boxes,
+    check_disjoint,
+    chunk_offsets,
+    chunk_sizes,
+    find_overlap,
+    infer_chunking,
+)
 from tilework.sharded.device import RemoteDevice, covers
 from tilework.sharded.metadata import (
     Items,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    trusted_shard,
 )
 
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor
+
+#: For so many sizes a spec keeps the shards that it made.
+_SIZES_KEPT = 16
 
 
 class ShardingSpec(ABC):
@@ -86,6 +97,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     dim: int
     placements: Items[RemoteDevice]
+    #: The shards of tensors that were cut, by dim and size: models have many tensors of few sizes.
+    _cuts: dict[tuple[int, torch.Size], Items[ShardMetadata]] = field(compare=False, repr=False)
 
     def __init__(self, dim: int, placements: Iterable[RemoteDevice | str | torch.device]) -> None:
         if isinstance(dim, str):
@@ -99,24 +112,23 @@ class ChunkShardingSpec(ShardingSpec):
             raise ValueError("placements must not be empty: give one for each chunk")
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", places)
+        object.__setattr__(self, "_cuts", {})
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        size = tuple(tensor_sizes)
+        size = torch.Size(tensor_sizes)
+        if min(size, default=0) < 0:
+            raise ValueError(f"a tensor has no negative sizes, got {tuple(size)}")
         dim = self.dim if self.dim >= 0 else self.dim + len(size)
         if not 0 <= dim < len(size):
-            raise ValueError(f"Invalid sharding dim: {self.dim} for a tensor of size {size}")
-        n = len(self.placements)
-        cuts = zip(
-            chunk_offsets(size[dim], n), chunk_sizes(size[dim], n), self.placements, strict=True
-        )
-        origin = (0,) * len(size)
-        shards = [
-            ShardMetadata(_set(origin, dim, offset), _set(size, dim, length), place)
-            for offset, length, place in cuts
-        ]
-        return ShardedTensorMetadata(Items(shards), torch.Size(size), tensor_properties)
+            raise ValueError(f"Invalid sharding dim: {self.dim} for a tensor of size {tuple(size)}")
+        shards = self._cuts.get((dim, size))
+        if shards is None:
+            if len(self._cuts) >= _SIZES_KEPT:
+                self._cuts.clear()
+            shards = self._cuts[dim, size] = Items(_chunks(size, dim, self.placements))
+        return ShardedTensorMetadata(shards, size, tensor_properties)
 
     def moved(self, device: torch.device) -> ChunkShardingSpec:
         kept = [
@@ -156,7 +168,7 @@ class EnumerableShardingSpec(ShardingSpec):
         if len({len(shard.shard_sizes) for shard in found}) > 1:
             dims = [len(shard.shard_sizes) for shard in found]
             raise ValueError(f"Found inconsistent numbers of dims for shards: {dims}")
-        check_disjoint([shard.box for shard in found])
+        validate_non_overlapping_shards_metadata(found)
         object.__setattr__(self, "shards", found)
 
     def build_metadata(
@@ -210,12 +222,7 @@ def check_shards(size: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
     Raises:
         ValueError: Two overlap, one is out of bounds, or an element is in none.
     """
-    try:
-        check_boxes(tuple(size), [shard.box for shard in shards])
-    except ValueError as error:
-        if "does not match tensor volume" not in str(error):
-            raise
-        raise ValueError(f"the shards do not cover the entire tensor: {error}") from None
+    check_boxes(tuple(size), [shard.box for shard in shards])
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
@@ -230,11 +237,20 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         >>> two = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]
         >>> validate_non_overlapping_shards_metadata(two)
     """
-    check_disjoint([shard.box for shard in shards])
+    offsets, sizes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
+    if find_overlap(offsets, sizes) is not None:
+        check_disjoint([shard.box for shard in shards])
 
 
-def _set(numbers: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*numbers[:dim], value, *numbers[dim + 1 :])
+def _chunks(
+    size: tuple[int, ...], dim: int, placements: Sequence[RemoteDevice]
+) -> Iterator[ShardMetadata]:
+    """The chunks along ``dim``, one for each placement."""
+    n, before, after = len(placements), (0,) * dim, (0,) * (len(size) - dim - 1)
+    lengths = chunk_sizes(size[dim], n)
+    sizes = {length: Items((*size[:dim], length, *size[dim + 1 :])) for length in {*lengths}}
+    for offset, length, place in zip(chunk_offsets(size[dim], n), lengths, placements, strict=True):
+        yield trusted_shard(Items((*before, offset, *after)), sizes[length], place)
 
 
 def _reach(shard: ShardMetadata) -> tuple[int, ...]:
