@@ -250,15 +250,17 @@ def new_tables(n_rows: int, options: Options) -> tuple[ShardedTensor, ShardedTen
     return words, zeros(spec, n_rows, options.width)
 
 
-def on_rank_0(table: ShardedTensor) -> Tensor | None:
+def on_rank_0(table: Tensor) -> Tensor | None:
     """The whole table as a plain tensor. Collective."""
+    assert isinstance(table, ShardedTensor)
     out = torch.empty(table.size(), dtype=table.dtype) if dist.get_rank() == 0 else None
     table.gather(dst=0, out=out)
     return out
 
 
-def rows_held(table: ShardedTensor) -> list[int]:
+def rows_held(table: Tensor) -> list[int]:
     """How many rows each rank holds."""
+    assert isinstance(table, ShardedTensor)
     held = [0] * dist.get_world_size()
     for shard in table.metadata().shards_metadata:
         assert shard.placement is not None
