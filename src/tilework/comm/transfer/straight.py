@@ -44,7 +44,7 @@ def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
 
 
 def _outgoing(local: Local) -> list[Tensor] | None:
-    """One tensor for each rank, if each gets at most one piece and the backend takes it as it is."""
+    """One tensor for each rank, if each gets at most one piece that the backend takes as it is."""
     return _tensors(local, local.sends, local.source_view)
 
 
