@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.comm import functional_model as model
 from tests.comm.functional_model import Case, Tensors, cases
+from tests.examples_drawn import examples
 from tilework.comm.functional import running
 from tilework.distributed import functional
 from tilework.testing import run_ranks
@@ -40,16 +41,6 @@ def by(way: str) -> Iterator[None]:
         yield
     finally:
         running.AT_ONCE_BYTES = before
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:

@@ -7,26 +7,16 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tilework.distributed as dist
+from tests.examples_drawn import examples
 from tilework.testing import run_ranks
 from tilework.testing.groups.values import FLOATS, Case, assert_same, bits, folded
 from tilework.testing.strategies import Program, cases, programs, run_program, subsets
 
 LIMIT = timedelta(seconds=15)
-
-
-def examples(count: int) -> settings:
-    # Ranks make the clock unreliable, and what was found once is pinned as a plain test.
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def run(backend: str, program: Program, kind: Literal["threads", "processes"] = "threads") -> None:

@@ -8,27 +8,18 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor
 
 import tilework.distributed as dist
 from tests.comm.transfer_model import Case, cases, same
+from tests.examples_drawn import examples
 from tilework.comm import collectives
 from tilework.comm.transfer import run_plan
 from tilework.layout import plan
 from tilework.testing import run_ranks
 
 LIMIT = timedelta(seconds=15)
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def transfer(case: Case, rank: int, out: list[Tensor] | None) -> list[Tensor]:

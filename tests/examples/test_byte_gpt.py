@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "byte_gpt.py"
+from tests.examples.scripts import FOLDER, load, run
+
+SCRIPT = FOLDER / "byte_gpt.py"
 SMALL = ["--steps", "4", "--batch", "6", "--context", "16", "--width", "32", "--layers", "1"]
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("byte_gpt", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["byte_gpt"] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 @pytest.fixture
@@ -41,18 +34,6 @@ def options(
         return example.parse_options(example.make_parser())
 
     return parse
-
-
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with ``command`` as at a shell, without a launcher's variables."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *command],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
 
 
 @pytest.fixture

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,21 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "sharded_embedding.py"
+from tests.examples.scripts import FOLDER, load, run
+
+SCRIPT = FOLDER / "sharded_embedding.py"
 SMALL = ["--steps", "6", "--batch", "20", "--width", "8", "--words", "150"]
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sharded_embedding", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sharded_embedding"] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = load_example()
+EXAMPLE = load(SCRIPT)
 
 
 @pytest.fixture
@@ -52,15 +40,6 @@ def text(tmp_path: Path) -> str:
     pairs = [f"left_{i} right_{i}" for i in range(100)]
     path.write_text("\n".join(pairs * 5))
     return str(path)
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with ``command`` as at a shell, without a launcher's variables."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    kept |= {"COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, *command], env=kept, capture_output=True, text=True, timeout=50
-    )
 
 
 # -- flags -------------------------------------------------------------------------------------

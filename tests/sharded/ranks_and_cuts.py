@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as hs
 from torch import Tensor
 
+from tests.examples_drawn import examples as examples
 from tilework.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -120,17 +120,6 @@ def of_quarters(rank: int, **options: Any) -> ShardedTensor:
 
 
 # -- hypothesis --------------------------------------------------------------------------------
-
-
-def examples(count: int) -> settings:
-    """Ranks make the clock unreliable, and what was found once is pinned as a plain test."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @hs.composite

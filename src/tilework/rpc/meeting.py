@@ -12,6 +12,7 @@ from datetime import timedelta
 from tilework.errors import CollectiveMismatchError, DistError, DistStoreError, StoreTimeoutError
 from tilework.rpc.memory import Probe
 from tilework.store import PrefixStore, Store
+from tilework.store.checks import first_few
 
 #: How often waiting ranks look whether another has found something wrong.
 _LOOK_SECONDS = 0.1
@@ -57,10 +58,13 @@ class Meeting:
             raise self._twice(self._rank)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with contextlib.suppress(DistError):  # whoever serves the store may have gone
+            if error is not None and not isinstance(error, DistError):  # which all find out alone
+                told = f"rank {self._rank} raised {type(error).__name__}: {error}"
+                self.store.compare_set("failure", "", told)
             self._visits.add(f"left/{self._rank}", 1)
-            if kind is not None:
+            if error is not None:
                 self._let_others_leave()
 
     def _let_others_leave(self) -> None:
@@ -115,9 +119,9 @@ class Meeting:
             if time.monotonic() > self._deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise DistStoreError(
-                    f"Timed out in init_rpc on rank {self._rank}: ranks {_some(missing)} of "
-                    f"{self._size} did not call it within {self._seconds:g} s. Check whether they "
-                    f"started, failed, or wait somewhere else"
+                    f"Timed out in init_rpc on rank {self._rank}: ranks "
+                    f"[{first_few(missing, _RANKS_SHOWN)}] of {self._size} did not call it within "
+                    f"{self._seconds:g} s. Check whether they started, failed, or wait elsewhere"
                 )
         return [value.decode() for value in self.store.multi_get(keys)]
 
@@ -129,6 +133,8 @@ class Meeting:
             found = False
         if self.store.check(["disagreement"]):
             raise CollectiveMismatchError(self.store.get("disagreement").decode())
+        if not found and self.store.check(["failure"]):
+            raise DistError(f"init_rpc failed: {self.store.get('failure').decode()}")
         if not found and time.monotonic() > self._next_count:
             self._next_count = time.monotonic() + _COUNT_SECONDS
             self._count()
@@ -155,8 +161,3 @@ class Meeting:
 def _card(text: str) -> Card:
     fields = json.loads(text)
     return Card(**{**fields, "probe": Probe(*fields["probe"])})
-
-
-def _some(ranks: Sequence[int]) -> str:
-    more = len(ranks) - _RANKS_SHOWN
-    return f"{list(ranks[:_RANKS_SHOWN])}" + (f" and {more} more" if more > 0 else "")

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tilework.store.checks import first_few
+
 _NAME: Final = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
 #: How many names an error message spells out.
 _NAMES_SHOWN: Final = 16
@@ -79,9 +81,7 @@ class Directory:
         return len(self._workers)
 
     def _told(self) -> str:
-        names = [repr(worker.name) for worker in self._workers]
-        more = len(names) - _NAMES_SHOWN
-        return ", ".join(names[:_NAMES_SHOWN]) + (f", … and {more} more" if more > 0 else "")
+        return first_few([repr(worker.name) for worker in self._workers], _NAMES_SHOWN)
 
 
 def check_name(name: str) -> str:

@@ -126,6 +126,4 @@ class _Barrier:
 
 
 def _show(ranks: list[int]) -> str:
-    more = len(ranks) - _RANKS_SHOWN
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    return shown if more <= 0 else f"{shown}, … and {more} more"
+    return checks.first_few(ranks, _RANKS_SHOWN)

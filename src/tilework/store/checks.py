@@ -130,9 +130,14 @@ def show_key(key: bytes) -> str:
 
 def show_keys(keys: Sequence[str]) -> str:
     """``keys`` for an error message: the first few, and how many more."""
-    shown = ", ".join(repr(key) for key in keys[:_KEYS_SHOWN])
-    more = len(keys) - _KEYS_SHOWN
-    return f"[{shown}]" if more <= 0 else f"[{shown}, … and {more} more]"
+    return f"[{first_few([repr(key) for key in keys], _KEYS_SHOWN)}]"
+
+
+def first_few(items: Sequence[object], most: int) -> str:
+    """``items`` for a message: the first ``most``, and how many more there are."""
+    shown = ", ".join(map(str, items[:most]))
+    more = len(items) - most
+    return shown if more <= 0 else f"{shown}, … and {more} more"
 
 
 def timeout_error(

@@ -1,0 +1,35 @@
+"""The examples, as modules and as programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def load(script: Path) -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script.stem] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with ``command`` as at a shell, without a launcher's variables."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *command],
+        env=kept | {"COLUMNS": "80"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
