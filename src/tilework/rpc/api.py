@@ -11,7 +11,7 @@ from tilework.rpc.joining import find_store, join
 from tilework.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, Timeout
 from tilework.rpc.rref import RRef
 from tilework.rpc.state import current_agent, current_state
-from tilework.rpc.workers import To, WorkerInfo, check_name
+from tilework.rpc.workers import To, WorkerInfo
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ def init_rpc(
         CollectiveMismatchError: Ranks gave different sizes, the same rank, or other secrets.
         DistBackendError: Nothing in the job's set-up proves who takes part.
         DistStoreError: Some rank did not come in time.
+        DistError: It failed on another rank, a bad name there say.
 
     Example:
         >>> import operator
@@ -58,7 +59,6 @@ def init_rpc(
         >>> run_ranks(2, program)
         [10, 11]
     """
-    check_name(name)
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be an RpcBackendOptions, got {options!r}")

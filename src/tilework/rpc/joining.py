@@ -17,7 +17,7 @@ from tilework.rpc.memory import Lender
 from tilework.rpc.options import RpcBackendOptions
 from tilework.rpc.state import RpcState
 from tilework.rpc.transport import Transport
-from tilework.rpc.workers import Directory
+from tilework.rpc.workers import Directory, check_name
 from tilework.store import Store
 
 #: The longest that a rank waits for the others to call init_rpc.
@@ -48,6 +48,7 @@ def join(
     """Give ``state`` an agent that knows all others. Collective; blocks until all came."""
     with contextlib.ExitStack() as undo:
         with Meeting(store, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS)) as meeting:
+            check_name(name)
             meeting.agree_on_size()
             if not store.authenticated:
                 meeting.wait_for_all()  # so that each is told why there are no keys
