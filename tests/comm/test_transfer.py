@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilework.distributed as dist
 from tests.comm.transfer_model import same
 from tilework.comm import collectives
-from tilework.comm.transfer import run_plan
+from tilework.comm.transfer import run, run_plan
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import (
     Box,
@@ -141,6 +141,34 @@ def test_memory_that_does_not_fit_takes_rounds(
     )
     assert {name for _, name in calls} == {expected}
     assert len(calls) >= 2 * 3
+
+
+def test_backends_that_hold_copies_take_rounds(
+    calls: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist.ProcessGroup, "holds_copies", True)
+    run_ranks(2, lambda rank: moved(ROWS, EVERYWHERE, counted(SHAPE), rank) and None)
+    assert len(calls) == 2  # there is room for them
+    run_ranks(
+        2, lambda rank: moved(ROWS, EVERYWHERE, counted(SHAPE), rank, buffer_bytes=40) and None
+    )
+    assert len(calls) >= 2 * 3
+
+
+def test_no_memory_for_results_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> NoReturn:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    def program(rank: int) -> None:
+        steps, tiles = plan(ROWS, COLUMNS, rank), tiles_of(counted(SHAPE), ROWS, rank)
+        blank = torch.empty(6, 2) if rank == 0 else None
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            run_plan(steps, tiles, out=None if blank is None else [blank])
+        assert dist.get_default_group().get_sequence_number_for_group() > 0
+        run_plan(steps, tiles, out=[torch.empty(6, 2)])
+
+    monkeypatch.setattr(run, "fresh", full)
+    run_ranks(2, program)
 
 
 def test_output_that_does_not_fit_on_one_rank_takes_rounds_on_all(

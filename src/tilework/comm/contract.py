@@ -173,6 +173,8 @@ class ProcessGroup:
     #: Whether blocking operations that only move data use tensors in rows at one distance (a
     #: block of a matrix's columns, say) as they are. Others are copied, which takes memory.
     takes_rows: bool = False
+    #: Whether operations hold copies of all that they move, of whatever size.
+    holds_copies: bool = False
     #: The short way to run blocking operations, tried before the methods below.
     direct: Direct = _LONG_WAY_ONLY
     #: Which promises of the contract the backend does not keep.

@@ -42,6 +42,7 @@ class DispatchGroup(ProcessGroup):
         self.by_device = by_device
         self.ends = list(dict.fromkeys(by_device.values()))
         self.uneven_sizes = all(end.uneven_sizes for end in self.ends)
+        self.holds_copies = any(end.holds_copies for end in self.ends)
         super().__init__(self.ends[0].rank(), self.ends[0].size())
         if by_device.get("cpu") is self.ends[0]:
             self.direct = self.ends[0].direct  # it refuses the tensors of other devices

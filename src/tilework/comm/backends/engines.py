@@ -288,6 +288,7 @@ class EngineGroup(NativeGroup):
     """A process group on one of torch's backends."""
 
     uneven_sizes = False
+    holds_copies = True
     lacks: ClassVar[frozenset[Lack]] = frozenset(Lack)
 
     def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:

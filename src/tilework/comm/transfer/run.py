@@ -47,7 +47,7 @@ def run_plan(
     gets the same bits; where one all_reduce or reduce_scatter does it, as the backend does that.
 
     Memory: the results, and ``buffer_bytes``. Engines of torch's (gloo, nccl) hold copies of what
-    is under way besides.
+    is under way in a round besides.
 
     Args:
         plan: What this rank does; its ranks are global.
@@ -95,12 +95,13 @@ def run_plan(
         if plan.reduces:
             check_reduction(RedOpType(plan.source.reduce_op), of)
         neutral = _neutral(plan, of)
-    except (ValueError, TypeError) as error:
+        boxes = plan.target.boxes_of(plan.rank)
+        results = list(out or [fresh(box.sizes, of, where) for box in boxes])
+    except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
+        # Wrong arguments, or no memory for the results.
         if isinstance(plan, Plan) and plan.collective.kind == "none":
             raise
         refuse(pg, error, where)
-    boxes = plan.target.boxes_of(plan.rank)
-    results = list(out or [fresh(box.sizes, of, where) for box in boxes])
     # Written with versions counted, unless they are such as have none.
     with torch.no_grad(), torch.inference_mode(any(result.is_inference() for result in results)):
         # Their own version counters: a collective may take one for its output, and not write it.
@@ -119,7 +120,7 @@ def _run(local: Local, buffer_bytes: int) -> None:
         _fill(local)
         run_in_rounds(local, Terms(rounds, straight=False, spread=False))
         return
-    call = straight_call(local)
+    call = straight_call(local) if _has_room(local, buffer_bytes) else None
     proposed = Terms(
         rounds=rounds,
         straight=call is not None,
@@ -142,6 +143,14 @@ def _fill(local: Local) -> None:
 def _neutral(plan: Plan, dtype: torch.dtype) -> bool | int | float:
     """What those tiles get; 0 where there are none."""
     return neutral_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
+
+
+def _has_room(local: Local, buffer_bytes: int) -> bool:
+    """Whether one collective keeps within the buffer what it holds besides source and result."""
+    if local.plan.reduces or not local.pg.holds_copies:
+        return True
+    size = local.dtype.itemsize
+    return max(local.plan.bytes_sent(size), local.plan.bytes_received(size)) <= buffer_bytes
 
 
 # -- what can be wrong -----------------------------------------------------------------------
