@@ -210,6 +210,7 @@ def rebuild_base(
     is_parameter: bool,
 ) -> ShardedTensorBase:
     """The tensor that was saved."""
+    checks.check_metadata(metadata)
     local = [Shard(tensor, shard) for tensor, shard in shards]
     made = ShardedTensorBase._from_metadata(spec, metadata, local)
     mark_parameter(made, is_parameter)
@@ -224,5 +225,7 @@ def _common_device(metadata: ShardedTensorMetadata) -> torch.device:
 
 
 def _first_sharded(args: Any, kwargs: Any) -> ShardedTensorBase | None:
+    if args and isinstance(args[0], ShardedTensorBase):
+        return args[0]
     leaves = pytree.tree_leaves((args, kwargs))
     return next((leaf for leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.layout import Box, Tile, Tiling
+from tilework.layout import Box, Tiling
 from tilework.layout.box import trusted_box
+from tilework.layout.tiling import trusted_tile, trusted_tiling
 from tilework.sharded.device import RemoteDevice, covers
 
 ItemT = TypeVar("ItemT", covariant=True)
@@ -190,7 +191,7 @@ class ShardedTensorMetadata:
 
 
 class Geometry:
-    """Who holds which shard. Tensors that are cut and placed alike share one."""
+    """Who holds which shard, by checked metadata. Tensors cut and placed alike share one."""
 
     def __init__(self, metadata: ShardedTensorMetadata, owners: Sequence[int]) -> None:
         self.metadata = metadata
@@ -200,8 +201,8 @@ class Geometry:
     def tiling(self) -> Tiling:
         """The same as boxes; made when it is first asked for."""
         shards = zip(self.metadata.shards_metadata, self.owners, strict=True)
-        tiles = [Tile(shard.box, (owner,)) for shard, owner in shards]
-        return Tiling.of_tiles(tuple(self.metadata.size), tiles)
+        tiles = [trusted_tile(shard.box, (owner,)) for shard, owner in shards]
+        return trusted_tiling(tuple(self.metadata.size), (tuple(tiles),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

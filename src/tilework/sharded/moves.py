@@ -20,21 +20,17 @@ from tilework.comm.world import (
     get_rank,
     resolve,
 )
-from tilework.layout import Box, Tile, Tiling, plan
+from tilework.layout import Tiling
 from tilework.sharded import checks
 from tilework.sharded.alike import check_alike
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata
 from tilework.sharded.placement import Place, places
 from tilework.sharded.specs import ShardingSpec
+from tilework.sharded.steps import steps_between, whole_on
 
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor
-
-
-def whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Tiling:
-    """All of a tensor, on each of these ranks."""
-    return Tiling.of_tiles(shape, [Tile(Box((0,) * len(shape), shape), ranks)])
 
 
 def has_values(tensor: ShardedTensor) -> bool:
@@ -68,17 +64,21 @@ def gather(
     if enforce_dtype:  # which only dst knows
         told = agree(lambda: None if out is None else out.dtype, group)
         dtype = told[get_group_rank(group, dst)]
-    sent = dtype or tensor.dtype
     if not has_values(tensor):
         return
-    steps = plan(tensor.tiling, whole_on(tuple(tensor.shape), (dst,)), get_rank())
+    # A wrapper's own attributes are intercepted, which takes longer.
+    sent = dtype or tensor.metadata().tensor_properties.dtype
     tiles = [tile.detach().to(sent) for tile in tensor.local_tiles()]
+    steps = steps_between(
+        tensor.tiling, whole_on(tuple(tensor.metadata().size), (dst,)), get_rank()
+    )
     if out is None:
         run_plan(steps, tiles, group, dtype=sent)
         return
     with torch.no_grad():
-        direct = (out.dtype, out.device.type) == (sent, tensor.device.type)
-        into = out.detach() if direct else torch.empty(out.shape, dtype=sent, device=tensor.device)
+        device = tiles[0].device if tiles else tensor.device
+        direct = (out.dtype, out.device.type) == (sent, device.type)
+        into = out.detach() if direct else torch.empty(out.shape, dtype=sent, device=device)
         run_plan(steps, tiles, group, out=[into], dtype=sent)
         if not direct:
             out.copy_(into)
@@ -112,7 +112,7 @@ def _check_out(tensor: ShardedTensor, dst: int, out: Tensor | None) -> None:
             f"Argument `out` must be specified on destination rank {dst}: a tensor of size "
             f"{tuple(tensor.shape)}"
         )
-    if out.shape != tensor.shape:
+    if out.shape != tensor.metadata().size:
         raise ValueError(
             f"Argument `out` has size {tuple(out.shape)}, but should be {tuple(tensor.shape)}"
         )
@@ -160,8 +160,8 @@ def reshard(
     group = tensor.process_group
 
     def make() -> tuple[ShardedTensorMetadata, list[Place]]:
-        properties = tensor.metadata().tensor_properties
-        metadata = checks.metadata_by(spec, tensor.shape, properties)
+        before = tensor.metadata()
+        metadata = checks.metadata_by(spec, before.size, before.tensor_properties)
         placed = places(group, metadata.shards_metadata)
         if not has_values(tensor) and any(device.type != "meta" for _, device in placed):
             raise ValueError(
@@ -180,7 +180,7 @@ def reshard(
     if through_autograd:
         tiles = list(_Move.apply(tensor, geometry.tiling, *graph_tiles(tensor)))  # type: ignore[no-untyped-call]
     else:
-        gradient = tensor.requires_grad
+        gradient = metadata.tensor_properties.requires_grad
         tiles = [tile.requires_grad_(gradient) for tile in _moved(tensor, geometry.tiling)]
     if not mine:
         return metadata, geometry, [], tiles[0] if tiles else None
@@ -227,7 +227,7 @@ def _carried(
     if like.is_meta:
         sizes = [box.sizes for box in target.boxes_of(get_rank())]
         return [like.new_empty(size) for size in sizes]
-    steps = plan(source, target, get_rank())
+    steps = steps_between(source, target, get_rank())
     return run_plan(steps, tiles, group, dtype=like.dtype, device=like.device)
 
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank
-from tilework.layout import plan
 from tilework.sharded.alike import check_alike
 from tilework.sharded.checks import check_spec
 from tilework.sharded.metadata import TensorProperties
-from tilework.sharded.moves import whole_on
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
+from tilework.sharded.steps import steps_between, whole_on
 from tilework.sharded.tensor import ShardedTensor
 
 
@@ -219,7 +218,7 @@ class Cut:
             where = tiles[0].device if tiles else torch.device("cpu")
         straight = all(tile.device == where for tile in tiles)
         moved = run_plan(
-            plan(whole_on(tuple(tensor.shape), (self.src_rank,)), made.tiling, rank),
+            steps_between(whole_on(tuple(tensor.shape), (self.src_rank,)), made.tiling, rank),
             [tensor] if rank == self.src_rank else [],
             self.group,
             out=tiles if straight else None,

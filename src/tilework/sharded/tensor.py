@@ -349,6 +349,7 @@ def _rebuild(
 
     def make() -> ShardedTensor:
         group = loading.find_seat(seat)
+        checks.check_metadata(metadata)
         found, cut, local = loading.as_loaded(metadata, spec, shards)
         placed = places(group, found.shards_metadata)
         return ShardedTensor._assembled(cut, found, placed, local, group)

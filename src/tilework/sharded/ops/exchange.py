@@ -19,8 +19,8 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_process_group_ranks
 from tilework.layout import Box, Tile, Tiling, plan
-from tilework.sharded.moves import whole_on
 from tilework.sharded.ops.tiles import graph_tiles, no_elements
+from tilework.sharded.steps import whole_on
 from tilework.sharded.tensor import ShardedTensor
 
 
