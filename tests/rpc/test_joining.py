@@ -14,7 +14,7 @@ import pytest
 import tilework.distributed as dist
 from tests.rpc.support import identity, join, my_name, together
 from tilework import rpc
-from tilework.errors import CollectiveMismatchError, DistBackendError, DistStoreError
+from tilework.errors import CollectiveMismatchError, DistBackendError, DistError, DistStoreError
 from tilework.testing import run_ranks
 from tilework.testing.ranks import Kind
 
@@ -145,12 +145,18 @@ def test_before_init() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 128, "ä"])
-def test_bad_names(name: str) -> None:
-    with pytest.raises(ValueError, match="a worker's name has 1 to 127"):
-        rpc.init_rpc(name, rank=0, world_size=1)
-    with pytest.raises(TypeError, match="a worker's name is a str"):
-        rpc.init_rpc(1)  # type: ignore[arg-type]
-    assert not rpc.is_initialized()
+def test_bad_names_are_told_to_all(name: str) -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(DistError if rank else ValueError) as caught:
+            rpc.init_rpc("fine" if rank else name)
+        with pytest.raises(DistError if rank else TypeError, match="a worker's name is a str"):
+            rpc.init_rpc("fine" if rank else 1)  # type: ignore[arg-type]
+        assert not rpc.is_initialized()
+        return str(caught.value)
+
+    first, *others = run_ranks(3, body)
+    assert "a worker's name has 1 to 127" in first
+    assert others == [f"init_rpc failed: rank 0 raised ValueError: {first}"] * 2
 
 
 def test_bad_options() -> None:
