@@ -30,12 +30,15 @@ def _leave(module: ModuleType) -> None:
             leave_function(function)
 
 
-def leave_function(function: FunctionType) -> None:
-    """Have torch.compile end its graph at ``function``, call it, and compile nothing in it."""
+def leave_function(function: FunctionType, reason: str = _REASON) -> None:
+    """Have torch.compile end its graph at ``function``, call it, and compile nothing in it.
+
+    Where a whole graph is asked for (fullgraph=True) it raises, and says ``reason``.
+    """
     # What torch.compiler.disable does, which takes a second to import and a frame in each call.
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = _REASON
+    marked._torchdynamo_disable_msg = reason
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
         skip = frames._FrameAction.SKIP

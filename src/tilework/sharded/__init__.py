@@ -1,6 +1,7 @@
 """ShardedTensor: tensors in shards of any shape on any ranks, and what can be done with them."""
 
 from tilework.sharded import ops as _ops  # noqa: F401  # for its table
+from tilework.sharded import uncompiled as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.convert import from_full_tensor
 from tilework.sharded.creation import (
