@@ -17,7 +17,8 @@ Function = Callable[..., Any]
 
 
 def scaled(st: Any) -> Any:
-    return (torch.relu(st) * 2 + 1).full_tensor()
+    st = torch.relu(st) * 2 + 1
+    return st.full_tensor()
 
 
 def summed(st: Any) -> Any:
@@ -37,14 +38,14 @@ def compiled(rank: Rank) -> None:
     for function in (scaled, summed, moved):
         eager: Tensor = function(st)
         assert torch.equal(torch.compile(function, backend="aot_eager")(st), eager)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    module: Any = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     x = torch.ones(2, 3)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(0.5)
     truth = module(x)
     shard_parameter(module[0], "weight", spec)
-    found = torch.compile(module, backend="aot_eager")(x)
+    found = torch.compile(module, backend="aot_eager")(x)  # type: ignore[no-untyped-call]
     assert torch.allclose(found, truth)
     found.sum().backward()
     shard: Any = module[0].weight.local_tensor()
