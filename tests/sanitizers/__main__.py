@@ -23,6 +23,8 @@ ON_THREADS = (
     "tests/core",
     "tests/comm/test_contract.py::TestShmBetweenThreads",
     "tests/comm/test_properties.py::test_random_programs_on_shm",
+    "tests/comm/test_short_way.py::test_what_only_moves_may_be_in_rows",
+    "tests/comm/test_short_way.py::test_rows_within_each_other",
     "tests/chaos/test_chaos.py::test_every_fault[shm-threads]",
 )
 #: Also as processes, which the thread sanitizer cannot see together.
