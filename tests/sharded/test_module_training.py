@@ -72,6 +72,12 @@ def new_model() -> Model:
     return Model()
 
 
+def models_of(ranks: int) -> list[Model]:
+    """Rank 0's is the plain run's. Ranks that are threads cannot make them: they draw from one
+    generator."""
+    return [new_model(), *(Model() for _ in range(1, ranks))]
+
+
 def plain_run(kind: Any) -> tuple[list[float], dict[str, Tensor]]:
     model = new_model()
     optimizer = kind(model.parameters(), lr=0.05)
@@ -86,9 +92,9 @@ CASES: dict[str, tuple[ShardingSpec, ShardingSpec, ShardingSpec]] = {
 }
 
 
-def sharded_run(rank: int, specs: tuple[ShardingSpec, ...], kind: Any) -> Any:
+def sharded_run(rank: int, models: list[Model], specs: tuple[ShardingSpec, ...], kind: Any) -> Any:
     table, hidden, later = specs
-    model = new_model() if rank == 0 else Model()
+    model = models[rank]
     # What stays plain must be alike everywhere.
     for parameter in (model.norm.weight, model.norm.bias, model.hidden.bias):
         dist.broadcast(parameter.detach(), 0)
@@ -127,7 +133,8 @@ def saved_and_loaded(
 def test_the_same_as_without_sharding(case: str, kind: Any) -> None:
     losses, values = plain_run(kind)
     assert losses[-1] != losses[0]
-    for found, tensors in on(3, lambda rank: sharded_run(rank, CASES[case], kind)):
+    models = models_of(3)
+    for found, tensors in on(3, lambda rank: sharded_run(rank, models, CASES[case], kind)):
         assert found == pytest.approx(losses, rel=1e-4)
         for name, value in values.items():
             torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-5)
@@ -135,8 +142,9 @@ def test_the_same_as_without_sharding(case: str, kind: Any) -> None:
 
 def test_in_processes() -> None:
     losses, _ = plain_run(torch.optim.AdamW)
-    specs = CASES["uneven, then one rank"]
+    specs, kind = CASES["uneven, then one rank"], torch.optim.AdamW
+    limit = timedelta(seconds=40)
     for found, _ in run_ranks(
-        3, sharded_run, specs, torch.optim.AdamW, kind="processes", timeout=timedelta(seconds=40)
+        3, sharded_run, models_of(3), specs, kind, kind="processes", timeout=limit
     ):
         assert found == pytest.approx(losses, rel=1e-4)
