@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 from tilework.layout.box import Ints
@@ -38,7 +39,7 @@ class Plan:
     collective: Collective
     """Which collective does the same as all ranks' plans."""
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Whether each target tile gets all terms of the source and combines them, in order."""
         return len(self.source.terms) > 1 and not moves_by_term(self.source, self.target)
