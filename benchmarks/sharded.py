@@ -12,6 +12,7 @@ rank. Results are compared before anything is timed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -132,8 +133,8 @@ def creation(contestant: Contestant, side: int) -> Call:
 def metadata(contestant: Contestant) -> Call:
     spec = contestant.chunks(0, MANY_RANKS)
     properties = contestant.package.TensorProperties(dtype=torch.float32)
-    shape = torch.Size([1 << 20, 16])
-    return lambda: spec.build_metadata(shape, properties)
+    rows = itertools.count(1 << 20)  # other ones each time, as shards of a size may be remembered
+    return lambda: spec.build_metadata(torch.Size([next(rows), 16]), properties)
 
 
 def gathering(contestant: Contestant, side: int, rank: int) -> Call:

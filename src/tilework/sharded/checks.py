@@ -222,9 +222,10 @@ def agree_on(make: Callable[[], T], tell: Callable[[T], str], what: str, group: 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
     """A line that is the same for equal metadata only."""
-    shards = [f"{s.shard_offsets}{s.shard_sizes}{s.placement}" for s in metadata.shards_metadata]
-    everything = f"{metadata.tensor_properties}{shards}"
-    digest = blake2b(everything.encode(), digest_size=8).hexdigest()
+    shards = metadata.shards_metadata
+    boxes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
+    everything = metadata.tensor_properties, boxes, [s.placement for s in shards]
+    digest = blake2b(repr(everything).encode(), digest_size=8).hexdigest()
     return (
         f"size {tuple(metadata.size)}, {metadata.tensor_properties.dtype}, {len(shards)} shards "
         f"(digest {digest})"

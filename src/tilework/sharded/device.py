@@ -72,12 +72,10 @@ class RemoteDevice:
         made._set(self._rank, self._worker, torch.device(device))
         return made
 
-    @property
-    def _owner(self) -> str | None:
-        return self._worker if self._rank is None else f"rank:{self._rank}"
-
     def __str__(self) -> str:
-        return str(self._device) if self._owner is None else f"{self._owner}/{self._device}"
+        if self._rank is not None:
+            return f"rank:{self._rank}/{self._device}"
+        return str(self._device) if self._worker is None else f"{self._worker}/{self._device}"
 
     def __repr__(self) -> str:
         return f"RemoteDevice({str(self)!r})"
