@@ -16,8 +16,6 @@ from tilework.store.checks import first_few
 
 #: How often waiting ranks look whether another has found something wrong.
 _LOOK_SECONDS = 0.1
-#: How often they look whether one came twice, which costs more.
-_COUNT_SECONDS = 1.0
 #: How long a rank that failed lets the others find out why.
 _LEAVING_SECONDS = 1.0
 _RANKS_SHOWN = 16
@@ -51,7 +49,8 @@ class Meeting:
         self._visit = self._visits.add(f"came/{rank}", 1)
         #: Seen by the ranks of this meeting only.
         self.store: Store = PrefixStore(str(self._visit), self._visits)
-        self._next_count = time.monotonic() + _COUNT_SECONDS
+        if self._visit > 1:  # to whom still waits for the last one, if anybody does
+            PrefixStore(str(self._visit - 1), self._visits).set("again", str(rank))
 
     def __enter__(self) -> Meeting:
         if self._visits.add(f"left/{self._rank}", 0) < self._visit - 1:
@@ -135,16 +134,10 @@ class Meeting:
             raise CollectiveMismatchError(self.store.get("disagreement").decode())
         if not found and self.store.check(["failure"]):
             raise DistError(f"init_rpc failed: {self.store.get('failure').decode()}")
-        if not found and time.monotonic() > self._next_count:
-            self._next_count = time.monotonic() + _COUNT_SECONDS
-            self._count()
+        if not found and self.store.check(["again"]) and not self.store.check(keys):
+            # Nobody comes again before this meeting has ended.
+            raise self._twice(int(self.store.get("again")))
         return found
-
-    def _count(self) -> None:
-        """Nobody comes again before this meeting has ended."""
-        for rank in range(self._size):
-            if self._visits.add(f"came/{rank}", 0) > self._visit:
-                raise self._twice(rank)
 
     def _twice(self, rank: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(
