@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import all_gather_dumped, device_of, dump
+from tilework.comm.objects import all_gather_pickled, device_of
 from tilework.comm.world import AnyGroup, member
 
 T = TypeVar("T")
@@ -54,11 +54,11 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
     mine: BaseException | None = None
     try:
         said: tuple[Any, str, str] = (make(), "", "")
-        data = dump(said)
+        data = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         mine = error
         said = (None, _kind(error).__name__, str(error))
-        data = dump(said)
+        data = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
     heard: list[Any] = [said] * pg.size() if pg.size() == 1 else _heard(said, data, pg)
     if mine is not None:
         raise mine
@@ -69,16 +69,16 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
     return [value for value, _, _ in heard]
 
 
-def _heard(said: Any, data: Tensor, pg: ProcessGroup) -> list[Any]:
-    """What each rank said. Collective."""
-    digest = int.from_bytes(blake2b(data.numpy().tobytes(), digest_size=8).digest(), "big") >> 1
-    row = torch.tensor([digest, data.numel()], device=device_of(pg))
+def _heard(said: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
+    """What each rank said, which is ``data`` on the way. Collective."""
+    digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 1
+    row = torch.tensor([digest, len(data)], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)
     all_gather_into_tensor(rows, row, pg)
-    digests, sizes = rows.t().tolist()
+    digests, sizes = zip(*rows.tolist(), strict=True)
     if digests.count(digest) == len(digests):
         return [said] * len(digests)  # as mostly
-    return all_gather_dumped(data, sizes, pg, weights_only=True)
+    return all_gather_pickled(data, sizes, pg, weights_only=True)
 
 
 def _kind(error: BaseException) -> type[Exception]:

@@ -64,11 +64,12 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
-def dump(obj: Any) -> Tensor:
-    """An object as bytes."""
-    return torch.frombuffer(
-        bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
-    )
+def _dump(obj: Any) -> Tensor:
+    return _as_tensor(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _load(data: Tensor, weights_only: bool) -> Any:
@@ -140,17 +141,17 @@ def all_gather_object(
     if pg is None:
         return
     _check_length(object_list, "object_list", pg.size())
-    data = dump(obj)
-    object_list[:] = all_gather_dumped(data, _all_sizes(pg, data.numel()), pg, weights_only)
+    data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    object_list[:] = all_gather_pickled(data, _all_sizes(pg, len(data)), pg, weights_only)
 
 
-def all_gather_dumped(
-    data: Tensor, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
+def all_gather_pickled(
+    data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
-    """What each rank dumped, where all know how long it is. Collective; blocks."""
-    data, rooms = _padded(pg, data, sizes)
+    """What each rank pickled, where all know how long it is. Collective; blocks."""
+    mine, rooms = _padded(pg, _as_tensor(data), sizes)
     received = [_room(pg, size) for size in rooms]
-    collectives.all_gather(received, data, group=pg)
+    collectives.all_gather(received, mine, group=pg)
     return [_load(part[:size], weights_only) for part, size in zip(received, sizes, strict=True)]
 
 
@@ -188,7 +189,7 @@ def gather_object(
         _check_length(object_gather_list, "object_gather_list", pg.size())
     elif object_gather_list:
         raise ValueError("object_gather_list must not be given except on dst: pass None")
-    data = dump(obj)
+    data = _dump(obj)
     sizes = _all_sizes(pg, data.numel())
     data, rooms = _padded(pg, data, sizes)
     received = [_room(pg, size) for size in rooms] if is_root else None
@@ -229,7 +230,7 @@ def broadcast_object_list(
         return
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
     is_root = pg.rank() == root
-    parts = [dump(obj) for obj in object_list] if is_root else []
+    parts = [_dump(obj) for obj in object_list] if is_root else []
     sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
     if is_root:
         sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
@@ -279,7 +280,7 @@ def scatter_object_list(
     sizes = torch.zeros(pg.size(), dtype=torch.int64, device=device_of(pg))
     if pg.rank() == root:
         _check_length(scatter_object_input_list, "scatter_object_input_list", pg.size())
-        parts = [dump(obj) for obj in scatter_object_input_list or ()]
+        parts = [_dump(obj) for obj in scatter_object_input_list or ()]
         sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
     collectives.broadcast(sizes, group=pg, group_src=root)
     rooms = [int(size) for size in sizes.tolist()]
@@ -323,7 +324,7 @@ def send_object_list(
     if pg is None:
         return
     peer = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    parts = [dump(obj) for obj in object_list]
+    parts = [_dump(obj) for obj in object_list]
     sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=device_of(pg))
     p2p.send(sizes, group=pg, group_dst=peer)
     data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, 0)
