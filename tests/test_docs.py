@@ -105,7 +105,7 @@ def test_blocks_run_in_their_order(page: Path, tmp_path: Path) -> None:
 def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(block.text)
-    command = [sys.executable, "-m", "tilework.cli", "run", "-n", str(block.ranks), str(program)]
+    command = [sys.executable, "-m", "tilework", "run", "-n", str(block.ranks), str(program)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -31,6 +31,7 @@ LAYERS = (
     "testing",
     "launch",
     "cli",
+    "__main__",
 )
 #: Nobody but these may use what is meant for tests.
 MAY_IMPORT_TESTING = ("testing", "launch", "cli")
