@@ -270,3 +270,15 @@ def test_each_rank_has_its_own_group_to_load_onto() -> None:
             dist.barrier()
 
     on(3, program)
+
+
+def test_ranks_without_shards_know_where_the_others_went() -> None:
+    def program(rank: int) -> None:
+        saved = io.BytesIO()
+        torch.save(sharded.ones(chunks(0, [1]), 4), saved)
+        saved.seek(0)
+        loaded = torch.load(saved, map_location="meta")
+        assert {str(s.placement) for s in loaded.metadata().shards_metadata} == {"rank:1/meta"}
+        assert loaded.full_tensor().is_meta
+
+    run_ranks(2, program)

@@ -260,3 +260,22 @@ def test_between_processes() -> None:
         assert torch.equal(tensor.reshard(chunks(1, [1, 0])).full_tensor(), whole)
 
     run_ranks(2, program, kind="processes")
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "text"),
+    [
+        ([0.0] * 4, TypeError, "plain tensor, got list"),
+        (torch.empty(4, device="meta"), ValueError, "meta device"),
+    ],
+)
+def test_what_gather_cannot_write_to(out: Any, error: type[Exception], text: str) -> None:
+    def program(rank: int) -> None:
+        st = sharded.ones(chunks(0, range(2)), 4)
+        with pytest.raises(error, match=text):
+            st.gather(0, out if rank == 0 else None)
+        with pytest.raises(TypeError, match="plain tensor, got ShardedTensor"):
+            st.gather(0, st if rank == 0 else None, enforce_dtype=True)
+        assert st.full_tensor().tolist() == [1.0] * 4
+
+    run_ranks(2, program)

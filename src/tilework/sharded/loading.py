@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
@@ -73,14 +74,22 @@ def as_loaded(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
     local: Sequence[tuple[Tensor, ShardMetadata]],
+    there: torch.device,
 ) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
-    """What was saved, on the device where torch.load's ``map_location`` put this rank's shards."""
-    for tensor, shard in local:
-        if shard.placement is not None and not covers(shard.placement.device(), tensor.device):
-            there = tensor.device
-            shards = [Shard(tensor, shard.moved(there)) for tensor, shard in local]
-            return metadata.moved(there), spec.moved(there), shards
-    return metadata, spec, [Shard(tensor, shard) for tensor, shard in local]
+    """What was saved, on the device where torch.load's ``map_location`` put it.
+
+    That is told by a tensor of no elements, so that ranks without shards know it too.
+    """
+    mine = [shard.placement for _, shard in local if shard.placement is not None]
+    places = [shard.placement for shard in metadata.shards_metadata if shard.placement is not None]
+    if local:
+        moved = not all(covers(place.device(), there) for place in mine)
+    else:
+        moved = there.type not in {place.device().type for place in places}
+    if not moved:
+        return metadata, spec, [Shard(tensor, shard) for tensor, shard in local]
+    shards = [Shard(tensor, shard.moved(there)) for tensor, shard in local]
+    return metadata.moved(there), spec.moved(there), shards
 
 
 #: A rank's number and the number of ranks: in its group, and in all.

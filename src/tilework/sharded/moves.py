@@ -21,13 +21,14 @@ from tilework.comm.world import (
     resolve,
 )
 from tilework.layout import Tiling
-from tilework.sharded import checks
+from tilework.sharded import checks, remote
 from tilework.sharded.alike import check_alike
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata
 from tilework.sharded.placement import Place, places
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.steps import steps_between, whole_on
+from tilework.sharded.tiled import TiledTensor
 
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor
@@ -60,62 +61,67 @@ def gather(
     group = tensor.process_group
     if isinstance(group, NonMember):
         return
-    check_alike(lambda: _asked(tensor, dst, out, enforce_dtype, dtype), group)
     if enforce_dtype:  # which only dst knows
-        told = agree(lambda: None if out is None else out.dtype, group)
-        dtype = told[get_group_rank(group, dst)]
+        told = agree(lambda: getattr(_checked_out(tensor, dst, out), "dtype", None), group)
+        dtype = told[get_group_rank(group, dst)] if dst in group.global_ranks else None
+    # A wrapper's own attributes are intercepted, which takes longer.
+    properties = tensor.metadata().tensor_properties
+    sent = dtype or properties.dtype
+    tiles, into = list[Tensor](), list[Tensor]()
+
+    def facts() -> dict[str, Any]:
+        # Memory is made here, so that all ranks hear of it if there is none.
+        target = _checked_out(tensor, dst, out)
+        if target is not None and has_values(tensor):
+            into.append(_as_sent(target, sent, tensor.device))
+        if has_values(tensor):
+            tiles.extend(tile.detach().to(sent) for tile in tensor.local_tiles())
+        return {"dst": dst, "enforce_dtype": bool(enforce_dtype), "dtype": str(dtype)}
+
+    check_alike(facts, group)
     if not has_values(tensor):
         return
-    # A wrapper's own attributes are intercepted, which takes longer.
-    sent = dtype or tensor.metadata().tensor_properties.dtype
-    tiles = [tile.detach().to(sent) for tile in tensor.local_tiles()]
     steps = steps_between(
         tensor.tiling, whole_on(tuple(tensor.metadata().size), (dst,)), get_rank()
     )
-    if out is None:
-        run_plan(steps, tiles, group, dtype=sent)
-        return
-    with torch.no_grad():
-        device = tiles[0].device if tiles else tensor.device
-        direct = (out.dtype, out.device.type) == (sent, device.type)
-        into = out.detach() if direct else torch.empty(out.shape, dtype=sent, device=device)
-        run_plan(steps, tiles, group, out=[into], dtype=sent)
-        if not direct:
-            out.copy_(into)
+    run_plan(steps, tiles, group, out=into or None, dtype=sent)
+    if out is not None and out.data_ptr() != into[0].data_ptr():
+        with torch.no_grad():
+            out.copy_(into[0])
 
 
-def _asked(
-    tensor: ShardedTensor,
-    dst: int,
-    out: Tensor | None,
-    enforce_dtype: bool,
-    dtype: torch.dtype | None,
-) -> dict[str, Any]:
-    _check_out(tensor, dst, out)
-    has_values(tensor)
-    return {"dst": dst, "enforce_dtype": bool(enforce_dtype), "dtype": str(dtype)}
+def _as_sent(out: Tensor, sent: torch.dtype, device: torch.device) -> Tensor:
+    """``out``, or what comes before it where it is of another dtype or elsewhere."""
+    if (out.dtype, out.device.type) == (sent, device.type):
+        return out.detach()
+    return torch.empty(out.shape, dtype=sent, device=device)
 
 
-def _check_out(tensor: ShardedTensor, dst: int, out: Tensor | None) -> None:
+def _checked_out(tensor: ShardedTensor, dst: int, out: Tensor | None) -> Tensor | None:
     ranks, rank = get_process_group_ranks(tensor.process_group), get_rank()
     if dst not in ranks:
-        raise ValueError(f"dst={dst} is not part of the tensor's group of ranks {ranks}")
+        raise ValueError(f"dst={dst!r} is not part of the tensor's group of ranks {ranks}")
     if rank != dst:
         if out is not None:
             raise ValueError(
                 f"Argument `out` must NOT be specified on non-destination ranks: this is rank "
                 f"{rank}, dst is {dst}"
             )
-        return
+        return None
     if out is None:
         raise ValueError(
             f"Argument `out` must be specified on destination rank {dst}: a tensor of size "
             f"{tuple(tensor.shape)}"
         )
+    if not isinstance(out, Tensor) or isinstance(out, TiledTensor):
+        raise TypeError(f"Argument `out` must be a plain tensor, got {type(out).__name__}")
     if out.shape != tensor.metadata().size:
         raise ValueError(
             f"Argument `out` has size {tuple(out.shape)}, but should be {tuple(tensor.shape)}"
         )
+    if out.is_meta and has_values(tensor):
+        raise ValueError("Argument `out` is on the meta device, where nothing can be written")
+    return out
 
 
 def full_tensor(tensor: ShardedTensor) -> Tensor:
@@ -160,6 +166,8 @@ def reshard(
     group = tensor.process_group
 
     def make() -> tuple[ShardedTensorMetadata, list[Place]]:
+        if tensor._init_rrefs:
+            remote.check_ready()
         before = tensor.metadata()
         metadata = checks.metadata_by(spec, before.size, before.tensor_properties)
         placed = places(group, metadata.shards_metadata)

@@ -334,7 +334,8 @@ class ShardedTensor(GroupedTensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
         _, state = super().__reduce_ex__(protocol)
-        return _rebuild, (*state, loading.seat(self._process_group), self._init_rrefs)
+        seat = loading.seat(self._process_group)
+        return _rebuild, (*state, seat, self._init_rrefs, torch.empty(0, device=self.device))
 
 
 def _rebuild(
@@ -344,13 +345,14 @@ def _rebuild(
     is_parameter: bool,
     seat: loading.Seat,
     init_rrefs: bool,
+    place: Tensor,
 ) -> ShardedTensor:
-    """The tensor that was saved, on the current group."""
+    """The tensor that was saved, on the current group; its shards are where ``place`` is."""
 
     def make() -> ShardedTensor:
         group = loading.find_seat(seat)
         checks.check_metadata(metadata)
-        found, cut, local = loading.as_loaded(metadata, spec, shards)
+        found, cut, local = loading.as_loaded(metadata, spec, shards, place.device)
         placed = places(group, found.shards_metadata)
         return ShardedTensor._assembled(cut, found, placed, local, group)
 

@@ -28,6 +28,7 @@ from tests.sharded.ops.cases import (
     values,
 )
 from tests.sharded.ranks_and_cuts import boxes, check_all_raise, chunks, examples, grid, on, specs
+from tilework import sharded
 from tilework.sharded import ShardedTensor, empty, ones
 
 _ALL: dict[str, Callable[[Any], Any]] = {
@@ -210,6 +211,7 @@ def test_complex_numbers() -> None:
 def test_one_small_collective() -> None:
     def program(rank: int) -> list[int]:
         tensor: Any = shards_of(values(*SIZE).requires_grad_(), CUTS["grid"], rank)
+        tensor.sum()  # once, the ranks also compare how it is cut
         count = tensor.process_group.get_sequence_number_for_group
         steps = [count()]
         for compute in (torch.sum, torch.var, torch.norm, torch.any, torch.max, torch.argmax):
@@ -264,3 +266,12 @@ def test_other_reductions_raise(compute: Callable[[Any], Any]) -> None:
 def test_dims_that_are_not_there() -> None:
     check_all_raise(2, lambda rank: shards_of(values(*SIZE), chunks(0, [0]), rank).sum(2),
         IndexError, "Dimension out of range")  # fmt: skip
+
+
+def test_tensors_that_ranks_made_differently() -> None:
+    def program(rank: int) -> None:
+        st = sharded.ones(chunks(0, range(2)), 4 + rank)
+        with pytest.raises(ValueError, match=r"layout=size \(4,.* does not match with layout=size"):
+            st.sum()
+
+    on(2, program)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import NonMember, get_rank
+from tilework.comm.world import NonMember, current_world, get_rank
 from tilework.layout import Box
+from tilework.sharded import checks
+from tilework.sharded.alike import check_alike
 from tilework.sharded.checks import unsupported
 from tilework.sharded.graph import graph_tiles as graph_tiles
 from tilework.sharded.graph import keep_stand_in as keep_stand_in
@@ -121,11 +124,22 @@ def _spec_of(metadata: ShardedTensorMetadata) -> ShardingSpec:
     return EnumerableShardingSpec(shards)
 
 
+class _Compared:
+    """The layouts of which all ranks of a group have found that they have the same."""
+
+    def __init__(self) -> None:
+        self.of_group: WeakKeyDictionary[ProcessGroup, set[tuple[int, torch.dtype]]]
+        self.of_group = WeakKeyDictionary()
+
+
 def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
     """The tensor's group, for what needs all of its ranks.
 
+    A tensor is made without communication, so its layout is compared when it is first used:
+    collective then, a set's look-up later.
+
     Raises:
-        ValueError: This rank is not in it.
+        ValueError: This rank is not in it, or another rank has another layout.
     """
     group = tensor.process_group
     if isinstance(group, NonMember):
@@ -133,6 +147,11 @@ def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
             f"{name}: rank {get_rank()} is not in the tensor's group of ranks "
             f"{list(group.global_ranks)}"
         )
+    known = current_world().state(_Compared).of_group.setdefault(group, set())
+    layout = (tensor.tiling.digest, tensor.dtype)
+    if layout not in known:
+        check_alike(lambda: {"layout": checks.describe(tensor.metadata())}, group)
+        known.add(layout)
     return group
 
 
