@@ -1,6 +1,6 @@
 """Geometry: validating boxes against torch's own check, building tilings, planning one rank's part.
 
-    python benchmarks/layout.py                  # up to 16,384 boxes, 4,096 ranks: about a minute
+    python benchmarks/layout.py                  # up to 16,384 boxes, 4,096 ranks: a minute or two
     python benchmarks/layout.py --boxes 256 --ranks 64 --rounds 1
     python benchmarks/layout.py --json out.json
 
