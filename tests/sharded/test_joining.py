@@ -460,3 +460,12 @@ def test_a_base_of_shards_that_are_not_listed() -> None:
     foreign = Shard(torch.ones(1, 2), ShardMetadata([3, 0], [1, 2], "rank:0/cpu"))
     with pytest.raises(ValueError, match=r"lists no shard at \[3:4, 0:2\]"):
         ShardedTensorBase.from_local_shards_and_global_metadata([shards[0], foreign], parts)
+
+
+@pytest.mark.parametrize("shards", [None, [torch.ones(4)], "shards"])
+def test_what_is_no_list_of_shards(shards: Any) -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(TypeError, match="local shards are a list of Shard"):
+            ShardedTensor.init_from_local_shards(shards if rank == 0 else [], 4)
+
+    on(2, program)

@@ -54,9 +54,11 @@ def check_formats(layout: torch.layout, memory_format: torch.memory_format) -> N
 def check_spec(spec: object) -> ShardingSpec:
     """``spec``, if it is one."""
     if not isinstance(spec, ShardingSpec):
+        kind = type(spec)
+        home = "" if kind.__module__ == "builtins" else f" (of {kind.__module__})"
         raise ValueError(
-            f"Expecting ShardingSpec but got: {type(spec).__name__}; make a ChunkShardingSpec or "
-            f"an EnumerableShardingSpec"
+            f"Expecting ShardingSpec but got: {kind.__name__}{home}; make a ChunkShardingSpec or "
+            f"an EnumerableShardingSpec of tilework.sharded"
         )
     return spec
 

@@ -106,6 +106,10 @@ def _only_shard(
 def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
     """What this rank tells the others of its shards, once it has checked them."""
     rank = get_rank()
+    if not isinstance(local_shards, Sequence) or not all(
+        isinstance(s, Shard) for s in local_shards
+    ):
+        raise TypeError(f"local shards are a list of Shard, got {local_shards!r:.200}")
     placed = places(group, [shard.metadata for shard in local_shards])
     first: dict[str, Any] = {}
     for shard, (owner, _) in zip(local_shards, placed, strict=True):

@@ -162,6 +162,8 @@ class Cut:
         tensor, spec = self.tensor, self.spec
         if isinstance(tensor, ShardedTensor):
             raise ValueError(f"{self.name} is sharded already: use its reshard(spec)")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{self.name} must be a tensor, got {type(tensor).__name__}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{self.name} is not a contiguous Tensor: its strides are {tensor.stride()}; "

@@ -88,6 +88,7 @@ class ChunkShardingSpec(ShardingSpec):
     Raises:
         NotImplementedError: ``dim`` is a name.
         ValueError: ``dim`` is no integer, or there is no placement.
+        TypeError: ``placements`` is one string.
 
     Example:
         >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -107,6 +108,8 @@ class ChunkShardingSpec(ShardingSpec):
             )
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise ValueError(f"Sharding dim needs to be an integer, found: {dim!r}")
+        if isinstance(placements, str):
+            raise TypeError(f"placements is a list, one for each chunk: write [{placements!r}]")
         places = Items(p if isinstance(p, RemoteDevice) else RemoteDevice(p) for p in placements)
         if not places:
             raise ValueError("placements must not be empty: give one for each chunk")
