@@ -259,3 +259,16 @@ def test_terms_of_a_reduction_without_a_neutral_element_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="neutral element"):
         plan(whole, scaled, 0)
     assert plan(scaled, scaled, 0).collective.kind == "none"
+
+
+def test_a_plan_tells_its_part_in_words() -> None:
+    rows = mesh_tiling((6, 4), [0, 1], [Shard(0)])
+    columns = mesh_tiling((6, 4), [0, 1], [Shard(1)])
+    assert str(plan(rows, columns, 1)) == (
+        "all_to_all: rank 1's part\n"
+        "  sends 6 elements to rank 0: [3:6, 0:2]\n"
+        "  receives 6 elements from rank 0: [0:3, 2:4]\n"
+        "  copies 6 elements of its own"
+    )
+    first, second = (mesh_tiling((40, 40), list(range(40)), [Shard(dim)]) for dim in (0, 1))
+    assert "  receives from 29 more ranks" in str(plan(first, second, 3))

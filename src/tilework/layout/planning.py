@@ -12,6 +12,8 @@ from tilework.layout.cost import CostModel
 from tilework.layout.moves import Moves, Piece, moves_by_term
 from tilework.layout.tiling import Tiling
 
+#: How many peers a printed plan tells of, in each direction.
+_PEERS_TOLD = 10
 #: The order of the pieces that two ranks exchange; the parts of one are in their own order.
 _PLACE = ("dst_tile", "src_tile")
 
@@ -43,6 +45,25 @@ class Plan:
     def reduces(self) -> bool:
         """Whether each target tile gets all terms of the source and combines them, in order."""
         return len(self.source.terms) > 1 and not moves_by_term(self.source, self.target)
+
+    def __str__(self) -> str:
+        """A line, and one for each peer; :func:`whole` tells of all ranks, as a table."""
+        moved = zip(("sends", "receives"), (self.sends, self.receives), ("to", "from"), strict=True)
+        lines = [f"{self.collective.kind}: rank {self.rank}'s part"]
+        for verb, pieces, preposition in moved:
+            by_peer: dict[int, list[Piece]] = {}
+            for piece in pieces:
+                by_peer.setdefault(piece.dst if verb == "sends" else piece.src, []).append(piece)
+            for peer, its in list(by_peer.items())[:_PEERS_TOLD]:
+                elements = sum(piece.box.volume for piece in its)
+                more = f" and {len(its) - 1} more boxes" if len(its) > 1 else ""
+                lines.append(
+                    f"  {verb} {elements:,} elements {preposition} rank {peer}: {its[0].box}{more}"
+                )
+            if len(by_peer) > _PEERS_TOLD:
+                lines.append(f"  {verb} {preposition} {len(by_peer) - _PEERS_TOLD} more ranks")
+        kept = sum(piece.box.volume for piece in self.keeps)
+        return "\n".join([*lines, f"  copies {kept:,} elements of its own"])
 
     def bytes_sent(self, itemsize: int) -> int:
         """How many bytes go to others, with ``itemsize`` bytes per element."""
