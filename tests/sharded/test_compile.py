@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +51,8 @@ def compiled(rank: Rank) -> None:
     found.sum().backward()
     shard: Any = module[0].weight.local_tensor()
     assert torch.allclose(shard.grad, torch.full((2, 3), 4.0))  # both ranks' losses, two rows
+    with pytest.raises(Exception, match="operators on sharded tensors are not traced"):
+        torch.compile(lambda x: module(x) + 1, backend="aot_eager", fullgraph=True)(x)
     dist.destroy_process_group()
 
 

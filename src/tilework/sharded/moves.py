@@ -67,19 +67,20 @@ def gather(
     # A wrapper's own attributes are intercepted, which takes longer.
     properties = tensor.metadata().tensor_properties
     sent = dtype or properties.dtype
-    tiles, into = list[Tensor](), list[Tensor]()
+    tiles, into, real = list[Tensor](), list[Tensor](), True
 
     def facts() -> dict[str, Any]:
         # Memory is made here, so that all ranks hear of it if there is none.
-        target = _checked_out(tensor, dst, out)
-        if target is not None and has_values(tensor):
-            into.append(_as_sent(target, sent, tensor.device))
-        if has_values(tensor):
+        nonlocal real
+        target, real = _checked_out(tensor, dst, out), has_values(tensor)
+        if real:
             tiles.extend(tile.detach().to(sent) for tile in tensor.local_tiles())
+        if real and target is not None:
+            into.append(_as_sent(target, sent, tensor.device))
         return {"dst": dst, "enforce_dtype": bool(enforce_dtype), "dtype": str(dtype)}
 
     check_alike(facts, group)
-    if not has_values(tensor):
+    if not real:
         return
     steps = steps_between(
         tensor.tiling, whole_on(tuple(tensor.metadata().size), (dst,)), get_rank()
