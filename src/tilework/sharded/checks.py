@@ -228,9 +228,10 @@ def describe(metadata: ShardedTensorMetadata) -> str:
     boxes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
     everything = metadata.tensor_properties, boxes, [s.placement for s in shards]
     digest = blake2b(repr(everything).encode(), digest_size=8).hexdigest()
+    first = f", the first {shards[0].box} on {shards[0].placement}" if shards else ""
     return (
-        f"size {tuple(metadata.size)}, {metadata.tensor_properties.dtype}, {len(shards)} shards "
-        f"(digest {digest})"
+        f"size {tuple(metadata.size)}, {metadata.tensor_properties.dtype}, {len(shards)} shards"
+        f"{first} (digest {digest})"
     )
 
 
