@@ -77,7 +77,7 @@ def test_one_rank_along_a_partial_axis_is_a_whole_value() -> None:
 @pytest.mark.parametrize(
     ("mesh", "placed", "message"),
     [
-        ([0, 1], [], "takes 1 placements"),
+        ([0, 1], [], "takes 1, got"),
         ([[0, 1], [2]], [Shard(0), Shard(1)], "one shape along each axis"),
         ([[0, 1], 2], [Shard(0), Shard(1)], "one shape along each axis"),
         ([0, 1, 0], [Shard(0)], "none twice"),

@@ -14,8 +14,26 @@ from tilework.layout.chunking import chunk_offsets, chunk_sizes, offsets_of
 from tilework.layout.tiling import Tile, Tiling, trusted_tile, trusted_tiling
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class _Kind:
+    """What all placements answer."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether it cuts a dim; this one, if ``dim`` is given."""
+        return isinstance(self, Shard) and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        """Whether all ranks along the axis hold the same."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether what the ranks hold is to be combined; by this, if ``reduce_op`` is given."""
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Shard(_Kind):
     """A mesh axis cuts ``dim`` into as many parts as the axis is long.
 
     Args:
@@ -27,7 +45,7 @@ class Shard:
 
     Example:
         >>> Shard(0), Shard(-1, sizes=(3, 5))
-        (Shard(dim=0, sizes=None), Shard(dim=-1, sizes=(3, 5)))
+        (Shard(dim=0), Shard(dim=-1, sizes=(3, 5)))
     """
 
     dim: int
@@ -41,14 +59,21 @@ class Shard:
                 raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
 
+    def __repr__(self) -> str:
+        return (
+            f"Shard(dim={self.dim})"
+            if self.sizes is None
+            else f"Shard(dim={self.dim}, sizes={self.sizes})"
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(_Kind):
     """All ranks along a mesh axis hold the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(_Kind):
     """The value is the reduction of what the ranks along a mesh axis hold.
 
     Args:
@@ -93,7 +118,8 @@ def mesh_tiling(
     """
     shape = tuple(map(int, shape))
     lengths, ranks = _flat(mesh)
-    _check_mesh(lengths, ranks, placements)
+    _check_mesh(lengths, ranks)
+    check_cuts(lengths, placements, order)
     strides = [math.prod(lengths[axis + 1 :]) for axis in range(len(lengths))]
 
     def steps(kind: type[Placement]) -> list[int]:
@@ -106,7 +132,7 @@ def mesh_tiling(
         return [sum(combination) for combination in product(*spans)]
 
     cells = [(0, (0,) * len(shape), shape)]
-    for axis in _cutting_order(order, len(lengths)):
+    for axis in range(len(lengths)) if order is None else order:
         if isinstance(placement := placements[axis], Shard):
             cells = _cut(cells, placement, lengths[axis], strides[axis])
     boxes = [(at, trusted_box(offsets, sizes)) for at, offsets, sizes in cells]
@@ -197,19 +223,34 @@ def _flat(mesh: Any) -> tuple[Ints, list[int]]:
     return (len(mesh), *lengths[0]), [rank for part in ranks for rank in part]
 
 
-def _check_mesh(lengths: Ints, ranks: list[int], placements: Sequence[Placement]) -> None:
+def _check_mesh(lengths: Ints, ranks: list[int]) -> None:
     if not ranks or len(set(ranks)) != len(ranks):
         raise ValueError(f"a mesh has one or more ranks, none twice, got {ranks}")
+
+
+def check_cuts(
+    lengths: Sequence[int], placements: Sequence[Placement], order: Sequence[int] | None
+) -> None:
+    """That placements and order are such for a mesh with axes of these lengths.
+
+    Raises:
+        ValueError: They are not as many as the axes, or axes name different reductions.
+        TypeError: Something is no placement.
+    """
+    for placement in placements:
+        if not isinstance(placement, _Kind):
+            raise TypeError(
+                f"a placement is Shard(dim), Replicate() or Partial(), got {placement!r}"
+            )
     if len(placements) != len(lengths):
         raise ValueError(
-            f"a mesh of shape {lengths} takes {len(lengths)} placements, got {list(placements)}"
+            f"placements and the mesh's axes must have the same length: a mesh of shape "
+            f"{tuple(lengths)} takes {len(lengths)}, got {list(placements)}"
         )
     ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1:
         raise ValueError(f"a tensor has one reduction, its Partial placements have {sorted(ops)}")
-
-
-def _cutting_order(order: Sequence[int] | None, axes: int) -> Sequence[int]:
-    if order is not None and sorted(order) != list(range(axes)):
-        raise ValueError(f"order names each of the mesh's {axes} axes once, got {list(order)}")
-    return range(axes) if order is None else order
+    if order is not None and sorted(order) != list(range(len(lengths))):
+        raise ValueError(
+            f"order names each of the mesh's {len(lengths)} axes once, got {list(order)}"
+        )

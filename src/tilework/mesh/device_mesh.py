@@ -91,6 +91,8 @@ class DeviceMesh:
         self._groups = []
         #: Those made by flatten(), of the root: by name.
         self._flat: dict[str, DeviceMesh] = {}
+        #: What higher layers keep for as long as the mesh: layouts of tensors on it, by content.
+        self.specs: dict[Any, Any] = {}
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         world = get_default_group()
