@@ -199,7 +199,7 @@ class Agent:
             case Kind.RESULT | Kind.ERROR:
                 arrived, call = self._unwrap(message), self._calls.pop(number)
                 if call is not None:  # it was neither late nor given up
-                    return self._finish(call, partial(self._outcome, arrived))
+                    return self._finish(call, partial(self._outcome, call, arrived))
             case Kind.HELLO:
                 if number:
                     self.outbox.readers.add(sender)
@@ -239,8 +239,10 @@ class Agent:
             self.outbox.tell(Kind.TAKEN, sender, number)
         return found
 
-    def _outcome(self, arrived: Arrived) -> Any:
+    def _outcome(self, call: Call, arrived: Arrived) -> Any:
         """The result of a call that ended, or its exception."""
+        if arrived.lacks_memory and not self._probes[arrived.message.sender].readable():
+            raise call.lost()  # it answered and died before its memory was opened here
         result = arrived.load()
         if arrived.message.kind == Kind.ERROR:
             raise result.rebuild(self.workers.find(arrived.message.sender))

@@ -24,9 +24,14 @@ class Arrived:
     file: Any
     """What the memory file holds; why it cannot be opened."""
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether its memory file could not be opened."""
+        return isinstance(self.file, OSError)
+
     def load(self) -> Any:
         """The object that was sent."""
-        if isinstance(self.file, OSError):
+        if self.lacks_memory:
             raise DistError(f"cannot open the sender's memory: {self.file}")
         data, *buffers = self.message.load(self.file)
         return load(data, buffers, self.refs)
