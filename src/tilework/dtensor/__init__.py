@@ -1,1 +1,22 @@
 """DTensor: one tensor over the ranks of a mesh, with torch's operators on it."""
+
+from tilework.dtensor import dispatch, questions, rules
+from tilework.dtensor.api import distribute_tensor
+from tilework.dtensor.registry import register_rule
+from tilework.dtensor.tensor import DTensor
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.mesh import DeviceMesh, init_device_mesh
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "distribute_tensor",
+    "init_device_mesh",
+    "register_rule",
+]
+
+del dispatch, questions, rules

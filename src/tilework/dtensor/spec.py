@@ -167,6 +167,11 @@ class DTensorSpec:
         """The same mesh and shape, laid out otherwise."""
         return spec_of(self.mesh, placements, self.shape, order)
 
+    @cached_property
+    def routes(self) -> dict[Any, Any]:
+        """What redistribution remembers of the ways from here, by target and dtype."""
+        return {}
+
     def nbytes(self, itemsize: int) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * itemsize

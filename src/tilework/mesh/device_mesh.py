@@ -91,8 +91,14 @@ class DeviceMesh:
         self._groups = []
         #: Those made by flatten(), of the root: by name.
         self._flat: dict[str, DeviceMesh] = {}
+        #: Those made by axes_group(), of the root: by their ranks.
+        self._crossing: dict[tuple[int, ...], ProcessGroup] = {}
         #: What higher layers keep for as long as the mesh: layouts of tensors on it, by content.
         self.specs: dict[Any, Any] = {}
+        #: Likewise: how operators on them run.
+        self.decisions: dict[Any, Any] = {}
+        #: Whether this rank is in the mesh.
+        self.here = self._coordinate is not None
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         world = get_default_group()
@@ -160,6 +166,25 @@ class DeviceMesh:
         """The groups of all axes through this rank."""
         self._here()
         return list(self._groups)
+
+    def axes_group(self, axes: Iterable[int]) -> ProcessGroup:
+        """The group of the ranks along some axes through this rank; axes of length 1 do not count.
+
+        The first time, over more than one axis, it is collective over these ranks and blocks, as a
+        group is made. It is remembered, and found again by the mesh's parts.
+
+        Raises:
+            RuntimeError: This rank is not in the mesh.
+        """
+        self._here()
+        long = tuple(sorted({axis for axis in axes if self.shape[axis] > 1})) or (0,)
+        if len(long) == 1:
+            return self._groups[long[0]]
+        ranks = tuple(sorted(self.spec.through(long, get_rank()).ranks))
+        known = self._root._crossing
+        if ranks not in known:
+            known[ranks] = self._new_group(ranks)
+        return known[ranks]
 
     # -- others of it ------------------------------------------------------------------------
 

@@ -1,0 +1,463 @@
+"""How operators run on DTensors: once a decision for each kind of call, then the local operator.
+
+What a call comes to is decided when it is first made: its rule is asked, the cheapest way is
+chosen, and the shapes of results are found. The decision is kept by the operator, the layouts of
+its tensors, and its other arguments; the next such call only looks it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor import explaining, gradients
+from tilework.dtensor.choice import Choice, choose
+from tilework.dtensor.mixing import check_same
+from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
+from tilework.dtensor.redistribution import redistribute_local
+from tilework.dtensor.registry import RULES, Answer, Arg, Composed, Native, Rule
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.layout import Replicate
+from tilework.mesh import DeviceMesh
+
+_grad_enabled = torch.is_grad_enabled
+#: How many decisions a mesh keeps before it forgets all.
+_MOST_DECISIONS = 1 << 14
+_NUMBERS = frozenset({int, float, bool, complex})
+#: Ends a sequence in a key.
+_END = object()
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """What a function of torch's does where some of its arguments are DTensors."""
+    handler = HANDLERS.get(func)
+    if handler is None:
+        handler = HANDLERS[func] = _handler(func)
+    return handler(func, args, kwargs)
+
+
+def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
+    name, in_place = canonical(func)
+    rule = RULES.get(func) or RULES.get(getattr(func, "overloadpacket", func))
+    if rule is None:
+        if (special := SPECIAL.get(name + "_" if in_place else name)) is not None:
+            return special
+        if (getter := GETTERS.get(name)) is not None:
+            return lambda func, args, kwargs: getter(args[0])
+        if name.endswith((".__get__", ".__set__")):
+            return _of_local
+        rule = RULES.get(name)
+    if rule is None and not in_place and (body := body_of(func)) is not None:
+        return lambda func, args, kwargs: body(*args, **kwargs)
+    return Operator(name, in_place, rule)
+
+
+def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A property that is the same for the local tensor."""
+    return func(*[gradients.plain(arg) for arg in args], **kwargs)
+
+
+DTensor._run = staticmethod(run)
+
+
+@dataclass(eq=False, slots=True)
+class Decision:
+    """What calls of one kind come to."""
+
+    #: For each tensor, how it has to lie if that is not as it does, and the axes along which its
+    #: gradient comes in terms; None if it is taken as it is.
+    ways: list[tuple[DTensorSpec, Ints] | None]
+    #: How results lie; None: replicated, with shapes that are known afterwards.
+    outputs: list[DTensorSpec] | None
+    #: Called with the local tensors; None: the operator itself is, with its other arguments.
+    run: Callable[..., Any] | None = None
+    #: Computes it all from the arguments as they are.
+    composed: Callable[..., Any] | None = None
+    #: For an operator that writes to its first argument: the result is computed anew, then written.
+    rewrite: bool = False
+    #: What ranks outside the mesh get: tensors without memory.
+    shown: Any = None
+
+
+class Operator:
+    """Runs one operator on DTensors."""
+
+    def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
+        self.name, self.in_place, self.rule = name, in_place, rule
+        self._values_matter = rule is None or rule.values_matter
+
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return self._into(func, args, dict(kwargs))
+        leaves: list[Tensor] = []
+        key: list[Any] = [func]
+        nested = self._read(args, key, leaves)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                self._read((value,), key, leaves)
+            nested = True
+        mesh = _mesh_of(leaves)
+        decisions: dict[Any, Decision] = mesh.decisions
+        try:
+            decision = decisions.get(tuple(key))
+        except TypeError:  # an argument without a hash: a decision for this call alone
+            decision, key = None, []
+        if decision is None:
+            decision = self._decide(func, args, kwargs, leaves, mesh)
+            if key:
+                if len(decisions) >= _MOST_DECISIONS:
+                    decisions.clear()
+                decisions[tuple(key)] = decision
+        if decision.composed is not None:
+            return decision.composed(*args, **kwargs)
+        if not mesh.here:
+            return self._outside(decision, args, mesh)
+        locals_ = self._locals(decision, leaves, mesh)
+        if decision.run is not None:
+            result = decision.run(*locals_)
+        elif nested:
+            parts = iter(locals_)
+            result = func(
+                *_replaced(args, parts), **{n: _replaced_one(v, parts) for n, v in kwargs.items()}
+            )
+        elif len(locals_) == len(args):
+            result = func(*locals_)
+        else:
+            parts = iter(locals_)
+            result = func(*[next(parts) if isinstance(a, Tensor) else a for a in args])
+        if self.in_place:
+            return self._written(decision, args[0], result)
+        outputs = decision.outputs
+        if outputs is not None and result.__class__ is Tensor:
+            return wrap(result, outputs[0])
+        return _wrapped(result, outputs, mesh)
+
+    def _read(self, args: Sequence[Any], key: list[Any], leaves: list[Tensor]) -> bool:
+        """Write to ``key`` what the decision depends on; whether tensors are inside of others."""
+        nested = False
+        for arg in args:
+            kind = arg.__class__
+            if kind is DTensor:
+                leaves.append(arg)
+                key.append(arg._spec)
+                key.append(arg._local_tensor.dtype)
+            elif kind in _NUMBERS:
+                key.append(kind)
+                if self._values_matter:
+                    key.append(arg)
+            elif kind in _SEQUENCES:
+                nested = True
+                key.append(kind)
+                self._read(arg, key, leaves)
+                key.append(_END)
+            elif isinstance(arg, Tensor):
+                leaves.append(arg)
+                key.append(arg.shape)
+                key.append(arg.dtype)
+            elif kind is dict:
+                nested = True
+                for name, value in arg.items():
+                    key.append(name)
+                    self._read((value,), key, leaves)
+            else:
+                key.append(arg)
+        return nested
+
+    def _locals(
+        self, decision: Decision, leaves: Sequence[Tensor], mesh: DeviceMesh
+    ) -> list[Tensor]:
+        """This rank's part of each tensor, as the decision wants it."""
+        graded = _grad_enabled()
+        locals_ = []
+        for leaf, way in zip(leaves, decision.ways, strict=True):
+            if leaf.__class__ is not DTensor:
+                leaf = replicated(leaf, mesh)
+            assert isinstance(leaf, DTensor)
+            if way is not None:
+                locals_.append(self._moved(leaf, *way))
+                continue
+            local = leaf._local_tensor
+            if graded and not local.requires_grad:
+                local = gradients.local_of(leaf)
+            locals_.append(local)
+        return locals_
+
+    def _moved(self, leaf: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
+        """The part of a tensor in another layout, or with a gradient in terms."""
+        source = leaf._spec
+        if target is source or target == source:
+            return gradients.alias(leaf, axes)
+        if explaining.active():
+            explaining.moved(self.name, source, target, leaf.dtype)
+        if axes:
+            return gradients.moved(leaf, target, axes)
+        return redistribute_local(gradients.local_of(leaf), source, target)
+
+    # -- deciding ----------------------------------------------------------------------------
+
+    def _decide(
+        self, func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor], mesh: DeviceMesh
+    ) -> Decision:
+        check_same(self.name, leaves, mesh)
+        every = [
+            Arg(i, leaf._spec if isinstance(leaf, DTensor) else whole_spec(leaf, mesh), leaf.dtype)
+            for i, leaf in enumerate(leaves)
+        ]
+        answer = self._ask(args, kwargs, every)
+        if isinstance(answer, Composed):
+            return Decision([], None, composed=answer.run)
+        shown = _shown(func, args, kwargs, leaves)
+        if answer is not None:
+            decision = self._native(answer, every, shown)
+            if decision is not None:
+                return decision
+        return self._gathered(every, leaves, shown)
+
+    def _ask(self, args: Args, kwargs: Kwargs, every: Sequence[Arg]) -> Answer:
+        if self.rule is None:
+            return None
+        parts = iter(every)
+        told = _replaced(args, parts)
+        named = {name: _replaced_one(value, parts) for name, value in kwargs.items()}
+        try:
+            return self.rule.answer(*told, **named)
+        except TypeError as error:
+            if _raised_within(error, self.rule.answer):
+                raise
+            return None  # called with arguments that the rule does not know
+
+    def _native(self, answer: Native, every: Sequence[Arg], shown: Any) -> Decision | None:
+        shapes = answer.shapes
+        if shapes is None and shown is not None:
+            shapes = [tuple(one.shape) for one in tensors_in(shown)]
+            if len(shapes) != len(answer.map.outputs):
+                raise AssertionError(
+                    f"the rule of {self.name} has {len(answer.map.outputs)} results, torch gives "
+                    f"{len(shapes)}"
+                )
+        specs = [arg.spec for arg in every]
+        sizes = [arg.dtype.itemsize for arg in every]
+        fixed = (0,) if self.in_place else ()
+        choice = choose(answer.map, specs, sizes, shapes, fixed)
+        rewrite = False
+        if choice is None and self.in_place:
+            choice, rewrite = choose(answer.map, specs, sizes, shapes), True
+        if choice is None:
+            return None
+        ways = _ways(choice, specs)
+        made = None if answer.run is None else answer.run(choice)
+        rewrite = rewrite or (self.in_place and made is not None)
+        return Decision(ways, list(choice.outputs), made, rewrite=rewrite, shown=shown)
+
+    def _gathered(self, every: Sequence[Arg], leaves: Sequence[Tensor], shown: Any) -> Decision:
+        """The operator on whole tensors, which every rank gets."""
+        explaining.gathers(self.name, [arg.spec for arg in every], [arg.dtype for arg in every])
+        ways: list[tuple[DTensorSpec, Ints] | None] = [
+            None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in every
+        ]
+        rewrite = self.in_place and ways[0] is not None
+        return Decision(ways, None, rewrite=rewrite, shown=shown)
+
+    # -- results -----------------------------------------------------------------------------
+
+    def _written(self, decision: Decision, target: Any, result: Tensor) -> Any:
+        """The first argument, which the operator has written to or which gets the result."""
+        if not isinstance(target, DTensor):
+            raise TypeError(
+                f"{self.name}_ would write the values of DTensors to a plain tensor, which has no "
+                f"layout: make them plain with full_tensor(), or the tensor a DTensor"
+            )
+        if decision.rewrite:
+            outputs = decision.outputs
+            have = (
+                outputs[0]
+                if outputs
+                else spec_of(target._spec.mesh, target._spec.replicated.placements, result.shape)
+            )
+            write(target, result, have, self.name)
+        if target._local_tensor.requires_grad:
+            gradients.flag(target)
+        return target
+
+    def _into(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """An operator with ``out=``: computed, then written."""
+        out = kwargs.pop("out")
+        result = func(*args, **kwargs)
+        pairs = [(out, result)] if isinstance(out, Tensor) else zip(out, result, strict=True)
+        for one, value in pairs:
+            into(one, value, self.name)
+        return out
+
+    def _outside(self, decision: Decision, args: Args, mesh: DeviceMesh) -> Any:
+        """What a rank outside the mesh gets: nothing, in the right shape."""
+        if self.in_place:
+            return args[0]
+        if decision.shown is None:
+            raise RuntimeError(
+                f"the result of {self.name} depends on elements, and this rank is outside the mesh "
+                f"that has them: ask mesh.get_coordinate() first, which is None here"
+            )
+        parts = [torch.empty(0, dtype=one.dtype) for one in tensors_in(decision.shown)]
+        outputs = decision.outputs or [whole_spec(one, mesh) for one in tensors_in(decision.shown)]
+        return _rebuilt(
+            decision.shown, iter([wrap(p, s) for p, s in zip(parts, outputs, strict=True)])
+        )
+
+
+def _ways(choice: Choice, specs: Sequence[DTensorSpec]) -> list[tuple[DTensorSpec, Ints] | None]:
+    return [
+        None if need == have and not axes else (need, axes)
+        for need, have, axes in zip(choice.inputs, specs, choice.partial_grads, strict=True)
+    ]
+
+
+def _raised_within(error: TypeError, function: Any) -> bool:
+    """Whether an error came from a function's body, not from calling it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+        if trace.tb_frame.f_code is getattr(function, "__code__", None):
+            return True
+    return False
+
+
+def _shown(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:
+    """The result for tensors that have shapes only; None where torch cannot tell it so."""
+    parts = iter([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
+    told = _replaced(args, parts)
+    named = {name: _replaced_one(value, parts) for name, value in kwargs.items()}
+    try:
+        with torch.no_grad():
+            return func(*told, **named)
+    except Exception:  # what is wrong with the call will be told where it is run
+        return None
+
+
+def write(target: DTensor, value: Tensor, have: DTensorSpec, name: str) -> None:
+    """Make ``value``, which lies as ``have``, what ``target`` holds, in its layout."""
+    if have.shape != target._spec.shape:
+        raise RuntimeError(
+            f"{name} would write a result of shape {list(have.shape)} to a tensor of shape "
+            f"{list(target.shape)}"
+        )
+    target._local_tensor.copy_(redistribute_local(value, have, target._spec))
+
+
+def into(out: Any, value: Any, name: str) -> None:
+    """Write a result to what was given as ``out=``."""
+    if not isinstance(out, DTensor) or not isinstance(value, DTensor):
+        raise TypeError(
+            f"{name} with out= needs a DTensor there if its inputs are DTensors, got "
+            f"{type(out).__name__}"
+        )
+    if not torch.can_cast(value.dtype, out.dtype):
+        raise RuntimeError(
+            f"result type {value.dtype} of {name} can't be cast to the desired output type "
+            f"{out.dtype}"
+        )
+    if out.requires_grad or (value.requires_grad and torch.is_grad_enabled()):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, "
+            f"but one of the arguments requires grad"
+        )
+    if out.shape != value.shape:
+        replacement = (
+            value.redistribute(placements=out.placements) if out.ndim == value.ndim else value
+        )
+        gradients.set_data(out, replacement.to(out.dtype))
+        return
+    write(out, value._local_tensor, value._spec, name)
+
+
+# -- tensors in structures -------------------------------------------------------------------
+
+
+def _mesh_of(leaves: Sequence[Tensor]) -> DeviceMesh:
+    mesh: DeviceMesh | None = None
+    for leaf in leaves:
+        if leaf.__class__ is DTensor:
+            its = leaf._spec.mesh
+            if mesh is None:
+                mesh = its
+            elif its is not mesh and its != mesh:
+                raise ValueError(
+                    f"DTensors on different meshes meet in one operator: {mesh} and {its}; "
+                    f"redistribute one of them, or make it plain with full_tensor()"
+                )
+    assert mesh is not None
+    return mesh
+
+
+def whole_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
+    """The layout of a plain tensor that every rank has."""
+    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape))
+
+
+def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor as a DTensor, replicated."""
+    return wrap(tensor, whole_spec(tensor, mesh))
+
+
+def _replaced_one(value: Any, parts: Any) -> Any:
+    if isinstance(value, Tensor):
+        return next(parts)
+    kind = value.__class__
+    if kind is list or kind is tuple:
+        return kind([_replaced_one(one, parts) for one in value])
+    if kind is dict:
+        return {name: _replaced_one(one, parts) for name, one in value.items()}
+    return value
+
+
+def _replaced(values: Sequence[Any], parts: Any) -> list[Any]:
+    """The same arguments with tensors replaced, in order."""
+    return [_replaced_one(value, parts) for value in values]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a result, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [found for one in value for found in tensors_in(one)]
+    return []
+
+
+def _rebuilt(value: Any, parts: Any) -> Any:
+    """A result with its tensors replaced, in order."""
+    if isinstance(value, Tensor):
+        return next(parts)
+    if isinstance(value, list):
+        return [_rebuilt(one, parts) for one in value]
+    if isinstance(value, tuple):
+        made = [_rebuilt(one, parts) for one in value]
+        if type(value) is tuple:
+            return tuple(made)
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value
+
+
+def _wrapped(result: Any, outputs: list[DTensorSpec] | None, mesh: DeviceMesh) -> Any:
+    """A local result as DTensors."""
+    found = tensors_in(result)
+    if not found:
+        return result
+    if outputs is None:
+        outputs = [whole_spec(one, mesh) for one in found]
+    return _rebuilt(
+        result,
+        iter([
+            wrap(one, spec) if one.layout is torch.strided else one
+            for one, spec in zip(found, outputs, strict=True)
+        ]),
+    )  # fmt: skip
