@@ -6,12 +6,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
 
 #include "direct.h"
+#include "random.h"
 
 using namespace nanobind::literals;
 
@@ -141,6 +143,47 @@ void bind_ticket(nb::module_& m) {
       .def("source", [](const PyTicket& self) { return self.ticket->source(); });
 }
 
+/// Integers are taken modulo 2^64.
+uint64_t wrapped(nb::handle number) {
+  const uint64_t value = PyLong_AsUnsignedLongLongMask(number.ptr());
+  if (PyErr_Occurred()) throw nb::python_error();
+  return value;
+}
+
+Draw draw_of(Distribution distribution, nb::handle seed, nb::handle stream, nb::handle a,
+             nb::handle b) {
+  Draw draw = {wrapped(seed), wrapped(stream), 0, 0, 0, 1};
+  if (distribution == Distribution::kIntegers) {
+    draw.low = wrapped(a);
+    draw.span = wrapped(b) - draw.low;
+  } else {
+    draw.a = nb::cast<double>(a);
+    draw.b = nb::cast<double>(b);
+  }
+  return draw;
+}
+
+void bind_random(nb::module_& m) {
+  m.attr("DISTRIBUTIONS") = names_of(kDistributionNames, kDistributions);
+  m.attr("LEVELS") = names_of(kLevelNames, static_cast<size_t>(best_level()) + 1);
+  m.def("fill_random",
+        [](uint64_t address, unsigned dtype, unsigned distribution, nb::int_ seed, nb::int_ stream,
+           std::vector<int64_t> shape, std::vector<int64_t> offsets, std::vector<int64_t> sizes,
+           nb::handle a, nb::handle b, unsigned level) {
+          const auto best = static_cast<unsigned>(best_level());
+          if (dtype >= kDTypes || distribution >= kDistributions)
+            throw std::invalid_argument("no such dtype or distribution");
+          const auto kind = static_cast<Distribution>(distribution);
+          const Draw draw = draw_of(kind, seed, stream, a, b);
+          const Tile tile = {std::move(shape), std::move(offsets), std::move(sizes)};
+          nb::gil_scoped_release unlocked;
+          fill_random(reinterpret_cast<char*>(address), static_cast<DType>(dtype), kind, draw, tile,
+                      static_cast<Level>(std::min(level, best)));
+        },
+        "address"_a, "dtype"_a, "distribution"_a, "seed"_a, "stream"_a, "shape"_a, "offsets"_a,
+        "sizes"_a, "a"_a, "b"_a, "level"_a = ~0u);
+}
+
 }  // namespace
 }  // namespace tilework
 
@@ -186,5 +229,6 @@ NB_MODULE(_core, m) {
   bind_arena(m);
   bind_journal(m);
   bind_direct(m);
+  bind_random(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));
 }

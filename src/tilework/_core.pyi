@@ -67,6 +67,37 @@ def learn_torch(
     """Tell the core what Direct works with; False if this torch does not let it see tensors.
     `in_library`: whether a file's frames are not the program's own."""
 
+#: How random numbers are distributed: small ints by name.
+DISTRIBUTIONS: dict[str, int]  # uniform normal integers bernoulli
+#: Levels of the instruction set that this processor has and the core was compiled for, best last.
+LEVELS: dict[str, int]  # baseline avx2 avx512
+
+def fill_random(
+    address: int,
+    dtype: int,
+    distribution: int,
+    seed: int,
+    stream: int,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    a: float,
+    b: float,
+    level: int = ...,
+) -> None:
+    """Write the part (offsets, sizes) of a random tensor of this global shape to row-major memory,
+    with the GIL released. Each value depends on seed, stream (both modulo 2**64), distribution,
+    dtype and its global row-major index alone (csrc/random.h), not on the level: a higher one than
+    there is means the best.
+
+        uniform    [a, b)                         float64 float32 float16 bfloat16
+        normal     mean a, standard deviation b   float64 float32 float16 bfloat16
+        integers   [a, b), ints; b - a <= 2**64   every integer dtype, bool
+        bernoulli  b with probability a, else 0   float64 float32 float16 bfloat16 bool
+
+    ValueError: no such distribution of the dtype, or no such part. Values of a and b that the dtype
+    does not have are not looked for."""
+
 class Arena:
     """Memory in the segment, for buffers that the core's operations use where they are."""
     def allocate(self, bytes: int) -> int:

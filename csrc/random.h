@@ -1,0 +1,56 @@
+// Random numbers that are a function of a key and an element's place in its global tensor: any
+// rank draws any part, and gets what the whole has there.
+//
+// The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): a bijection of 128-bit counters
+// under a 64-bit key. The key is the seed; a counter's upper half is the stream, its lower half a
+// block's number. Elements are counted in row-major order and drawn in groups of 64, laid out so
+// that vectors need no shuffling. With j the element's number in its group g, word w of block b is
+//
+//   32 bits per element   b = 16 g + j % 16, w = j / 16
+//   64 bits per element   b = 32 g + j % 16, w = j / 16 for the lower half, b + 16 for the upper one
+//
+// What is made of the bits uses nothing but IEEE operations that round correctly (+ - * / sqrt,
+// conversions), in one order: every level of the instruction set gives the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "levels.h"
+#include "vocabulary.h"
+
+namespace tilework {
+
+enum class Distribution : uint8_t { kUniform, kNormal, kIntegers, kBernoulli };
+constexpr const char* kDistributionNames[] = {"uniform", "normal", "integers", "bernoulli"};
+constexpr size_t kDistributions = count_of(kDistributionNames);
+
+/// What to draw. Bounds and the like: low and high, mean and standard deviation, or probability and
+/// the value of a success. Of integers: the lowest, and how many there are, 0 meaning 2^64.
+struct Draw {
+  uint64_t seed, stream;
+  double a, b;
+  uint64_t low, span;
+};
+
+/// The part of a global tensor that begins at `offsets` and has `sizes`.
+struct Tile {
+  std::vector<int64_t> shape, offsets, sizes;
+};
+
+constexpr size_t kGroup = 64;
+/// Integers out of more than these take 64 bits each. Each value's probability is off by no more
+/// than span / 2^32, or span / 2^64, of itself.
+constexpr uint64_t kNarrowSpan = 1 << 16;
+
+/// Draw whole groups: elements [kGroup * group, kGroup * (group + groups)) of the global tensor.
+using Drawing = void (*)(void* to, uint64_t group, size_t groups, const Draw& draw);
+
+/// Fill a tile, which lies in row-major order at `to`. A row costs at least a group, unless it
+/// begins in the one where the row before it ended.
+/// Throws std::invalid_argument: there is no such distribution of this dtype, or no such tile.
+void fill_random(char* to, DType dtype, Distribution distribution, const Draw& draw,
+                 const Tile& tile, Level level);
+
+}  // namespace tilework

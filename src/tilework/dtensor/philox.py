@@ -1,0 +1,277 @@
+"""Random numbers that do not depend on the layout.
+
+An element's value is a function of a key and of its row-major index in the global tensor: whoever
+draws a part gets what the whole has there. The core draws on the CPU; without it, and on other
+devices, ``philox_reference`` gives the same bits. See docs/algorithms/random.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tilework.dtensor import philox_reference
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
+#: The dtypes that can be filled, with the core's names.
+_DTYPES = {
+    getattr(torch, name): name
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
+        *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a draw depends on besides the index; integers are taken modulo 2**64.
+
+    Draws that must not be related to each other need different keys: another seed, or another
+    stream of the same seed.
+    """
+
+    seed: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Real numbers from [low, high), both as the tensor's dtype rounds them.
+
+    24 random bits for each, 53 for float64. 16-bit numbers are those of float32, rounded to
+    nearest. Complex numbers have such a real and such an imaginary part.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"uniform needs finite low <= high, got {self.low} and {self.high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normally distributed numbers; up to 6.4 deviations away, 8.3 for float64.
+
+    Of complex numbers, both parts have std / sqrt(2), and the mean is added to the real one.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.std >= 0:
+            raise ValueError(f"normal needs std >= 0, got {self.std}")
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Integers from [low, high).
+
+    A value's probability is off by at most one part in 2**16; where there are more than 2**16 of
+    them, in 2**64 / (high - low).
+    """
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.high - self.low <= 1 << 64:
+            raise ValueError(
+                f"integers needs low < high, at most 2**64 apart, got {self.low} and {self.high}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Bernoulli:
+    """``value`` with probability ``keep`` (to 2**-32), else 0; for dropout, value is 1 / keep."""
+
+    keep: float
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep <= 1:
+            raise ValueError(f"bernoulli needs a probability in [0, 1], got {self.keep}")
+
+
+Distribution = Uniform | Normal | Integers | Bernoulli
+
+
+def fill(
+    tensor: Tensor,
+    key: Key,
+    distribution: Distribution,
+    shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
+) -> Tensor:
+    """Draw the part of a random global tensor that begins at ``offsets``, into ``tensor``.
+
+    Not collective, and autograd does not see it. With a row-major tensor of a dtype that the
+    distribution has by itself nothing is allocated; otherwise a temporary of as many elements.
+    A tensor on the meta device is left as it is.
+
+    Args:
+        tensor: Of any strides; its shape is the part's.
+        key: What the values depend on.
+        distribution: What to draw. Integers and bernoulli fit every real dtype, bernoulli
+            complex ones too; uniform and normal those with a floating point.
+        shape: The global tensor's; by default, the tensor is all of it.
+        offsets: Where the part begins in each dim; by default, at 0.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        TypeError: The dtype has no such numbers.
+        ValueError: The part does not lie in the global tensor, or a bound not in the dtype.
+
+    Example:
+        >>> whole = fill(torch.empty(6, 4), Key(seed=0, stream=1), Normal())
+        >>> part = fill(torch.empty(2, 3), Key(0, 1), Normal(), whole.shape, offsets=(3, 1))
+        >>> torch.equal(part, whole[3:5, 1:4])
+        True
+    """
+    shape = tuple(tensor.shape) if shape is None else tuple(shape)
+    offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
+    _check_place(tensor, shape, offsets)
+    drawn = _drawn_dtype(distribution, tensor.dtype)
+    _check_bounds(distribution, tensor.dtype)
+    if tensor.device.type != "meta":
+        _write(tensor.detach(), key, distribution, shape, offsets, drawn)
+    return tensor
+
+
+def _check_place(tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+    fits = len(shape) == len(offsets) == tensor.ndim and all(
+        0 <= offset <= offset + size <= whole
+        for offset, size, whole in zip(offsets, tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"a part of shape {tuple(tensor.shape)} at offsets {offsets} does not lie in a global "
+            f"tensor of shape {shape}"
+        )
+    if math.prod(shape) >= 1 << 63:
+        raise ValueError(f"a global tensor has fewer than 2**63 elements, got shape {shape}")
+
+
+def _drawn_dtype(distribution: Distribution, dtype: torch.dtype) -> torch.dtype:
+    """What to draw for a tensor of ``dtype``; the same where no conversion is needed."""
+    continuous = isinstance(distribution, Uniform | Normal)
+    if dtype not in _DTYPES or (continuous and not (dtype.is_floating_point or dtype.is_complex)):
+        raise TypeError(f"{dtype} has no {_named(distribution)[0]} numbers")
+    if continuous:
+        return dtype.to_real()
+    if isinstance(distribution, Integers):
+        if dtype.is_complex:
+            raise TypeError(f"{dtype} has no random integers")
+        return torch.int64 if dtype.is_floating_point else dtype
+    if dtype.is_complex or not (dtype.is_floating_point or dtype == torch.bool):
+        return torch.float64
+    return dtype
+
+
+def _check_bounds(distribution: Distribution, dtype: torch.dtype) -> None:
+    """That the numbers fit the dtype."""
+    if isinstance(distribution, Uniform):
+        most = torch.finfo(dtype).max
+        low, high, span = distribution.low, distribution.high, distribution.high - distribution.low
+        if max(-low, high, span) > most:
+            raise ValueError(f"uniform numbers from [{low}, {high}) span more than {dtype} has")
+    elif isinstance(distribution, Integers):
+        least, most = _integer_range(dtype)
+        if distribution.low < least or distribution.high - 1 > most:
+            raise ValueError(
+                f"integers from [{distribution.low}, {distribution.high}) do not fit {dtype}, "
+                f"which has those from {least} to {most}"
+            )
+
+
+def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype.is_floating_point:  # as far as they are exact
+        digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+        return -(1 << digits), 1 << digits
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+def _write(
+    target: Tensor,
+    key: Key,
+    distribution: Distribution,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    drawn: torch.dtype,
+) -> None:
+    """Draw in place, or to a temporary that is copied."""
+    parts = target.is_complex() and isinstance(distribution, Uniform | Normal)
+    in_place = target.is_contiguous() and not target.is_neg() and not target.is_conj()
+    converted = drawn != target.dtype and not parts
+    if not in_place or converted:
+        dtype = drawn if converted else target.dtype
+        temporary = torch.empty(target.shape, dtype=dtype, device=target.device)
+        _write(temporary, key, distribution, shape, offsets, drawn)
+        target.copy_(temporary)
+    elif parts:
+        part = distribution
+        if isinstance(distribution, Normal):
+            part = Normal(0.0, distribution.std / math.sqrt(2))
+        _draw(torch.view_as_real(target), key, part, (*shape, 2), (*offsets, 0))
+        if isinstance(distribution, Normal):
+            target.add_(distribution.mean)
+    else:
+        _draw(target, key, distribution, shape, offsets)
+
+
+def _draw(
+    target: Tensor,
+    key: Key,
+    distribution: Distribution,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+) -> None:
+    """Draw to row-major memory of a dtype that the distribution has by itself."""
+    name, a, b = _named(distribution)
+    # Neither a tensor in disguise nor one on a device has memory that the core can write.
+    if _core is None or target.device.type != "cpu" or type(target) is not Tensor:
+        philox_reference.fill_random(target, name, key.seed, key.stream, shape, offsets, a, b)
+        return
+    _core.fill_random(
+        target.data_ptr(),
+        _core.DTYPES[_DTYPES[target.dtype]],
+        _core.DISTRIBUTIONS[name],
+        key.seed,
+        key.stream,
+        shape,
+        offsets,
+        tuple(target.shape),
+        a,
+        b,
+    )
+    if not target.is_inference():  # one that has a version
+        increment_version(target)
+
+
+def _named(distribution: Distribution) -> tuple[str, float, float]:
+    """The core's name and arguments."""
+    match distribution:
+        case Uniform(low, high):
+            return "uniform", low, high
+        case Normal(mean, std):
+            return "normal", mean, std
+        case Integers(low, high):
+            return "integers", low, high
+        case Bernoulli(keep, value):
+            return "bernoulli", keep, value
