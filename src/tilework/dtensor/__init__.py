@@ -1,6 +1,6 @@
 """DTensor: one tensor over the ranks of a mesh, with torch's operators on it."""
 
-from tilework.dtensor import dispatch, questions, rules
+from tilework.dtensor import dispatch, optimizing, questions, rules
 from tilework.dtensor.api import distribute_tensor
 from tilework.dtensor.registry import register_rule
 from tilework.dtensor.tensor import DTensor
@@ -19,4 +19,4 @@ __all__ = [
     "register_rule",
 ]
 
-del dispatch, questions, rules
+del dispatch, optimizing, questions, rules

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilework.dtensor import explaining, gradients
 from tilework.dtensor.choice import Choice, choose
+from tilework.dtensor.foreach import foreach
 from tilework.dtensor.mixing import check_same
 from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
 from tilework.dtensor.redistribution import redistribute_local
@@ -47,6 +48,8 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
     name, in_place = canonical(func)
+    if name.startswith(("_foreach_", "_fused_")):
+        return foreach
     rule = RULES.get(func) or RULES.get(getattr(func, "overloadpacket", func))
     if rule is None:
         if (special := SPECIAL.get(name + "_" if in_place else name)) is not None:
@@ -80,6 +83,8 @@ class Decision:
     outputs: list[DTensorSpec] | None
     #: Called with the local tensors; None: the operator itself is, with its other arguments.
     run: Callable[..., Any] | None = None
+    #: Whether all tensors are taken as they are, and nothing but the operator is called.
+    still: bool = False
     #: Computes it all from the arguments as they are.
     composed: Callable[..., Any] | None = None
     #: For an operator that writes to its first argument: the result is computed anew, then written.
@@ -100,13 +105,33 @@ class Operator:
             return self._into(func, args, dict(kwargs))
         leaves: list[Tensor] = []
         key: list[Any] = [func]
-        nested = self._read(args, key, leaves)
+        # What the local operator is called with, if all tensors are taken as they are.
+        flat: list[Any] = []
+        plain = True
+        graded = _grad_enabled()
+        for arg in args:
+            kind = arg.__class__
+            if kind is DTensor:
+                local = arg._local_tensor
+                if graded and not local.requires_grad:
+                    local = gradients.local_of(arg)
+                leaves.append(arg)
+                key.append(arg._spec)
+                key.append(local.dtype)
+                flat.append(local)
+            elif kind in _NUMBERS:
+                key.append(kind)
+                if self._values_matter:
+                    key.append(arg)
+                flat.append(arg)
+            else:
+                plain = self._read(arg, key, leaves) and plain
+                flat.append(arg)
         if kwargs:
-            for name, value in kwargs.items():
+            for name, arg in kwargs.items():
                 key.append(name)
-                self._read((value,), key, leaves)
-            nested = True
-        mesh = _mesh_of(leaves)
+                plain = self._read(arg, key, leaves) and plain
+        mesh = leaves[0]._spec.mesh if plain and len(leaves) == 1 else _mesh_of(leaves)  # type: ignore[attr-defined]
         decisions: dict[Any, Decision] = mesh.decisions
         try:
             decision = decisions.get(tuple(key))
@@ -122,19 +147,18 @@ class Operator:
             return decision.composed(*args, **kwargs)
         if not mesh.here:
             return self._outside(decision, args, mesh)
-        locals_ = self._locals(decision, leaves, mesh)
-        if decision.run is not None:
-            result = decision.run(*locals_)
-        elif nested:
-            parts = iter(locals_)
-            result = func(
-                *_replaced(args, parts), **{n: _replaced_one(v, parts) for n, v in kwargs.items()}
-            )
-        elif len(locals_) == len(args):
-            result = func(*locals_)
+        if plain and decision.still:
+            result = func(*flat, **kwargs)
         else:
-            parts = iter(locals_)
-            result = func(*[next(parts) if isinstance(a, Tensor) else a for a in args])
+            locals_ = self._locals(decision, leaves, mesh)
+            if decision.run is not None:
+                result = decision.run(*locals_)
+            else:
+                parts = iter(locals_)
+                result = func(
+                    *_replaced(args, parts),
+                    **{name: _replaced_one(arg, parts) for name, arg in kwargs.items()},
+                )
         if self.in_place:
             return self._written(decision, args[0], result)
         outputs = decision.outputs
@@ -142,36 +166,34 @@ class Operator:
             return wrap(result, outputs[0])
         return _wrapped(result, outputs, mesh)
 
-    def _read(self, args: Sequence[Any], key: list[Any], leaves: list[Tensor]) -> bool:
-        """Write to ``key`` what the decision depends on; whether tensors are inside of others."""
-        nested = False
-        for arg in args:
-            kind = arg.__class__
-            if kind is DTensor:
-                leaves.append(arg)
-                key.append(arg._spec)
-                key.append(arg._local_tensor.dtype)
-            elif kind in _NUMBERS:
-                key.append(kind)
-                if self._values_matter:
-                    key.append(arg)
-            elif kind in _SEQUENCES:
-                nested = True
-                key.append(kind)
-                self._read(arg, key, leaves)
-                key.append(_END)
-            elif isinstance(arg, Tensor):
-                leaves.append(arg)
-                key.append(arg.shape)
-                key.append(arg.dtype)
-            elif kind is dict:
-                nested = True
-                for name, value in arg.items():
-                    key.append(name)
-                    self._read((value,), key, leaves)
-            else:
+    def _read(self, arg: Any, key: list[Any], leaves: list[Tensor]) -> bool:
+        """Write to ``key`` what the decision depends on; whether there is no tensor in it."""
+        kind = arg.__class__
+        if kind is DTensor:
+            leaves.append(arg)
+            key.append(arg._spec)
+            key.append(arg._local_tensor.dtype)
+            return False
+        key.append(kind)
+        if kind in _NUMBERS:
+            if self._values_matter:
                 key.append(arg)
-        return nested
+            return True
+        if kind in _SEQUENCES:
+            found = [self._read(one, key, leaves) for one in arg]
+            key.append(_END)
+            return all(found)
+        if isinstance(arg, Tensor):
+            leaves.append(arg)
+            key.append(arg.shape)
+            key.append(arg.dtype)
+            return False
+        if kind is dict:
+            found = [self._read(one, key, leaves) for item in arg.items() for one in item]
+            key.append(_END)
+            return all(found)
+        key.append(arg)
+        return True
 
     def _locals(
         self, decision: Decision, leaves: Sequence[Tensor], mesh: DeviceMesh
@@ -257,7 +279,8 @@ class Operator:
         ways = _ways(choice, specs)
         made = None if answer.run is None else answer.run(choice)
         rewrite = rewrite or (self.in_place and made is not None)
-        return Decision(ways, list(choice.outputs), made, rewrite=rewrite, shown=shown)
+        still = made is None and not any(ways)
+        return Decision(ways, list(choice.outputs), made, still=still, rewrite=rewrite, shown=shown)
 
     def _gathered(self, every: Sequence[Arg], leaves: Sequence[Tensor], shown: Any) -> Decision:
         """The operator on whole tensors, which every rank gets."""
@@ -266,7 +289,7 @@ class Operator:
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in every
         ]
         rewrite = self.in_place and ways[0] is not None
-        return Decision(ways, None, rewrite=rewrite, shown=shown)
+        return Decision(ways, None, still=not any(ways), rewrite=rewrite, shown=shown)
 
     # -- results -----------------------------------------------------------------------------
 

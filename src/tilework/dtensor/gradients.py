@@ -366,14 +366,11 @@ def local_with_grad(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
     return alias(tensor, terms.partial_axes)
 
 
-def set_grad(tensor: DTensor, value: Tensor | None) -> None:
+def set_grad(tensor: DTensor, value: Tensor) -> None:
     """Make ``value`` the tensor's gradient."""
     from tilework.dtensor.tensor import DTensor
 
     tensor._grad = None
-    if value is None:
-        tensor._local_tensor.grad = None
-        return
     if not isinstance(value, DTensor):
         raise TypeError(
             f"the gradient of a DTensor is a DTensor, got {type(value).__name__}: distribute it "

@@ -190,11 +190,14 @@ class DTensor(TiledTensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        gradients.set_grad(self, value)
+        if value is None:
+            self._local_tensor.grad = self._grad = None
+        else:
+            gradients.set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        gradients.set_grad(self, None)
+        self._local_tensor.grad = self._grad = None
 
     @property
     def data(self) -> DTensor:

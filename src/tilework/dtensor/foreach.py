@@ -1,0 +1,104 @@
+"""Operators on lists of tensors, as optimizers call them: ``torch._foreach_*`` and ``_fused_*``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor import gradients
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.tensor import DTensor, wrap
+
+#: Those that are not the same for each element; they are run tensor by tensor.
+_NOT_ELEMENTWISE = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of lists on DTensors.
+
+    Where the tensors at each place of the lists have one layout, as parameters, gradients and
+    states of an optimizer have, it runs on this rank's parts of all; else tensor by tensor.
+    """
+    name: str = func.__name__
+    lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
+    layouts = None
+    if name not in _NOT_ELEMENTWISE:
+        layouts = _layouts(lists)
+    if layouts is None:
+        return _one_by_one(name, args, kwargs)
+    result = func(
+        *[_local(arg) for arg in args], **{key: _local(value) for key, value in kwargs.items()}
+    )
+    if name.endswith("_"):
+        if torch.is_grad_enabled():
+            for one in lists[0]:
+                if isinstance(one, DTensor):
+                    gradients.flag(one)
+        return None
+    return [
+        one if spec is None else wrap(one, spec) for one, spec in zip(result, layouts, strict=True)
+    ]
+
+
+def _is_list(arg: Any) -> bool:
+    return arg.__class__ in (list, tuple) and bool(arg) and isinstance(arg[0], Tensor)
+
+
+def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | None:
+    """The layout at each place of the lists; None if some place has several, or partial values."""
+    found: list[DTensorSpec | None] = [
+        one._spec if one.__class__ is DTensor else None for one in lists[0]
+    ]
+    for spec in found:
+        if spec is not None and spec.partial_axes:
+            return None
+    for others in lists[1:]:
+        if len(others) != len(found):
+            return None  # torch says what is wrong with that
+        for spec, one in zip(found, others, strict=True):
+            if one.__class__ is DTensor:
+                its = one._spec
+                if its is not spec and its != spec:
+                    return None
+            elif one.dim():
+                # A plain tensor counts as replicated: that it is one is looked at one by one.
+                return None
+    return found
+
+
+def _local(arg: Any) -> Any:
+    kind = arg.__class__
+    if kind is list or kind is tuple:
+        if torch.is_grad_enabled():
+            return [gradients.plain(one) for one in arg]
+        return [one._local_tensor if one.__class__ is DTensor else one for one in arg]
+    if kind is DTensor:  # a number in a tensor, the same for all
+        return arg.full_tensor()
+    return arg
+
+
+def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not name.startswith("_foreach_"):
+        raise NotImplementedError(
+            f"{name} needs parameters, gradients and states in the same layouts: use an optimizer "
+            f"with fused=False"
+        )
+    writes = name.endswith("_")
+    plain = name.removeprefix("_foreach_").removesuffix("_")
+    operator = _NOT_ELEMENTWISE.get(name)
+    if operator is None:
+        operator = getattr(Tensor, f"{plain}_") if writes else getattr(torch, plain)
+    length = len(next(arg for arg in args if _is_list(arg)))
+    results = []
+    for at in range(length):
+
+        def here(arg: Any, at: int = at) -> Any:
+            return arg[at] if arg.__class__ in (list, tuple) and len(arg) == length else arg
+
+        results.append(
+            operator(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
+        )
+    return None if writes else results
