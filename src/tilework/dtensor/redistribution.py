@@ -226,8 +226,8 @@ class Adjoint:
 
     def __call__(self, grad: Tensor, x: Tensor | None) -> Tensor:
         """The gradient for ``x``, which is needed if the adjoint is nonlinear."""
-        if self.masked:
-            grad = torch.zeros_like(grad)
+        if self.masked:  # with a place in the graph, as on the other ranks
+            grad = grad.masked_fill(grad.new_ones((), dtype=torch.bool), 0)
         grad = redistribute_local(grad, self.target, self.source)
         if self.factor != 1:
             grad = grad * self.factor

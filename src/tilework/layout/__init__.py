@@ -15,6 +15,8 @@ from tilework.layout.placements import (
     mesh_tiling,
 )
 from tilework.layout.planning import Plan, plan
+from tilework.layout.stacks import Layout
+from tilework.layout.steps import Step, Steps, redistribution_steps
 from tilework.layout.tiling import Tile, Tiling
 from tilework.layout.validation import check_boxes, check_disjoint, find_overlap
 from tilework.layout.whole_plan import WholePlan, whole
@@ -23,12 +25,15 @@ __all__ = [
     "Box",
     "Collective",
     "CostModel",
+    "Layout",
     "Partial",
     "Piece",
     "Placement",
     "Plan",
     "Replicate",
     "Shard",
+    "Step",
+    "Steps",
     "Tile",
     "Tiling",
     "WholePlan",
@@ -43,5 +48,6 @@ __all__ = [
     "mesh_tiling",
     "offsets_of",
     "plan",
+    "redistribution_steps",
     "whole",
 ]

@@ -44,7 +44,7 @@ class AllReduce(Collective):
         return out, group.allreduce([out], Options(op, asyncOp=later))
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
-        return _pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
+        return pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
 
 
 class Reduce(Collective):
@@ -70,7 +70,7 @@ class Reduce(Collective):
         return x.new_zeros(x.shape), group.reduce([source], options)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
-        return _pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
+        return pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
 
 
 class ReduceScatter(Collective):
@@ -107,14 +107,14 @@ class ReduceScatter(Collective):
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         total = run(AllGather, grad, group, self.dim, self.rows)
-        return _pull_back(self.op, x, total, group)
+        return pull_back(self.op, x, total, group)
 
 
 #: Reductions whose adjoints need what the rank put in, not only the gradient.
 _NONLINEAR = frozenset({"min", "max", "product"})
 
 
-def _pull_back(op: str, x: Tensor | None, total: Tensor, group: Named) -> Tensor:
+def pull_back(op: str, x: Tensor | None, total: Tensor, group: Named) -> Tensor:
     """The gradient of this rank's ``x``; ``total`` is the result's, summed over its uses."""
     factor = factor_of(op)
     if factor is not None:

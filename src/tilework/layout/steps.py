@@ -1,0 +1,219 @@
+"""From one layout on a mesh to another by the cheapest sequence of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from tilework.layout.box import Ints
+from tilework.layout.cost import CostModel
+from tilework.layout.placements import Partial, Placement, Replicate, Shard
+from tilework.layout.stacks import Layout, Stacks, layout_of, stacks_of
+from tilework.layout.step_search import Space, StepKind, cheapest
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+_DEFAULT_COST = CostModel()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective along some axes of the mesh (or none): every rank takes part."""
+
+    kind: StepKind
+    """``slice`` and ``fill`` communicate nothing; ``plan`` moves whatever must be moved."""
+    axes: Ints
+    """Along which, in the order in which they cut."""
+    source: Layout
+    """The layout before."""
+    target: Layout
+    """The layout afterwards."""
+    nbytes: int
+    """What a rank sends or receives, whichever is more, on the rank for which that is most."""
+    seconds: float
+    """What it is expected to take."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps that follow each other. Made by :func:`redistribution_steps`.
+
+    ``print`` shows them as a line and a table, and rich draws it.
+    """
+
+    shape: Ints
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    names: tuple[str, ...]
+    """The axes', for what is printed."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all steps, each on its busiest rank."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """What all steps are expected to take."""
+        return sum(step.seconds for step in self.steps)
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        return Group(self._summary(), *([self._table()] if self.steps else []))
+
+    def _summary(self) -> str:
+        ends = f"{self._told(self.source)} to {self._told(self.target)}"
+        count = {0: "nothing to do", 1: "1 step"}.get(len(self.steps), f"{len(self.steps)} steps")
+        return (
+            f"{list(self.shape)} from {ends}: {count}, {self.nbytes:,} bytes per rank, "
+            f"predicted {self.seconds * 1e6:,.1f} us"
+        )
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table()
+        for name in ("step", "axes", "from", "to"):
+            table.add_column(name)
+        for name in ("bytes per rank", "predicted"):
+            table.add_column(name, justify="right")
+        for step in self.steps:
+            table.add_row(
+                step.kind,
+                ", ".join(self.names[axis] for axis in step.axes),
+                self._told(step.source, step.axes),
+                self._told(step.target, step.axes),
+                f"{step.nbytes:,}",
+                f"{step.seconds * 1e6:,.1f} us",
+            )
+        return table
+
+    def _told(self, layout: Layout, axes: Sequence[int] | None = None) -> str:
+        placements = layout.placements
+        words = [
+            f"{self.names[axis]}={_short(placements[axis])}"
+            for axis in (range(len(placements)) if axes is None else axes)
+        ]
+        order = layout.order
+        after = f" cut by {', '.join(self.names[axis] for axis in order)}" if order else ""
+        return " ".join(words) + (after if axes is None else "")
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=120).print(self, soft_wrap=True)
+        return text.getvalue().rstrip("\n")
+
+
+def _short(placement: Placement) -> str:
+    """A placement in few letters: S0, S1(3,5), R, P(sum)."""
+    if isinstance(placement, Shard):
+        sizes = "" if placement.sizes is None else f"({','.join(map(str, placement.sizes))})"
+        return f"S{placement.dim}{sizes}"
+    return "R" if isinstance(placement, Replicate) else f"P({placement.reduce_op})"
+
+
+def redistribution_steps(
+    shape: Sequence[int],
+    lengths: Sequence[int],
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    *,
+    source_order: Sequence[int] | None = None,
+    target_order: Sequence[int] | None = None,
+    itemsize: int = 4,
+    cost: CostModel | None = None,
+    ranks: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+) -> Steps:
+    """The cheapest steps by which a tensor gets from one layout on a mesh to another.
+
+    Nothing is communicated, and every rank finds the same. A step is one collective along one axis,
+    or along several at once where that is cheaper. Axes that replicate before and afterwards, and
+    cuts that are in their place, are left alone; axes of length 1 cost nothing. A tensor that is
+    partial in another reduction than the target's is reduced first.
+
+    Args:
+        shape: The tensor's global shape.
+        lengths: How many ranks there are along each axis of the mesh.
+        source: What each axis does to the tensor before.
+        target: What each axis does to it afterwards.
+        source_order: The axes in the order in which they cut; None: from the first to the last.
+        target_order: Likewise.
+        itemsize: Bytes per element.
+        cost: What collectives cost, and who shares a host.
+        ranks: The mesh's global ranks, the last axis runs fastest; None: from 0 on.
+        names: The axes', for what is printed; None: their numbers.
+
+    Raises:
+        ValueError: Placements, orders or names do not fit the mesh or the shape.
+        TypeError: Something is no placement.
+
+    Example:
+        >>> from tilework.layout import Partial, Replicate, Shard
+        >>> found = redistribution_steps(
+        ...     (8, 8), (2, 2), [Partial(), Shard(0)], [Replicate(), Shard(1)], names=("dp", "tp")
+        ... )
+        >>> [(step.kind, step.axes, step.nbytes) for step in found.steps]
+        [('all_reduce', (0,), 128), ('all_to_all', (1,), 64)]
+        >>> print(found)
+        [8, 8] from dp=P(sum) tp=S0 to dp=R tp=S1: 2 steps, 192 bytes per rank, predicted 4.0 us
+        ...
+    """
+    lengths = tuple(map(int, lengths))
+    count = len(lengths)
+    names = tuple(map(str, range(count))) if names is None else tuple(names)
+    if len(names) != count:
+        raise ValueError(f"{count} axes have as many names, got {list(names)}")
+    total = 1
+    for length in lengths:
+        total *= length
+    ranks = tuple(range(total)) if ranks is None else tuple(map(int, ranks))
+    if len(ranks) != total:
+        raise ValueError(f"a mesh of shape {lengths} has {total} ranks, got {len(ranks)}")
+    before, after = (
+        Layout(tuple(placements), None if order is None else tuple(order))
+        for placements, order in ((source, source_order), (target, target_order))
+    )
+    shape = tuple(map(int, shape))
+    cost = _DEFAULT_COST if cost is None else cost
+    steps = _steps(shape, lengths, ranks, before, after, itemsize, cost)
+    return Steps(shape, before, after, steps, names)
+
+
+def _steps(
+    shape: Ints,
+    lengths: Ints,
+    ranks: Ints,
+    source: Layout,
+    target: Layout,
+    itemsize: int,
+    cost: CostModel,
+) -> tuple[Step, ...]:
+    before, after = (stacks_of(shape, lengths, layout) for layout in (source, target))
+    had, wanted = (_reduction(layout, lengths) for layout in (source, target))
+    kept = tuple([axis for axis in before.partial if axis in after.partial and had == wanted])
+    filled = tuple([axis for axis in after.partial if axis not in kept])
+    after = Stacks(after.cuts, kept, filled)
+    space = Space(shape, lengths, ranks, before, after, itemsize, cost)
+    steps: list[Step] = []
+    here = source
+    for edge in cheapest(space):
+        there = target if edge.stacks == after else layout_of(edge.stacks, lengths, had)
+        steps.append(Step(edge.kind, edge.axes, here, there, edge.nbytes, edge.seconds))
+        here = there
+    return tuple(steps)
+
+
+def _reduction(layout: Layout, lengths: Ints) -> str:
+    for placement, length in zip(layout.placements, lengths, strict=True):
+        if isinstance(placement, Partial) and length > 1:
+            return placement.reduce_op
+    return ""
