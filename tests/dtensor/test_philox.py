@@ -15,7 +15,11 @@ from torch import Tensor
 from tilework.dtensor import philox, philox_reference
 from tilework.dtensor.philox import Bernoulli, Distribution, Integers, Key, Normal, Uniform, fill
 
-_core = philox._core
+try:
+    from tilework import _core
+except ImportError:
+    _core = None  # type: ignore[assignment]
+
 needs_core = pytest.mark.skipif(_core is None, reason="the core is not built")
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -23,6 +27,7 @@ INTEGERS = [
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
 ]
+Ints = tuple[int, ...]
 KEY = Key(seed=2011, stream=4)
 #: Beyond 32 bits in the number of a block, and within a group.
 FAR = (1 << 45) + 13
@@ -63,9 +68,10 @@ def by_reference(
     count: int, dtype: torch.dtype, distribution: Distribution, start: int = 0
 ) -> Tensor:
     target = torch.empty(count, dtype=dtype)
-    name, a, b = philox._named(distribution)
+    recipe = philox._recipe(distribution, dtype)
     place = ((1 << 60,), (start,))
-    philox_reference.fill_random(target, name, KEY.seed, KEY.stream, *place, a, b)
+    what = (recipe.name, KEY.seed, KEY.stream, *place, recipe.a, recipe.b)
+    philox_reference.fill_random(target, *what)
     return target
 
 
@@ -109,18 +115,18 @@ def test_every_level_gives_the_bits_of_the_reference(
 ) -> None:
     count = 10_007
     target = torch.empty(count, dtype=dtype)
-    name, a, b = philox._named(distribution)
+    recipe = philox._recipe(distribution, dtype)
     _core.fill_random(
         target.data_ptr(),
         _core.DTYPES[name_of(dtype)],
-        _core.DISTRIBUTIONS[name],
+        _core.DISTRIBUTIONS[recipe.name],
         KEY.seed,
         KEY.stream,
         (1 << 60,),
         (start,),
         (count,),
-        a,
-        b,
+        recipe.a,
+        recipe.b,
         _core.LEVELS[level],
     )
     assert torch.equal(bits(target), bits(by_reference(count, dtype, distribution, start)))
@@ -147,7 +153,7 @@ def test_without_the_core_the_bits_are_the_same(
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+def parts(draw: st.DrawFn) -> tuple[Ints, tuple[slice, ...]]:
     """A shape and a box within it; either may be empty."""
     shape = tuple(draw(st.lists(st.integers(0, 13), max_size=4)))
     ends = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in shape]
@@ -156,7 +162,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
 
 @given(part=parts(), case=st.sampled_from(list(cases())), seed=st.integers(0, 1 << 64))
 def test_any_part_is_that_of_the_whole(
-    part: tuple[tuple[int, ...], tuple[slice, ...]],
+    part: tuple[Ints, tuple[slice, ...]],
     case: tuple[torch.dtype, Distribution],
     seed: int,
 ) -> None:
@@ -252,6 +258,14 @@ def test_normal_numbers_are(dtype: torch.dtype) -> None:
     beyond = (z.abs() > 4).sum().item()
     expected = COUNT * 2 * NormalDist().cdf(-4)
     assert abs(beyond - expected) < RARE_DEVIATIONS * math.sqrt(expected)
+
+
+def test_complex_normal_numbers_are() -> None:
+    numbers = drawn(COUNT, torch.complex128, Normal(3.0, 2.0))
+    for part, mean in ((numbers.real, 3.0), (numbers.imag, 0.0)):
+        z = (part - mean) / math.sqrt(2.0)
+        assert kolmogorov_smirnov(torch.special.ndtr(z)) < RARE_DISTANCE
+    assert abs((numbers.real * numbers.imag).mean()) < RARE_DEVIATIONS * 5 / math.sqrt(COUNT)
 
 
 @pytest.mark.parametrize(
@@ -356,10 +370,14 @@ def test_keys_are_modulo_two_to_the_64() -> None:
 @pytest.mark.parametrize(
     ("dtype", "distribution", "message"),
     [
-        (torch.int64, Uniform(), "torch.int64 has no uniform numbers"),
-        (torch.bool, Normal(), "torch.bool has no normal numbers"),
-        (torch.complex64, Integers(0, 2), "torch.complex64 has no random integers"),
-        (torch.float8_e4m3fn, Bernoulli(0.5), "torch.float8_e4m3fn has no bernoulli numbers"),
+        (torch.int64, Uniform(), "torch.int64 has no random numbers like Uniform"),
+        (torch.bool, Normal(), "torch.bool has no random numbers like Normal"),
+        (torch.complex64, Integers(0, 2), "torch.complex64 has no random numbers like Integers"),
+        (
+            torch.float8_e4m3fn,
+            Bernoulli(0.5),
+            "torch.float8_e4m3fn has no random numbers like Bern",
+        ),
     ],
 )
 def test_dtypes_without_such_numbers(
@@ -411,7 +429,7 @@ def test_distributions_that_are_none() -> None:
         ((1 << 40, 1 << 40), (0, 0)),
     ],
 )
-def test_parts_outside_of_the_whole(shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+def test_parts_outside_of_the_whole(shape: Ints, offsets: Ints) -> None:
     with pytest.raises(ValueError, match=r"does not lie in|fewer than 2\*\*63"):
         fill(torch.empty(3, 3), KEY, Normal(), shape, offsets)
 
@@ -427,10 +445,11 @@ def test_parts_outside_of_the_whole(shape: tuple[int, ...], offsets: tuple[int, 
     ],
 )
 def test_the_core_refuses(
-    dtype: str, distribution: str, place: tuple[tuple[int, ...], ...], message: str
+    dtype: str, distribution: str, place: tuple[Ints, Ints, Ints], message: str
 ) -> None:
     memory = torch.zeros(8, dtype=torch.int64)
-    what = (_core.DTYPES[dtype], _core.DISTRIBUTIONS[distribution])
+    codes = (_core.DTYPES[dtype], _core.DISTRIBUTIONS[distribution])
+    shape, offsets, sizes = place
     with pytest.raises(ValueError, match=message):
-        _core.fill_random(memory.data_ptr(), *what, 1, 2, *place, 0, 1)
+        _core.fill_random(memory.data_ptr(), *codes, 1, 2, shape, offsets, sizes, 0, 1)
     assert memory.count_nonzero() == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -142,13 +143,15 @@ def fill(
         >>> torch.equal(part, whole[3:5, 1:4])
         True
     """
-    shape = tuple(tensor.shape) if shape is None else tuple(shape)
-    offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
-    _check_place(tensor, shape, offsets)
-    drawn = _drawn_dtype(distribution, tensor.dtype)
-    _check_bounds(distribution, tensor.dtype)
-    if tensor.device.type != "meta":
-        _write(tensor.detach(), key, distribution, shape, offsets, drawn)
+    recipe = _recipe(distribution, tensor.dtype)
+    if shape is None and offsets is None:
+        shape, offsets = tensor.shape, (0,) * tensor.ndim
+    else:
+        shape = tuple(tensor.shape if shape is None else shape)
+        offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
+        _check_place(tensor, shape, offsets)
+    if not tensor.is_meta:
+        _write(tensor, key, recipe, shape, offsets)
     return tensor
 
 
@@ -166,36 +169,58 @@ def _check_place(tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...
         raise ValueError(f"a global tensor has fewer than 2**63 elements, got shape {shape}")
 
 
-def _drawn_dtype(distribution: Distribution, dtype: torch.dtype) -> torch.dtype:
-    """What to draw for a tensor of ``dtype``; the same where no conversion is needed."""
-    continuous = isinstance(distribution, Uniform | Normal)
-    if dtype not in _DTYPES or (continuous and not (dtype.is_floating_point or dtype.is_complex)):
-        raise TypeError(f"{dtype} has no {_named(distribution)[0]} numbers")
-    if continuous:
-        return dtype.to_real()
-    if isinstance(distribution, Integers):
-        if dtype.is_complex:
-            raise TypeError(f"{dtype} has no random integers")
-        return torch.int64 if dtype.is_floating_point else dtype
-    if dtype.is_complex or not (dtype.is_floating_point or dtype == torch.bool):
-        return torch.float64
-    return dtype
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How to draw a distribution for a dtype: the core's name and arguments, and what remains."""
+
+    name: str
+    a: float
+    b: float
+    dtype: torch.dtype
+    """What is drawn, of a complex dtype's parts."""
+    complex_mean: float | None = None
+    """Of numbers whose parts are drawn: what to add to them."""
 
 
-def _check_bounds(distribution: Distribution, dtype: torch.dtype) -> None:
-    """That the numbers fit the dtype."""
-    if isinstance(distribution, Uniform):
-        most = torch.finfo(dtype).max
-        low, high, span = distribution.low, distribution.high, distribution.high - distribution.low
-        if max(-low, high, span) > most:
-            raise ValueError(f"uniform numbers from [{low}, {high}) span more than {dtype} has")
-    elif isinstance(distribution, Integers):
-        least, most = _integer_range(dtype)
-        if distribution.low < least or distribution.high - 1 > most:
-            raise ValueError(
-                f"integers from [{distribution.low}, {distribution.high}) do not fit {dtype}, "
-                f"which has those from {least} to {most}"
-            )
+@lru_cache(maxsize=1024)
+def _recipe(distribution: Distribution, dtype: torch.dtype) -> _Recipe:
+    _check_dtype(distribution, dtype)
+    match distribution:
+        case Uniform(low, high):
+            _check_uniform(low, high, dtype)
+            return _Recipe("uniform", low, high, dtype.to_real(), 0 if dtype.is_complex else None)
+        case Normal(mean, std) if dtype.is_complex:
+            return _Recipe("normal", 0.0, std / math.sqrt(2), dtype.to_real(), mean)
+        case Normal(mean, std):
+            return _Recipe("normal", mean, std, dtype)
+        case Integers(low, high):
+            _check_integers(low, high, dtype)
+            drawn = torch.int64 if dtype.is_floating_point else dtype
+            return _Recipe("integers", low, high, drawn)
+        case Bernoulli(keep, value):
+            itself = dtype.is_floating_point or dtype == torch.bool
+            return _Recipe("bernoulli", keep, value, dtype if itself else torch.float64)
+
+
+def _check_dtype(distribution: Distribution, dtype: torch.dtype) -> None:
+    real = dtype.is_floating_point or dtype.is_complex
+    lacks = dtype not in _DTYPES or (isinstance(distribution, Uniform | Normal) and not real)
+    if lacks or (isinstance(distribution, Integers) and dtype.is_complex):
+        raise TypeError(f"{dtype} has no random numbers like {distribution}")
+
+
+def _check_uniform(low: float, high: float, dtype: torch.dtype) -> None:
+    if max(-low, high, high - low) > torch.finfo(dtype).max:
+        raise ValueError(f"uniform numbers from [{low}, {high}) span more than {dtype} has")
+
+
+def _check_integers(low: int, high: int, dtype: torch.dtype) -> None:
+    least, most = _integer_range(dtype)
+    if low < least or high - 1 > most:
+        raise ValueError(
+            f"integers from [{low}, {high}) do not fit {dtype}, which has those from {least} to "
+            f"{most}"
+        )
 
 
 def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
@@ -208,70 +233,46 @@ def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _write(
-    target: Tensor,
-    key: Key,
-    distribution: Distribution,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    drawn: torch.dtype,
+    tensor: Tensor, key: Key, recipe: _Recipe, shape: Sequence[int], offsets: Sequence[int]
 ) -> None:
     """Draw in place, or to a temporary that is copied."""
-    parts = target.is_complex() and isinstance(distribution, Uniform | Normal)
-    in_place = target.is_contiguous() and not target.is_neg() and not target.is_conj()
-    converted = drawn != target.dtype and not parts
-    if not in_place or converted:
-        dtype = drawn if converted else target.dtype
-        temporary = torch.empty(target.shape, dtype=dtype, device=target.device)
-        _write(temporary, key, distribution, shape, offsets, drawn)
-        target.copy_(temporary)
-    elif parts:
-        part = distribution
-        if isinstance(distribution, Normal):
-            part = Normal(0.0, distribution.std / math.sqrt(2))
-        _draw(torch.view_as_real(target), key, part, (*shape, 2), (*offsets, 0))
-        if isinstance(distribution, Normal):
-            target.add_(distribution.mean)
+    in_place = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    if in_place and recipe.dtype == tensor.dtype:
+        _draw(tensor, key, recipe, shape, offsets)
+    elif in_place and recipe.complex_mean is not None:
+        target = tensor.detach()
+        _draw(torch.view_as_real(target), key, recipe, (*shape, 2), (*offsets, 0))
+        if recipe.complex_mean:
+            target.add_(recipe.complex_mean)
     else:
-        _draw(target, key, distribution, shape, offsets)
+        dtype = recipe.dtype if recipe.complex_mean is None else tensor.dtype
+        temporary = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        _write(temporary, key, recipe, shape, offsets)
+        tensor.detach().copy_(temporary)
 
 
 def _draw(
-    target: Tensor,
-    key: Key,
-    distribution: Distribution,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
+    tensor: Tensor, key: Key, recipe: _Recipe, shape: Sequence[int], offsets: Sequence[int]
 ) -> None:
-    """Draw to row-major memory of a dtype that the distribution has by itself."""
-    name, a, b = _named(distribution)
+    """Draw to row-major memory of the dtype that is drawn."""
+    place = shape, offsets
     # Neither a tensor in disguise nor one on a device has memory that the core can write.
-    if _core is None or target.device.type != "cpu" or type(target) is not Tensor:
-        philox_reference.fill_random(target, name, key.seed, key.stream, shape, offsets, a, b)
+    if _core is None or not tensor.is_cpu or type(tensor) not in (Tensor, torch.nn.Parameter):
+        philox_reference.fill_random(
+            tensor.detach(), recipe.name, key.seed, key.stream, *place, recipe.a, recipe.b
+        )
         return
     _core.fill_random(
-        target.data_ptr(),
-        _core.DTYPES[_DTYPES[target.dtype]],
-        _core.DISTRIBUTIONS[name],
+        tensor.data_ptr(),
+        _core.DTYPES[_DTYPES[recipe.dtype]],
+        _core.DISTRIBUTIONS[recipe.name],
         key.seed,
         key.stream,
         shape,
         offsets,
-        tuple(target.shape),
-        a,
-        b,
+        tensor.shape,
+        recipe.a,
+        recipe.b,
     )
-    if not target.is_inference():  # one that has a version
-        increment_version(target)
-
-
-def _named(distribution: Distribution) -> tuple[str, float, float]:
-    """The core's name and arguments."""
-    match distribution:
-        case Uniform(low, high):
-            return "uniform", low, high
-        case Normal(mean, std):
-            return "normal", mean, std
-        case Integers(low, high):
-            return "integers", low, high
-        case Bernoulli(keep, value):
-            return "bernoulli", keep, value
+    if not tensor.is_inference():  # one that has a version
+        increment_version(tensor)
