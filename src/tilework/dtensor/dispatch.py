@@ -59,7 +59,9 @@ def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
         if name.endswith((".__get__", ".__set__")):
             return _of_local
         rule = RULES.get(name)
-    if rule is None and not in_place and (body := body_of(func)) is not None:
+    body = None if in_place else body_of(func)
+    # With inplace= it calls one of two operators, of which each has a rule.
+    if body is not None and (rule is None or "inplace" in body.__code__.co_varnames):  # type: ignore[attr-defined]
         return lambda func, args, kwargs: body(*args, **kwargs)
     return Operator(name, in_place, rule)
 
@@ -144,7 +146,8 @@ class Operator:
                     decisions.clear()
                 decisions[tuple(key)] = decision
         if decision.composed is not None:
-            return decision.composed(*args, **kwargs)
+            result = decision.composed(*args, **kwargs)
+            return args[0].copy_(result) if self.in_place else result
         if not mesh.here:
             return self._outside(decision, args, mesh)
         if plain and decision.still:
@@ -274,7 +277,7 @@ class Operator:
         rewrite = False
         if choice is None and self.in_place:
             choice, rewrite = choose(answer.map, specs, sizes, shapes), True
-        if choice is None:
+        if choice is None or (self.in_place and choice.outputs[0].shape != specs[0].shape):
             return None
         ways = _ways(choice, specs)
         made = None if answer.run is None else answer.run(choice)

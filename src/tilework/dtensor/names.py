@@ -29,6 +29,7 @@ _DUNDERS = {
     "__truediv__": "div",
     "__div__": "div",
     "__matmul__": "matmul",
+    "__floordiv__": "floor_divide",
     "__mod__": "remainder",
     "__pow__": "pow",
     "__neg__": "neg",

@@ -1,11 +1,48 @@
-"""Operators that treat each element on its own, with broadcasting."""
+"""Operators that treat each element on its own, with broadcasting; which ones, torch says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from tilework.dtensor.factors import broadcast
-from tilework.dtensor.registry import Answer, Arg, native, rule
+import torch
+
+from tilework.dtensor.factors import Dim, Factor, broadcast
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.sharded.pointwise import pointwise_names
+
+#: Elementwise too, but without torch's tag, or spelled differently.
+_UNTAGGED = """
+    complex expit fake_quantize_per_tensor_affine fill float_power floor_divide gammainc gammaincc
+    gammaln hardswish isclose isreal log_sigmoid logsigmoid multigammaln ndtr polar psi
+    __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rpow__ __rrshift__ __rtruediv__
+"""
+#: Linear in their one tensor.
+_LINEAR = "conj conj_physical deg2rad imag neg rad2deg real resolve_conj resolve_neg zero"
+#: The same elements again.
+_SAME = "clone contiguous cpu positive"
+#: Tagged, but they have a rule of their own, here or in another family.
+_OTHERS = """
+    add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max min mul neg positive
+    rad2deg rrelu rsub sub true_divide where
+"""
+_CASTS = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "byte": torch.uint8,
+    "cdouble": torch.complex128,
+    "cfloat": torch.complex64,
+    "chalf": torch.complex32,
+    "char": torch.int8,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+}
+#: Sums of these wrap around, so that their terms cannot be cast, scaled or divided one by one.
+_NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
 def tensors(*values: Any) -> list[Arg]:
@@ -13,28 +50,193 @@ def tensors(*values: Any) -> list[Arg]:
     return [value for value in values if isinstance(value, Arg)]
 
 
+def pointwise(
+    given: Sequence[Arg],
+    *,
+    linear: Sequence[Sequence[Any]] = (),
+    moves: bool = False,
+    results: int = 1,
+) -> Answer:
+    """The answer of an operator on these tensors that only broadcasts.
+
+    Args:
+        given: All tensors of the call.
+        linear: As for :func:`native`; sets that contain something else than tensors do not count.
+        moves: As for :func:`native`.
+        results: How many tensors it gives.
+    """
+    shapes = [arg.shape for arg in given]
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:  # torch will say so of the whole tensors
+        return None
+    factors, terms = broadcast(shapes)
+    sets = [one for one in linear if all(map(_may_be_in_terms, one))]
+    inputs = dict(zip(given, terms, strict=True))
+    return native(inputs, [factors] * results, linear=sets, moves=moves)
+
+
+def _may_be_in_terms(value: Any) -> bool:
+    return isinstance(value, Arg) and value.dtype not in _NARROW
+
+
+@rule(
+    *sorted((pointwise_names() | set(_UNTAGGED.split())) - set(_OTHERS.split())),
+    values_matter=False,
+)
 def elementwise(*args: Any, **kwargs: Any) -> Answer:
     """Any operator that only broadcasts."""
-    given = tensors(*args, *kwargs.values())
-    factors, terms = broadcast([arg.shape for arg in given])
-    return native(dict(zip(given, terms, strict=True)), [factors])
+    return pointwise(tensors(*args, *kwargs.values()))
 
 
-rule("relu", "gelu", "exp", "tanh", "sigmoid", "sin", "cos", "sqrt", values_matter=False)(
-    elementwise
-)
+@rule(*_LINEAR.split())
+def _linear(input: Arg) -> Answer:
+    return pointwise([input], linear=[[input]])
 
 
-@rule("add", "sub", values_matter=False)
-def _sum(input: Any, other: Any, *, alpha: Any = 1) -> Answer:
-    given = tensors(input, other)
-    factors, terms = broadcast([arg.shape for arg in given])
-    linear = [given] if len(given) == 2 else []
-    return native(dict(zip(given, terms, strict=True)), [factors], linear=linear)
+@rule(*_SAME.split())
+def _same(input: Arg, *options: Any, **named: Any) -> Answer:
+    return pointwise([input], moves=True)
+
+
+@rule("add", "sub", "rsub", "__rsub__", values_matter=False)
+def _sum(input: Any, other: Any, alpha: Any = 1) -> Answer:
+    return pointwise(tensors(input, other), linear=[[input, other]])
 
 
 @rule("mul", values_matter=False)
 def _product(input: Any, other: Any) -> Answer:
     given = tensors(input, other)
-    factors, terms = broadcast([arg.shape for arg in given])
-    return native(dict(zip(given, terms, strict=True)), [factors], linear=[[arg] for arg in given])
+    return pointwise(given, linear=[[arg] for arg in given])
+
+
+@rule("div", values_matter=False)
+def _quotient(input: Any, other: Any, rounding_mode: str | None = None) -> Answer:
+    return pointwise(tensors(input, other), linear=[[input]] if rounding_mode is None else [])
+
+
+@rule("lerp", values_matter=False)
+def _lerp(input: Arg, end: Arg, weight: Any) -> Answer:
+    return pointwise(tensors(input, end, weight), linear=[[input, end]])
+
+
+@rule("addcmul", "addcdiv", values_matter=False)
+def _add_product(*args: Any, **kwargs: Any) -> Answer:
+    given = tensors(*args, *kwargs.values())
+    return pointwise(given, linear=[given[:2]])
+
+
+@rule("where", values_matter=False)
+def _where(*args: Any, **kwargs: Any) -> Answer:
+    if len(args) + len(kwargs) == 1:
+        return Composed(lambda condition: torch.nonzero(condition, as_tuple=True))
+    given = tensors(*args, *kwargs.values())
+    # The condition is bool; it comes first in the function and second in the method.
+    values = [arg for arg in given if arg.dtype is not torch.bool]
+    return pointwise(given, linear=[values] if len(values) == 2 else [])
+
+
+@rule("frexp")
+def _frexp(input: Arg) -> Answer:
+    return pointwise([input], results=2)
+
+
+@rule("copy", values_matter=False)
+def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> Answer:
+    exact = torch.promote_types(self.dtype, src.dtype) is self.dtype
+    return pointwise([self, src], moves=exact)
+
+
+# -- types and devices -----------------------------------------------------------------------
+
+
+def _cast(input: Arg, dtype: torch.dtype) -> Answer:
+    # Rounding the terms of a sum is not rounding the sum.
+    exact = torch.promote_types(input.dtype, dtype) is dtype and input.dtype not in _NARROW
+    return pointwise([input], moves=exact or dtype is input.dtype)
+
+
+for _name, _dtype in _CASTS.items():
+
+    @rule(_name)
+    def _as(input: Arg, memory_format: Any = None, *, dtype: torch.dtype = _dtype) -> Answer:
+        return _cast(input, dtype)
+
+
+@rule("to")
+def _to(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    given = [*args, *kwargs.values()]
+    if tensors(*given):
+        return Composed(_to_other)
+    return _cast(input, next((x for x in given if isinstance(x, torch.dtype)), input.dtype))
+
+
+def _to_other(input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return input.to(other.device, other.dtype, *args, **kwargs)
+
+
+@rule("type_as")
+def _type_as(input: Arg, other: Arg) -> Answer:
+    return Composed(lambda input, other: input.to(other.dtype))
+
+
+@rule("type")
+def _type(input: Arg, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Answer:
+    if dtype is None:
+        return Composed(lambda input, *args, **kwargs: input._local_tensor.type())
+    return pointwise([input], moves=dtype is input.dtype)
+
+
+@rule("view_as_real")
+def _view_as_real(input: Arg) -> Answer:
+    factors, (dims,) = broadcast([input.shape])
+    return native({input: dims}, [[*factors, None]], linear=[[input]])
+
+
+@rule("view_as_complex")
+def _view_as_complex(input: Arg) -> Answer:
+    factors, (dims,) = broadcast([input.shape[:-1]])
+    return native({input: [*dims, None]}, [factors], linear=[[input]])
+
+
+# -- activations that know more than one element ----------------------------------------------
+
+
+@rule("glu")
+def _glu(input: Arg, dim: int = -1) -> Answer:
+    factors, _ = broadcast([input.shape])
+    dims: list[Factor | Dim | None] = [*factors]
+    dims[dim] = None
+    return native({input: dims}, [dims])
+
+
+@rule("prelu")
+def _prelu(input: Arg, weight: Arg) -> Answer:
+    factors, (dims,) = broadcast([input.shape])
+    shared = weight.ndim == 0 or weight.shape[0] == 1 or input.ndim < 2
+    channels: list[Factor | None] = [None] * weight.ndim if shared else [factors[1]]
+    return native({input: dims, weight: channels}, [factors])
+
+
+@rule("rrelu")
+def _rrelu(
+    input: Arg, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+) -> Answer:
+    return Composed(_drawn_slopes) if training else pointwise([input])
+
+
+def _drawn_slopes(
+    input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = True
+) -> torch.Tensor:
+    with torch.no_grad():
+        slopes = torch.empty_like(input).uniform_(lower, upper)
+    return torch.where(input > 0, input, input * slopes)
+
+
+@rule("fake_quantize_per_channel_affine")
+def _fake_quantize(
+    input: Arg, scale: Arg, zero_point: Arg, axis: int, quant_min: int, quant_max: int
+) -> Answer:
+    factors, (dims,) = broadcast([input.shape])
+    channel = [factors[axis]]
+    return native({input: dims, scale: channel, zero_point: channel}, [factors])

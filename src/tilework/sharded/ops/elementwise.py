@@ -25,6 +25,7 @@ from tilework.sharded.ops.tiles import (
     settle,
     wrap,
 )
+from tilework.sharded.pointwise import pointwise_names
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 
@@ -127,20 +128,6 @@ def _where(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     if len(args) + len(kwargs) < 3:
         raise unsupported(torch.where, args, kwargs, "only with all three arguments")
     return elementwise(torch.where)(types, args, kwargs, process_group)
-
-
-def pointwise_names() -> set[str]:
-    """The operators that torch itself calls pointwise, without trailing underscores."""
-    found = set()
-    for full in torch._C._dispatch_get_all_op_names():
-        space, _, name = full.partition("::")
-        name, _, overload = name.partition(".")
-        if space != "aten" or name.endswith("_backward"):
-            continue
-        tags = torch._C._get_operation_overload(f"aten::{name}", overload)[2]
-        if torch.Tag.pointwise in tags:
-            found.add(name.strip("_").removeprefix("special_"))
-    return found
 
 
 def spellings(name: str) -> Iterator[Callable[..., Any]]:
