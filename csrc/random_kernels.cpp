@@ -262,11 +262,12 @@ struct Uniform {
 template <class Word, class Value>
 inline void standard_normal(const Word* bits, Value* values) {
   using Inverse = InverseErf<Value>;
-  Value w[kGroup];
+  Value w[kGroup], rest[kGroup];
   TILEWORK_VECTORISE
   for (size_t i = 0; i < kGroup; ++i) {
     const Value t = magnitude(bits[i]);
     w[i] = -logarithm(t * (2 - t));
+    rest[i] = 1 - t;
     values[i] = Inverse::centre(w[i]);
   }
   Word in_tail = 0;
@@ -279,7 +280,7 @@ inline void standard_normal(const Word* bits, Value* values) {
   const auto root2 = static_cast<Value>(1.4142135623730951);
   TILEWORK_VECTORISE
   for (size_t i = 0; i < kGroup; ++i)
-    values[i] = with_sign(values[i] * (1 - magnitude(bits[i])) * root2, bits[i]);
+    values[i] = with_sign(values[i] * rest[i] * root2, bits[i]);
 }
 
 template <class Value>
