@@ -23,7 +23,7 @@ from tilework.dtensor.redistribution import redistribute_local
 from tilework.dtensor.registry import RULES, Answer, Arg, Composed, Native, Rule
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.layout import Replicate
+from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
 
 _grad_enabled = torch.is_grad_enabled
@@ -154,6 +154,7 @@ class Operator:
             result = func(*flat, **kwargs)
         else:
             locals_ = self._locals(decision, leaves, mesh)
+            versions = _versions(locals_) if decision.outputs is None else ()
             if decision.run is not None:
                 result = decision.run(*locals_)
             else:
@@ -162,6 +163,8 @@ class Operator:
                     *_replaced(args, parts),
                     **{name: _replaced_one(arg, parts) for name, arg in kwargs.items()},
                 )
+            if decision.outputs is None:
+                self._write_back(decision, leaves, locals_, versions)
         if self.in_place:
             return self._written(decision, args[0], result)
         outputs = decision.outputs
@@ -296,6 +299,21 @@ class Operator:
 
     # -- results -----------------------------------------------------------------------------
 
+    def _write_back(
+        self,
+        decision: Decision,
+        leaves: Sequence[Tensor],
+        locals_: Sequence[Tensor],
+        versions: Sequence[int],
+    ) -> None:
+        """Give tensors what the operator wrote to whole copies of them; the first it returns."""
+        now = _versions(locals_)
+        for number in range(1 if self.in_place else 0, len(leaves)):
+            way, leaf = decision.ways[number], leaves[number]
+            if way is not None and now[number] != versions[number]:
+                assert isinstance(leaf, DTensor)
+                write(leaf, locals_[number], way[0], self.name)
+
     def _written(self, decision: Decision, target: Any, result: Tensor) -> Any:
         """The first argument, which the operator has written to or which gets the result."""
         if not isinstance(target, DTensor):
@@ -303,6 +321,8 @@ class Operator:
                 f"{self.name}_ would write the values of DTensors to a plain tensor, which has no "
                 f"layout: make them plain with full_tensor(), or the tensor a DTensor"
             )
+        if result.shape != target._spec.local_shape and decision.outputs is None:
+            return gradients.become(target, _as_before(target, result))
         if decision.rewrite:
             outputs = decision.outputs
             have = (
@@ -319,10 +339,12 @@ class Operator:
         """An operator with ``out=``: computed, then written."""
         out = kwargs.pop("out")
         result = func(*args, **kwargs)
-        pairs = [(out, result)] if isinstance(out, Tensor) else zip(out, result, strict=True)
-        for one, value in pairs:
+        if isinstance(out, Tensor):
+            into(out, result, self.name)
+            return out
+        for one, value in zip(out, result, strict=True):
             into(one, value, self.name)
-        return out
+        return _rebuilt(result, iter(out))
 
     def _outside(self, decision: Decision, args: Args, mesh: DeviceMesh) -> Any:
         """What a rank outside the mesh gets: nothing, in the right shape."""
@@ -338,6 +360,23 @@ class Operator:
         return _rebuilt(
             decision.shown, iter([wrap(p, s) for p, s in zip(parts, outputs, strict=True)])
         )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to."""
+    return [0 if one.is_inference() else one._version for one in tensors]
+
+
+def _as_before(target: DTensor, whole: Tensor) -> DTensor:
+    """A whole result of another shape as a DTensor, cut as ``target`` is if that can be."""
+    made = replicated(whole, target._spec.mesh)
+    if made.ndim != target.ndim:
+        return made
+    return made.redistribute(placements=[_even(one) for one in target.placements])
+
+
+def _even(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def _ways(choice: Choice, specs: Sequence[DTensorSpec]) -> list[tuple[DTensorSpec, Ints] | None]:

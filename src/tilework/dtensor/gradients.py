@@ -399,6 +399,15 @@ def _lying_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
     return redistribute_local(local_of(tensor), tensor._spec, spec)
 
 
+def become(tensor: DTensor, value: DTensor) -> DTensor:
+    """Make ``tensor`` what an operator in place has changed it to, of whatever shape."""
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    tensor._aliases = tensor._grad = None
+    with _WithoutInterception():
+        _base.data.__set__(tensor, value)
+    return tensor
+
+
 def set_data(tensor: DTensor, value: Tensor) -> None:
     """Make ``value`` what the tensor holds, as ``tensor.data = value`` does."""
     from tilework.dtensor.tensor import DTensor
