@@ -321,7 +321,7 @@ class Operator:
                 f"{self.name}_ would write the values of DTensors to a plain tensor, which has no "
                 f"layout: make them plain with full_tensor(), or the tensor a DTensor"
             )
-        if result.shape != target._spec.local_shape and decision.outputs is None:
+        if decision.outputs is None and result.shape != target._spec.size:
             return gradients.become(target, _as_before(target, result))
         if decision.rewrite:
             outputs = decision.outputs

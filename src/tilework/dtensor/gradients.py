@@ -401,6 +401,10 @@ def _lying_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
 
 def become(tensor: DTensor, value: DTensor) -> DTensor:
     """Make ``tensor`` what an operator in place has changed it to, of whatever shape."""
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
     tensor._aliases = tensor._grad = None
     with _WithoutInterception():
