@@ -1,0 +1,289 @@
+"""Normalisation: native where what is normalised is whole, else composed of two reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor, factors_of
+from tilework.dtensor.registry import Answer, Arg, Composed, line, native, rule
+from tilework.dtensor.rules.own import settled, tied
+
+line(
+    "local_response_norm(input, size, alpha=0.0001, beta=0.75, k=1.0)",
+    "n c! s* -> n c s*",
+)
+
+
+def _whole(sizes: Sequence[int]) -> list[Factor]:
+    return [Factor(size, whole=True) for size in sizes]
+
+
+def _given(*args: Arg | None) -> list[Arg]:
+    return [arg for arg in args if arg is not None]
+
+
+# -- over the last dims ----------------------------------------------------------------------
+
+
+@rule("layer_norm")
+def _layer_norm(
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Answer:
+    return _over_last(input, normalized_shape, _given(weight, bias), _composed_layer_norm)
+
+
+@rule("rms_norm")
+def _rms_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Answer:
+    return _over_last(input, normalized_shape, _given(weight), _composed_rms_norm)
+
+
+def _over_last(
+    input: Arg, shape: Any, affine: Sequence[Arg], composed: Callable[..., Any]
+) -> Answer:
+    shape = tuple(shape)
+    lead = input.ndim - len(shape)
+    if lead < 0 or any(one.shape != shape for one in affine) or input.shape[lead:] != shape:
+        return None
+    if any(map(input.is_cut, range(lead, input.ndim))):
+        return Composed(composed)
+    last = _whole(shape)
+    dims = [*factors_of(input.shape[:lead]), *last]
+    return native({input: dims, **dict.fromkeys(affine, last)}, [dims])
+
+
+def _composed_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    out, _, _ = _standardized(_wide(input), dims, eps)
+    return _affine(out, weight, bias).to(input.dtype)
+
+
+def _composed_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    x = _wide(input)
+    least = torch.finfo(x.dtype).eps if eps is None else eps
+    mean = settled(x.square().mean(dims, keepdim=True))
+    return _affine(x * (mean + least).rsqrt(), weight, None).to(input.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the precision in which torch accumulates."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _standardized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``x`` with mean 0 and variance 1 over dims; its mean and variance, with dims of size 1."""
+    mean = settled(x.mean(dims, keepdim=True))
+    centred = x - mean
+    var = settled(centred.square().mean(dims, keepdim=True))
+    return centred * (var + eps).rsqrt(), mean, var
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        x = x * weight
+    return x if bias is None else x + bias
+
+
+# -- over channels ---------------------------------------------------------------------------
+
+
+@rule(torch.group_norm)
+def _group_norm(
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Answer:
+    if input.ndim < 2 or num_groups < 1 or input.shape[1] % num_groups:
+        return None
+    spatial = range(2, input.ndim)
+    if any(map(input.is_cut, spatial)) or (num_groups == 1 and input.is_cut(1)):
+        return Composed(_composed_group_norm)
+    group = Factor(num_groups, "group")
+    channel: Dim = (group, *_whole([input.shape[1] // num_groups]))
+    dims = [Factor(input.shape[0], "n"), channel, *_whole(input.shape[2:])]
+    affine = _given(weight, bias)
+
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        _, groups = choice.part(group)
+
+        def normed(*tensors: Tensor) -> Tensor:
+            x, w, b = _placed(tensors, [input, weight, bias])
+            assert x is not None
+            if x.numel() == 0:
+                return tied(x.clone(), w, b)
+            return torch.group_norm(x, groups, w, b, eps, cudnn_enabled)
+
+        return normed
+
+    return native({input: dims, **dict.fromkeys(affine, (channel,))}, [dims], run=run)
+
+
+def _placed(tensors: Sequence[Tensor], args: Sequence[Arg | None]) -> list[Tensor | None]:
+    """The local tensors of arguments."""
+    return [None if arg is None else tensors[arg.number] for arg in args]
+
+
+def _composed_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    x = _wide(input).unflatten(1, (num_groups, input.shape[1] // num_groups))
+    out, _, _ = _standardized(x, tuple(range(2, x.ndim)), eps)
+    return _by_channel(out.flatten(1, 2), weight, bias).to(input.dtype)
+
+
+def _by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (-1, *(1,) * (x.ndim - 2))
+    w, b = [None if one is None else one.reshape(shape) for one in (weight, bias)]
+    return _affine(x, w, b)
+
+
+@rule(torch.instance_norm)
+def _instance_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Answer:
+    if input.ndim < 2:
+        return None
+    if not use_input_stats:
+        return Composed(_instance_norm_by_running)
+    if running_mean is not None or any(map(input.is_cut, range(2, input.ndim))):
+        return Composed(_composed_instance_norm)
+    n, c = factors_of(input.shape[:2])
+    dims = [n, c, *_whole(input.shape[2:])]
+
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        def normed(*tensors: Tensor) -> Tensor:
+            x, w, b = _placed(tensors, [input, weight, bias])
+            assert x is not None
+            if x.numel() == 0:
+                return tied(x.clone(), w, b)
+            return torch.instance_norm(x, w, b, None, None, True, momentum, eps, cudnn_enabled)
+
+        return normed
+
+    return native({input: dims, **dict.fromkeys(_given(weight, bias), (c,))}, [dims], run=run)
+
+
+def _instance_norm_by_running(*args: Any) -> Tensor:
+    input, weight, bias, mean, var, _, momentum, eps, cudnn = args
+    return torch.batch_norm(input, weight, bias, mean, var, False, momentum, eps, cudnn)
+
+
+def _composed_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    dims = tuple(range(2, input.ndim))
+    out, mean, var = _standardized(_wide(input), dims, eps)
+    count = math.prod(input.shape[2:])
+    _update(running_mean, mean.flatten(1).mean(0), momentum)
+    _update(running_var, _unbiased(var, count).flatten(1).mean(0), momentum)
+    return _by_channel(out, weight, bias).to(input.dtype)
+
+
+def _unbiased(var: Tensor, count: int) -> Tensor:
+    return var * (count / (count - 1) if count > 1 else math.nan)
+
+
+@torch.no_grad()
+def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    if running is not None:
+        running.mul_(1 - momentum).add_(settled(value.detach() * momentum))
+
+
+@rule(torch.batch_norm)
+def _batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Answer:
+    if input.ndim < 2:
+        return None
+    every = _given(input, weight, bias, running_mean, running_var)
+    use = training or running_mean is None
+    writes = training and running_mean is not None
+    over = [dim for dim in range(input.ndim) if dim != 1]
+    # In place only where they lie: what is written to a part that was moved would be lost.
+    if use and (any(map(input.is_cut, over)) or (writes and any(map(_is_spread, every)))):
+        return Composed(_composed_batch_norm)
+    c = Factor(input.shape[1], "c", whole=writes)
+    others = _whole if use else factors_of
+    n, *spatial = others([input.shape[dim] for dim in over])
+    dims = [n, c, *spatial]
+    return native({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
+
+
+def _is_spread(arg: Arg) -> bool:
+    return not arg.spec.is_replicated
+
+
+def _composed_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    dims = tuple(dim for dim in range(input.ndim) if dim != 1)
+    out, mean, var = _standardized(_wide(input), dims, eps)
+    count = math.prod(input.shape[dim] for dim in dims)
+    _update(running_mean, mean.reshape(-1), momentum)
+    _update(running_var, _unbiased(var, count).reshape(-1), momentum)
+    return _by_channel(out, weight, bias).to(input.dtype)
