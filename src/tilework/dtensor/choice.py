@@ -195,11 +195,11 @@ def _try(
     shapes = out_shapes or [tuple(map(volume, dims)) for dims in mapped.outputs]
     try:
         inputs = tuple(
-            _lying(dims, spec.shape, mesh, roles, order, number)
+            _lying(mapped, number, dims, spec.shape, mesh, roles, order)
             for number, (dims, spec) in enumerate(zip(mapped.inputs, specs, strict=True))
         )
         outputs = tuple(
-            _lying(dims, shape, mesh, roles, order, None)
+            _lying(mapped, None, dims, shape, mesh, roles, order)
             for dims, shape in zip(mapped.outputs, shapes, strict=True)
         )
     except _Unfit:
@@ -234,23 +234,20 @@ def _sharing(roles: tuple[Role, ...]) -> list[list[int]]:
 
 
 def _lying(
+    mapped: FactorMap,
+    number: int | None,
     dims: Term,
     shape: Ints,
     mesh: DeviceMesh,
     roles: tuple[Role, ...],
     order: Ints,
-    number: int | None,
 ) -> DTensorSpec:
     """How an input has to lie, or (``number=None``) how an output then lies."""
     placements: list[Placement] = []
     for axis, role in enumerate(roles):
         if isinstance(role, Cut):
-            found: Placement | None = _placement(dims, axis, role, mesh, roles, order)
-            if found is None and number is None:
-                if role.factor.reduce_op is None:
-                    raise _Unfit
-                found = Partial(role.factor.reduce_op)
-            placements.append(found or Replicate())
+            shard = _placement(dims, axis, role, mesh, roles, order)
+            placements.append(shard or _lacking(mapped, number, role.factor))
         elif isinstance(role, Apart) and (number is None or number in role.inputs):
             placements.append(Partial(role.reduce_op))
         else:
@@ -259,6 +256,15 @@ def _lying(
         return spec_of(mesh, placements, shape, order)
     except ValueError:  # several reductions at once, or parts that no placement can write
         raise _Unfit from None
+
+
+def _lacking(mapped: FactorMap, number: int | None, factor: Factor) -> Placement:
+    """What cutting a factor does to an input that lacks it, or (``number=None``) an output."""
+    if number is not None and not (number in mapped.added and mapped.reduces(factor)):
+        return Replicate()
+    if factor.reduce_op is None:
+        raise _Unfit
+    return Partial(factor.reduce_op)
 
 
 def _placement(

@@ -20,7 +20,7 @@ from tilework.dtensor.foreach import foreach
 from tilework.dtensor.mixing import check_same
 from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
 from tilework.dtensor.redistribution import redistribute_local
-from tilework.dtensor.registry import RULES, Answer, Arg, Composed, Native, Rule
+from tilework.dtensor.registry import RULES, Answer, Arg, Composed, Native, Placed, Rule
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Placement, Replicate, Shard
@@ -245,6 +245,10 @@ class Operator:
         if isinstance(answer, Composed):
             return Decision([], None, composed=answer.run)
         shown = _shown(func, args, kwargs, leaves)
+        if isinstance(answer, Placed):
+            needs = zip(answer.inputs, every, strict=True)
+            ways = [None if need == arg.spec else (need, ()) for need, arg in needs]
+            return Decision(ways, list(answer.outputs), answer.run, shown=shown)
         if answer is not None:
             decision = self._native(answer, every, shown)
             if decision is not None:
@@ -257,6 +261,7 @@ class Operator:
         parts = iter(every)
         told = _replaced(args, parts)
         named = {name: _replaced_one(value, parts) for name, value in kwargs.items()}
+        named.pop("out", None)  # it is None
         try:
             return self.rule.answer(*told, **named)
         except TypeError as error:

@@ -48,12 +48,19 @@ class FactorMap:
         linear: Sets of inputs (their numbers) in which the operator is linear, all of a set
             together: if these are sums over ranks and the others are not, the result is such a sum.
         moves: Whether it only moves, repeats or drops elements: then any Partial passes.
+        added: Inputs that are added to what is summed over factors that no output has: where such
+            a factor is cut, one rank adds them.
     """
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
+    added: frozenset[int] = frozenset()
+
+    def reduces(self, factor: Factor) -> bool:
+        """Whether no output has a factor."""
+        return not any(factor in dim for out in self.outputs for dim in out)
 
     def __str__(self) -> str:
         def told(terms: Sequence[Term]) -> str:
@@ -154,6 +161,9 @@ class Pattern:
                 f"a rule is a line like 'b* i, o i -> b* o' with one '->', got {text!r}"
             )
         inputs, outputs = ([_slot(part, text) for part in side.split(",")] for side in sides)
+        for slot in inputs:
+            if sum(token.many for token in slot.tokens) > 1:
+                raise ValueError(f"an input in {text!r} has more than one name with *")
         known = {token.name for slot in inputs for token in slot.tokens}
         for slot in outputs:
             for token in slot.tokens:
@@ -166,14 +176,11 @@ class Pattern:
                 raise ValueError(f"{text!r} has no factor {name!r} to be reduced")
         return cls(text, tuple(inputs), tuple(outputs), dict(reduce_ops or {}))
 
-    def of(
-        self, shapes: Sequence[Sequence[int] | None], linear: Sequence[Sequence[int]] = ()
-    ) -> FactorMap:
+    def of(self, shapes: Sequence[Sequence[int] | None]) -> FactorMap:
         """The factor map for arguments of these shapes; None stands for one that is not given.
 
         Args:
             shapes: Of each argument.
-            linear: Sets of arguments in which it is linear (numbers among ``shapes``).
 
         Raises:
             ValueError: The shapes do not fit the text.
@@ -206,9 +213,7 @@ class Pattern:
             term([factor for token in slot.tokens for factor in factors[token.name]])
             for slot in self.outputs
         ]
-        given = [i for i, shape in enumerate(shapes) if shape is not None]
-        sets = tuple(frozenset(given.index(i) for i in one if i in given) for one in linear)
-        return FactorMap(tuple(inputs), tuple(outputs), sets)
+        return FactorMap(tuple(inputs), tuple(outputs))
 
     @property
     def _whole(self) -> set[str]:
@@ -274,8 +279,6 @@ def _slot(part: str, text: str) -> _Slot:
                 f"with ! (needed whole)"
             )
         tokens.append(_Token(found[1], found[2] == "*", found[2] == "!"))
-    if sum(token.many for token in tokens) > 1:
-        raise ValueError(f"{part!r} in {text!r} has more than one name with *")
     return _Slot(tuple(tokens), optional)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +59,21 @@ class Native:
     shapes: Sequence[Ints] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A call runs on this rank's parts, where the rule itself knows how results then lie.
+
+    Args:
+        inputs: How each tensor has to lie.
+        outputs: How each tensor of the result then lies.
+        run: Called with the local tensors, in their order.
+    """
+
+    inputs: Sequence[DTensorSpec]
+    outputs: Sequence[DTensorSpec]
+    run: Callable[..., Any]
+
+
 @dataclass(frozen=True)
 class Composed:
     """A call is computed by other operators on DTensors.
@@ -70,7 +86,7 @@ class Composed:
 
 
 #: What a rule may answer; None: this call has to be computed on gathered tensors.
-Answer = Native | Composed | None
+Answer = Native | Placed | Composed | None
 #: Called with the arguments of an operator, each tensor as an :class:`Arg`.
 RuleFunction = Callable[..., Answer]
 RuleT = TypeVar("RuleT", bound=RuleFunction)
@@ -100,6 +116,7 @@ def native(
     *,
     linear: Sequence[Sequence[Arg | None]] = (),
     moves: bool = False,
+    added: Sequence[Arg | None] = (),
     run: MakeRun | None = None,
     shapes: Sequence[Ints] | None = None,
 ) -> Native:
@@ -110,6 +127,7 @@ def native(
         outputs: Likewise for each tensor of the result.
         linear: Sets of arguments in which the operator is linear, all of a set together.
         moves: Whether it only moves, repeats or drops elements.
+        added: Arguments that are added to what is summed over factors that no output has.
         run: As for :class:`Native`.
         shapes: As for :class:`Native`.
     """
@@ -117,12 +135,18 @@ def native(
     for arg, dims in inputs.items():
         terms[arg.number] = term(dims)
     sets = tuple(frozenset(arg.number for arg in one if arg is not None) for one in linear)
-    mapped = FactorMap(tuple(terms), tuple(map(term, outputs)), sets, moves)
+    plus = frozenset(arg.number for arg in added if arg is not None)
+    mapped = FactorMap(tuple(terms), tuple(map(term, outputs)), sets, moves, plus)
     return Native(mapped, run, shapes)
 
 
-def rule(*names: str, values_matter: bool = True) -> Callable[[RuleT], RuleT]:
-    """Register the decorated function as the rule of the operators of these names."""
+def rule(
+    *names: str | Callable[..., Any], values_matter: bool = True
+) -> Callable[[RuleT], RuleT]:
+    """Register the decorated function as the rule of operators.
+
+    ``names`` are those of the operators, or single functions, where several have one name.
+    """
 
     def put(function: RuleT) -> RuleT:
         for name in names:
@@ -139,6 +163,7 @@ def line(
     text: str,
     *,
     linear: str = "",
+    added: str = "",
     reduce_ops: Mapping[str, str | None] | None = None,
     values_matter: bool = False,
 ) -> None:
@@ -149,6 +174,7 @@ def line(
             common, separated by spaces, if they are called alike: ``"mm matmul(input, mat2)"``.
         text: The line; see :class:`~tilework.dtensor.factors.Pattern`.
         linear: Sets of arguments in which it is linear: ``"input bias, weight bias"``.
+        added: Arguments that are added to what is summed over factors that no output has.
         reduce_ops: How factors are reduced that are not summed.
         values_matter: As for :class:`Rule`.
     """
@@ -157,35 +183,63 @@ def line(
     exec(f"def signature({parameters}: pass", scope)
     signature = inspect.signature(scope["signature"])
     pattern = Pattern.parse(text, reduce_ops)
+    tensors = list(signature.parameters)[: len(pattern.inputs)]
     sets = [one.split() for one in linear.split(",") if one.strip()]
 
     def answer(*args: Any, **kwargs: Any) -> Answer:
-        bound = signature.bind(*args, **kwargs)
-        return _patterned(pattern, bound.arguments, list(signature.parameters), sets)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        return patterned(
+            pattern,
+            [given.get(name) for name in tensors],
+            linear=[[given.get(name) for name in one] for one in sets],
+            added=[given.get(name) for name in added.split()],
+        )
 
     for name in head.split():
         rule(name, values_matter=values_matter)(answer)
 
 
-def _patterned(
-    pattern: Pattern, given: Mapping[str, Any], names: Sequence[str], sets: list[list[str]]
+def patterned(
+    pattern: Pattern | str,
+    tensors: Sequence[Any],
+    *,
+    linear: Sequence[Sequence[Arg | None]] = (),
+    added: Sequence[Arg | None] = (),
+    run: MakeRun | None = None,
 ) -> Answer:
-    """The factor map of a call whose first arguments are the tensors of a pattern."""
-    tensors = names[: len(pattern.inputs)]
-    values = [given.get(name) for name in tensors]
-    if any(value is not None and not isinstance(value, Arg) for value in values):
+    """What a pattern says of a call; None if it is not for such arguments.
+
+    Args:
+        pattern: The line.
+        tensors: The call's tensor arguments in the line's order; None for one that is not given.
+        linear: As for :func:`native`.
+        added: As for :func:`native`.
+        run: As for :class:`Native`.
+    """
+    if isinstance(pattern, str):
+        pattern = _parsed(pattern)
+    if any(one is not None and not isinstance(one, Arg) for one in tensors):
         return None
-    numbers = [[tensors.index(name) for name in one] for one in sets]
     try:
-        mapped = pattern.of([None if v is None else v.shape for v in values], numbers)
+        mapped = pattern.of([None if one is None else one.shape for one in tensors])
     except ValueError:
         return None
-    order = [value.number for value in values if value is not None]
-    if sorted(order) != list(range(len(order))):
+    given = [one for one in tensors if one is not None]
+    if sorted(one.number for one in given) != list(range(len(given))):
         return None
-    terms = [mapped.inputs[order.index(number)] for number in range(len(order))]
-    linear = tuple(frozenset(order[i] for i in one) for one in mapped.linear)
-    return Native(FactorMap(tuple(terms), mapped.outputs, linear))
+    return native(
+        dict(zip(given, mapped.inputs, strict=True)),
+        mapped.outputs,
+        linear=linear,
+        added=added,
+        run=run,
+    )
+
+
+_parsed = cache(Pattern.parse)
 
 
 def register_rule(
@@ -193,6 +247,7 @@ def register_rule(
     text: str,
     *,
     linear: Sequence[Sequence[int]] = (),
+    added: Sequence[int] = (),
     reduce_ops: Mapping[str, str | None] | None = None,
 ) -> None:
     """Teach DTensor an operator of your own, in a line.
@@ -210,6 +265,8 @@ def register_rule(
             together; what no result has is summed over.
         linear: Sets of arguments (by place) in which the operator is linear, so that sums that are
             still spread over ranks may pass through it.
+        added: Arguments (by place) that are added to what is summed over names that no result has:
+            where such a dim is cut, one rank adds them.
         reduce_ops: For names that no result has: ``"sum"``, ``"max"``, ``"min"``, ``"product"``, or
             None if such a dim must not be cut.
 
@@ -235,12 +292,12 @@ def register_rule(
     from tilework.dtensor.names import forget
 
     pattern = Pattern.parse(text, reduce_ops)
-    names = [str(i) for i in range(len(pattern.inputs))]
-    sets = [[str(i) for i in one] for one in linear]
 
     def answer(*args: Any, **kwargs: Any) -> Answer:
-        given = dict(zip(names, args, strict=False))
-        return _patterned(pattern, given, names, sets)
+        tensors = [*args[: len(pattern.inputs)]]
+        tensors += [None] * (len(pattern.inputs) - len(tensors))
+        sets = [[tensors[i] for i in one] for one in linear]
+        return patterned(pattern, tensors, linear=sets, added=[tensors[i] for i in added])
 
     RULES[operator] = Rule(answer)
     forget(operator)

@@ -1,12 +1,246 @@
-"""Products of matrices, and what is made of them."""
+"""Products of matrices and vectors: linear in each factor, summed over what the result lacks."""
 
 from __future__ import annotations
 
-from tilework.dtensor.registry import line
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-line(
-    "linear(input, weight, bias=None)",
-    "b* i, o i, o? -> b* o",
-    linear="input bias, weight bias",
-)
-line("mm(input, mat2)", "i k, k j -> i j", linear="input, mat2")
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor, Pattern, Term, broadcast, factors_of, term
+from tilework.dtensor.registry import Answer, Arg, MakeRun, line, native, patterned, rule
+
+line("mm _int_mm(input, mat2)", "i k, k j -> i j", linear="input, mat2")
+line("bmm(input, mat2)", "b i k, b k j -> b i j", linear="input, mat2")
+line("mv(input, vec)", "i k, k -> i", linear="input, vec")
+line("dot vdot(input, other)", "k, k ->", linear="input, other")
+line("outer ger(input, vec2)", "i, j -> i j", linear="input, vec2")
+
+
+def product(text: str, a: Arg, b: Arg) -> Answer:
+    """A product of two tensors that is linear in each."""
+    return patterned(text, [a, b], linear=[[a], [b]])
+
+
+@rule("linear", values_matter=False)
+def _linear(input: Any, weight: Any, bias: Any = None) -> Answer:
+    text = "b* i, o i, o? -> b* o" if weight.ndim == 2 else "b* i, i, b*? -> b*"
+    sums = [[input, bias], [weight, bias]]
+    return patterned(text, [input, weight, bias], linear=sums, added=[bias])
+
+
+@rule("bilinear", values_matter=False)
+def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Answer:
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        empty = any(0 in spec.local_shape for spec in choice.inputs)
+        return _bilinear_of_nothing if empty else F.bilinear
+
+    tensors = [input1, input2, weight, bias]
+    sums = [[one, bias] for one in tensors[:3]]
+    return patterned("b* i, b* j, o i j, o? -> b* o", tensors, linear=sums, added=[bias], run=run)
+
+
+def _bilinear_of_nothing(
+    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """What torch has no result for: a sum over nothing."""
+    found = torch.einsum("...i,...j,oij->...o", a, b, weight)
+    return found if bias is None else found + bias
+
+
+@rule("matmul", "linalg_matmul", values_matter=False)
+def _matmul(input: Any, other: Any) -> Answer:
+    rows = "k" if input.ndim == 1 else "b* i k"
+    columns = "k" if other.ndim == 1 else "b* k j"
+    out = "b*" * (input.ndim > 1 or other.ndim > 1) + " i" * (input.ndim > 1)
+    return product(f"{rows}, {columns} -> {out}{' j' * (other.ndim > 1)}", input, other)
+
+
+@rule("inner", values_matter=False)
+def _inner(input: Any, other: Any) -> Answer:
+    if input.ndim == 0 or other.ndim == 0:
+        return product("b*, b* -> b*", input, other)
+    return product("a* k, b* k -> a* b*", input, other)
+
+
+@rule("linalg_vecdot")
+def _vecdot(x: Any, y: Any, *, dim: int = -1) -> Answer:
+    factors, terms = broadcast([x.shape, y.shape])
+    rest = [one for at, one in enumerate(factors) if at != dim % len(factors)]
+    return native(dict(zip([x, y], terms, strict=True)), [rest], linear=[[x], [y]])
+
+
+@rule("linalg_cross")
+def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Answer:
+    factors, terms = broadcast([input.shape, other.shape])
+    factors[dim].whole = True
+    return native(
+        dict(zip([input, other], terms, strict=True)), [factors], linear=[[input], [other]]
+    )
+
+
+@rule("cross")
+def _cross(input: Any, other: Any, dim: int | None = None) -> Answer:
+    """Without a dim it is the first of size 3."""
+    threes = (at for at, size in enumerate(input.shape) if size == 3)
+    return _cross_along(input, other, dim=next(threes, -1) if dim is None else dim)
+
+
+# -- with something added --------------------------------------------------------------------
+
+
+def _plus(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> Answer:
+    """A product of two tensors, and ``input``, which is broadcast to it, added."""
+    try:
+        mapped = Pattern.parse(text).of([a.shape, b.shape])
+    except ValueError:
+        return None
+    (out,) = mapped.outputs
+    if input.ndim > len(out):
+        return None
+    dims = [
+        dim if size == dim[0].size else ()
+        for size, dim in zip(input.shape, out[len(out) - input.ndim :], strict=True)
+    ]
+    terms = dict(zip([a, b], mapped.inputs, strict=True))
+    sums = [[input, a], [input, b]]
+    return native({input: dims, **terms}, [out], linear=sums, added=[input], run=run)
+
+
+@rule("addmm", values_matter=False)
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+    return _plus("i k, k j -> i j", input, mat1, mat2)
+
+
+@rule("addmv")
+def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        # torch.addmv does not expand what it adds to a sum over nothing.
+        return lambda input, mat, vec: torch.addmv(
+            input.expand(len(mat)), mat, vec, beta=beta, alpha=alpha
+        )
+
+    expanded = mat.ndim == 2 and input.shape == mat.shape[:1]
+    return _plus("i k, k -> i", input, mat, vec, run=None if expanded else run)
+
+
+@rule("addr", values_matter=False)
+def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+    return _plus("i, j -> i j", input, vec1, vec2)
+
+
+@rule("addbmm", values_matter=False)
+def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+    return _plus("b i k, b k j -> i j", input, batch1, batch2)
+
+
+@rule("baddbmm", values_matter=False)
+def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+    return _plus("b i k, b k j -> b i j", input, batch1, batch2)
+
+
+# -- of any number of factors ----------------------------------------------------------------
+
+
+def _given(values: Sequence[Any]) -> list[Arg]:
+    """Tensors that were given one by one or in one sequence."""
+    if len(values) == 1 and isinstance(values[0], (list, tuple)):
+        values = values[0]
+    return list(values)
+
+
+def _multilinear(tensors: Sequence[Arg], terms: Sequence[Term], out: Sequence[Dim]) -> Answer:
+    return native(dict(zip(tensors, terms, strict=True)), [out], linear=[[one] for one in tensors])
+
+
+@rule("chain_matmul", "linalg_multi_dot")
+def _chain(*matrices: Any) -> Answer:
+    tensors = _given(matrices)
+    terms = [factors_of(one.shape) for one in tensors]
+    for before, after in itertools.pairwise(terms):
+        after[0] = before[-1]
+    ends = [*terms[0][:-1], *terms[-1][1:]]
+    if len(tensors) == 1:
+        ends = terms[0]
+    return _multilinear(tensors, [term(one) for one in terms], term(ends))
+
+
+@rule("tensordot")
+def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> Answer:
+    if isinstance(dims, int):
+        dims, dims_b = range(a.ndim - dims, a.ndim), range(dims)
+    elif dims_b is None:
+        dims, dims_b = dims
+    if isinstance(dims, int):
+        dims, dims_b = [dims], [dims_b]
+    mine, theirs = factors_of(a.shape), factors_of(b.shape)
+    summed = set()
+    for i, j in zip(dims, dims_b, strict=True):
+        if a.shape[i] == b.shape[j]:
+            theirs[j] = mine[i]
+        summed |= {mine[i], theirs[j]}
+    out = [one for one in (*mine, *theirs) if one not in summed]
+    return _multilinear([a, b], [term(mine), term(theirs)], term(out))
+
+
+# -- einsum ----------------------------------------------------------------------------------
+
+
+#: The dims of a term of an equation: letters; those of an ellipsis are counted from its end.
+Names = list[str | int]
+
+
+@rule("einsum")
+def _einsum(equation: str, *operands: Any) -> Answer:
+    """An equation is a factor map as it stands."""
+    tensors = _given(operands)
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    words = inputs.split(",")
+    if len(words) != len(tensors):
+        return None
+    widths = [
+        one.ndim - len(word.replace("...", "")) for word, one in zip(words, tensors, strict=True)
+    ]
+    if any(
+        width < 0 or (width > 0 and "..." not in word)
+        for word, width in zip(words, widths, strict=True)
+    ):
+        return None
+    names = [_names(word, width) for word, width in zip(words, widths, strict=True)]
+    result = _names(out, max(widths)) if arrow else _implied(names)
+    factors = _factors(names, tensors)
+    terms = [
+        term([
+            factors[name] if factors[name].size == size else None
+            for name, size in zip(its, one.shape, strict=True)
+        ])
+        for its, one in zip(names, tensors, strict=True)
+    ]  # fmt: skip
+    return _multilinear(tensors, terms, term([factors[name] for name in result]))
+
+
+def _names(word: str, width: int) -> Names:
+    head, dots, tail = word.partition("...")
+    return [*head, *(range(-width, 0) if dots else ()), *tail]
+
+
+def _implied(names: Sequence[Names]) -> Names:
+    """The result's dims if an equation does not say: those of ellipses, then what is there once."""
+    found = [name for its in names for name in its]
+    dots = sorted({name for name in found if isinstance(name, int)})
+    return [*dots, *sorted(n for n in found if isinstance(n, str) and found.count(n) == 1)]
+
+
+def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor]:
+    """A factor for each name; what one tensor has twice, its diagonal, is needed whole."""
+    found: dict[str | int, Factor] = {}
+    for its, one in zip(names, tensors, strict=True):
+        for name, size in zip(its, one.shape, strict=True):
+            factor = found.setdefault(name, Factor(size, str(name)))
+            factor.size = size if factor.size == 1 else factor.size
+            factor.whole |= its.count(name) > 1
+    return found
