@@ -19,6 +19,8 @@ from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakSet
 
+import torch
+
 from tilework.comm.backend import Backend, BackendConfig
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import watch
@@ -99,6 +101,8 @@ class World:
     local_rank: int | None = None
     #: For the flight record.
     notes: Notes = field(default_factory=Notes)
+    #: Stands for torch's default generator where ranks share a process; None: torch's own.
+    generator: torch.Generator | None = None
     #: What higher layers keep of this rank, by its class.
     states: dict[type, Any] = field(default_factory=dict)
 

@@ -2,6 +2,8 @@
 
 from tilework.dtensor import dispatch, optimizing, questions, rules
 from tilework.dtensor.api import distribute_tensor
+from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
+from tilework.dtensor.random import manual_seed
 from tilework.dtensor.registry import register_rule
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -15,8 +17,15 @@ __all__ = [
     "Replicate",
     "Shard",
     "distribute_tensor",
+    "empty",
+    "full",
     "init_device_mesh",
+    "manual_seed",
+    "ones",
+    "rand",
+    "randn",
     "register_rule",
+    "zeros",
 ]
 
 del dispatch, optimizing, questions, rules

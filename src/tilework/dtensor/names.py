@@ -136,6 +136,15 @@ def _no(*_: Any) -> bool:
     return False
 
 
+class _Unasking:
+    """torch, but for its questions."""
+
+    overrides = types.SimpleNamespace(**dict.fromkeys(_QUESTIONS, _no))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @cache
 def _globals_of(name: str) -> dict[str, Any]:
     import sys
@@ -158,6 +167,8 @@ def body_of(func: Any) -> Callable[..., Any] | None:
     scope = _globals_of(func.__module__) if func.__module__ in _modules() else None
     if scope is None or func.__globals__.get("__name__") != func.__module__:
         scope = {**func.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
+    if "overrides" in func.__code__.co_names:
+        scope = {**scope, "torch": _Unasking()}
     made = types.FunctionType(
         func.__code__, scope, func.__name__, func.__defaults__, func.__closure__
     )

@@ -27,6 +27,7 @@ from tilework.comm.groups import destroy_process_group, init_process_group
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError
 from tilework.store import HashStore, Store, StoreServer, UnixStore
+from tilework.testing.generators import give_generator, own_generators
 
 _Result = TypeVar("_Result")
 Kind = Literal["threads", "processes"]
@@ -57,7 +58,9 @@ def run_ranks(
     """Run ``fn(rank, *args)`` on ``n`` ranks, and return their results in the order of ranks.
 
     Each rank has a default group of all ranks meanwhile. Real programs with real values: in
-    threads nothing is spawned or pickled, and it costs a few milliseconds.
+    threads nothing is spawned or pickled, and it costs a few milliseconds. Threads share torch's
+    default generator; but what ``torch.manual_seed`` and its siblings set and tell is a rank's own,
+    from which it draws the random numbers of DTensors.
 
     Args:
         n: The number of ranks.
@@ -148,12 +151,15 @@ def _in_threads(program: _Program) -> list[_Outcome]:
         )
         for rank in range(program.size)
     ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + program.timeout.total_seconds() + 1.0
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    _check_ended(program, threads, worlds, outcomes)
+    for world in worlds:
+        give_generator(world)
+    with own_generators():
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + program.timeout.total_seconds() + 1.0
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        _check_ended(program, threads, worlds, outcomes)
     return outcomes
 
 

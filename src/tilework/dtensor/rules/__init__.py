@@ -1,5 +1,25 @@
 """The rules of torch's operators, by family."""
 
-from tilework.dtensor.rules import elementwise, linear
+from tilework.dtensor.rules import (
+    creation,
+    elementwise,
+    indexing,
+    linear,
+    norms,
+    random,
+    reshaping,
+    slicing,
+    views,
+)
 
-__all__ = ["elementwise", "linear"]
+__all__ = [
+    "creation",
+    "elementwise",
+    "indexing",
+    "linear",
+    "norms",
+    "random",
+    "reshaping",
+    "slicing",
+    "views",
+]

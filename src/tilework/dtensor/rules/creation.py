@@ -1,0 +1,74 @@
+"""Operators that make tensors like others. Nothing is computed with values, nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.dispatch import into, replicated
+from tilework.dtensor.names import special
+from tilework.dtensor.philox import Distribution, Integers, Normal, Uniform
+from tilework.dtensor.random import fill_part, next_key
+from tilework.dtensor.tensor import DTensor, wrap
+
+
+@special("zeros_like", "ones_like", "empty_like", "full_like")
+def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """Lies as the other; replicated where that is partial."""
+    tensor, *others = _first(args, kwargs, "input")
+    return wrap(func(tensor._local_tensor, *others, **kwargs), tensor._spec.dual)
+
+
+def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[Any]:
+    """The arguments with the tensor in front, however it was given."""
+    return args if args else (kwargs.pop(name),)
+
+
+@special("rand_like", "randn_like", "randint_like")
+def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor, *bounds = _first(args, kwargs, "input")
+    generator = kwargs.pop("generator", None)
+    distribution: Distribution = Uniform() if func is torch.rand_like else Normal()
+    if func is torch.randint_like:
+        low, high = kwargs.pop("low", 0), kwargs.pop("high", None)
+        given = [*bounds, *([] if high is None else [high])]
+        distribution = Integers(*map(int, [low, *given] if len(given) == 1 else given))
+    requires_grad = kwargs.pop("requires_grad", False)
+    spec = tensor._spec.dual
+    local = torch.empty_like(tensor._local_tensor, **kwargs)
+    fill_part(local, next_key(spec.mesh, generator), distribution, spec)
+    return wrap(local.requires_grad_(requires_grad), spec)
+
+
+@special("new_zeros", "new_ones", "new_empty", "new_full")
+def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """Lies as the other if it has its shape, else every rank has it all."""
+    tensor, *others = args
+    size = kwargs.pop("size", None)
+    if size is None:
+        given_one_by_one = func is not Tensor.new_full and not isinstance(others[0], Sequence)
+        size, others = (others, []) if given_one_by_one else (others[0], others[1:])
+    spec = tensor._spec.dual
+    if tuple(size) != spec.shape:
+        return replicated(func(tensor._local_tensor, tuple(size), *others, **kwargs), spec.mesh)
+    return wrap(func(tensor._local_tensor, spec.local_shape, *others, **kwargs), spec)
+
+
+@special("new_tensor", "new_empty_strided")
+def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor, *others = args
+    found = func(tensor._local_tensor, *others, **kwargs)
+    return replicated(found, tensor._spec.mesh)
+
+
+@special("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """Made anew, for ``out=``."""
+    out = kwargs["out"]
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    kwargs["dtype"] = kwargs.get("dtype") or out.dtype
+    into(out, replicated(func(*args, **kwargs), out._spec.mesh), func.__name__)
+    return out

@@ -1,0 +1,179 @@
+"""Operators that draw random numbers: each element by its global index, from one key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.dispatch import replicated, write
+from tilework.dtensor.names import body_of, special
+from tilework.dtensor.philox import Bernoulli, Distribution, Integers, Normal, Uniform
+from tilework.dtensor.random import draw_alike, fill_part, next_key
+from tilework.dtensor.registry import Answer, Composed, rule
+from tilework.dtensor.tensor import DTensor
+
+#: What is drawn, and what is then made of it.
+Drawn = tuple[Distribution, Callable[[Tensor], Tensor] | None]
+
+
+def _fill(tensor: DTensor, drawn: Drawn, generator: torch.Generator | None) -> DTensor:
+    """Write to a tensor what its elements draw."""
+    distribution, then = drawn
+    spec = tensor._spec.dual
+    key = next_key(spec.mesh, generator)
+    if not spec.takes_part:
+        return tensor
+    local = tensor._local_tensor
+    graded = torch.is_grad_enabled() and local.requires_grad
+    if then is None and not graded and spec is tensor._spec:
+        fill_part(local, key, distribution, spec)
+        return tensor
+    dtype = torch.promote_types(local.dtype, torch.float32) if then else local.dtype
+    values = fill_part(
+        torch.empty(spec.local_shape, dtype=dtype, device=local.device), key, distribution, spec
+    )
+    write(tensor, values if then is None else then(values).to(local.dtype), spec, "a random fill")
+    return tensor
+
+
+def _filler(name: str, draw: Callable[..., Drawn]) -> None:
+    """Register ``Tensor.<name>``, whose arguments are those of ``draw`` after the dtype."""
+    signature = inspect.signature(draw)
+
+    def fill(func: Any, args: Any, kwargs: Any) -> Any:
+        body = body_of(func)
+        if body is not None:  # torch.nn.init's, which calls the tensor's
+            return body(*args, **kwargs)
+        tensor, *others = args
+        generator = kwargs.pop("generator", None)
+        bound = signature.bind(tensor.dtype, *others, **_renamed(kwargs))
+        return _fill(tensor, draw(*bound.args, **bound.kwargs), generator)
+
+    special(name)(fill)
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {{"from": "low", "to": "high"}.get(name, name): v for name, v in kwargs.items()}
+
+
+def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Drawn:
+    return Uniform(float(low), float(high)), None
+
+
+def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Drawn:
+    return Normal(float(mean), float(std)), None
+
+
+def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Drawn:
+    return Normal(float(mean), float(std)), torch.exp
+
+
+def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Drawn:
+    if lambd <= 0:
+        raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
+    return Uniform(), lambda u: torch.log1p(-u) / -lambd
+
+
+def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Drawn:
+    if sigma <= 0:
+        raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
+    return Uniform(), lambda u: torch.tan((u - 0.5) * torch.pi) * sigma + median
+
+
+def _geometric(dtype: torch.dtype, p: float) -> Drawn:
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
+    rate = torch.log1p(torch.tensor(-p, dtype=torch.float64)).item()
+    return Uniform(), lambda u: (torch.log1p(-u) / rate).ceil().clamp(min=1)
+
+
+def _random(dtype: torch.dtype, low: int | None = None, high: int | None = None) -> Drawn:
+    if low is not None and high is None:
+        low, high = 0, low
+    if high is None:
+        high = _most(dtype) + 1
+    return Integers(int(low or 0), int(high)), None
+
+
+def _most(dtype: torch.dtype) -> int:
+    if dtype == torch.bool:
+        return 1
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return torch.iinfo(dtype).max
+
+
+_filler("uniform_", _uniform)
+_filler("normal_", _normal)
+_filler("log_normal_", _log_normal)
+_filler("exponential_", _exponential)
+_filler("cauchy_", _cauchy)
+_filler("geometric_", _geometric)
+_filler("random_", _random)
+
+
+@special("bernoulli_")
+def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor, p = args[0], (args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+    generator = kwargs.get("generator")
+    if isinstance(p, Tensor):
+        return tensor.copy_(_chosen(p, tensor.shape, generator))  # type: ignore[no-any-return]
+    return _fill(tensor, (Bernoulli(float(p)), None), generator)
+
+
+def _chosen(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+    """1 with these probabilities, else 0."""
+    with torch.no_grad():
+        drawn = torch.rand_like(p.expand(shape), generator=generator)
+        return (drawn < p).to(p.dtype)
+
+
+@rule("bernoulli")
+def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Answer:
+    def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
+        if p is None:
+            return _chosen(input, input.shape, generator)
+        return torch.empty_like(input).bernoulli_(p, generator=generator)
+
+    return Composed(run)
+
+
+@rule("normal")
+def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Answer:
+    def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+        with torch.no_grad():
+            like = mean + std  # of the shape and the layout that both broadcast to
+            found: Tensor = mean + std * torch.randn_like(like, generator=generator)
+            return found
+
+    return Composed(run)
+
+
+def _body(func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch.nn.init does, with operators on DTensors."""
+    body = body_of(func)
+    assert body is not None
+    return body(*args, **kwargs)
+
+
+special("kaiming_uniform_", "constant_")(_body)
+
+
+def _alike(name: str) -> None:
+    """Register an operator that draws by itself: on whole tensors, from one state everywhere."""
+    operator = getattr(torch, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
+        whole = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
+        return replicated(draw_alike(mesh, operator, *whole, **kwargs), mesh)
+
+    rule(name)(lambda *args, **kwargs: Composed(run))
+
+
+for _name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
+    _alike(_name)
