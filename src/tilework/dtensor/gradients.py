@@ -20,7 +20,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world
-from tilework.dtensor.redistribution import axes_group, redistribute_local
+from tilework.dtensor.redistribution import axes_group, out_of_terms, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial, Placement
@@ -32,6 +32,7 @@ _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
 _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
+_grad_of = _base.grad.__get__
 
 #: The most that is reduced in one message; it is also what is held besides the gradients.
 _BUCKET_BYTES = 64 << 20
@@ -112,15 +113,20 @@ class _Link(torch.autograd.Function):
                 "a gradient of a gradient through your own autograd.Function on DTensors: write "
                 "the Function on local tensors (to_local, from_local), where torch can do it"
             )
-        found = torch.autograd.Variable._execution_engine.run_backward(
+        # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
+        torch.autograd.Variable._execution_engine.run_backward(
             (ctx.tensor,),
             (wrap(grad, ctx.tensor._spec.dual),),
             True,
             False,
-            tuple(ctx.leaves),
+            (),
             allow_unreachable=True,
-            accumulate_grad=False,
+            accumulate_grad=True,
         )
+        with _WithoutInterception():
+            found = [_grad_of(leaf) for leaf in ctx.leaves]
+            for leaf in ctx.leaves:
+                _base.grad.__set__(leaf, None)
         grads = [
             None if one is None else _lying_as(one, leaf._spec.dual, "the gradient")
             for one, leaf in zip(found, ctx.leaves, strict=True)
@@ -188,8 +194,10 @@ def moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
     source, local = tensor._spec, local_of(tensor)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return redistribute_local(local, source, target)
-    if source.reduce_op not in (None, "sum"):
-        local, source = redistribute_local(local, source, target), target
+    if source.partial_axes:
+        return _alias(
+            redistribute_local(local, source, target), in_terms(target.dual, axes), target.dual
+        )
     found: Tensor = _MovedInTerms.apply(  # type: ignore[no-untyped-call]
         local, source, target, in_terms(target.dual, axes)
     )
@@ -426,23 +434,39 @@ def set_data(tensor: DTensor, value: Tensor) -> None:
         _base.data.__set__(tensor, value)
 
 
-def backward(
-    tensor: DTensor,
-    gradient: Tensor | None,
-    retain_graph: bool | None,
-    create_graph: bool,
-    inputs: Sequence[Tensor] | Tensor | None,
+def autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
 ) -> None:
-    """What ``DTensor.backward`` does."""
-    if not tensor._spec.takes_part:
-        return
-    root, grad = root_of(tensor, gradient)
+    """``torch.autograd.backward`` where some of the tensors are DTensors."""
+    outs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
-        inputs = [plain(one) for one in inputs]
-    torch.autograd.backward(
-        root, grad, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-    )
+        inputs = [plain(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+    pairs = _roots(outs, grad_tensors if grad_variables is None else grad_variables)
+    if pairs:
+        torch.autograd.backward(
+            [root for root, _ in pairs],
+            [grad for _, grad in pairs],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            inputs=inputs,
+        )
+
+
+def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Local tensors that gradients start from, with theirs; none on a rank outside the mesh."""
+    from tilework.dtensor.tensor import DTensor
+
+    given = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
+    return [
+        root_of(out, grad) if isinstance(out, DTensor) else (out, grad)
+        for out, grad in zip(outs, given, strict=True)
+        if not isinstance(out, DTensor) or out._spec.takes_part
+    ]
 
 
 def root_of(tensor: DTensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -457,7 +481,10 @@ def root_of(tensor: DTensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
                 f"a gradient has its tensor's shape, {list(tensor.shape)}, got "
                 f"{list(gradient.shape)}"
             )
-        return local, _lying_as(gradient, spec.dual, "the gradient")
+        grad = _lying_as(gradient, spec.dual, "the gradient")
+        if spec.partial_axes and spec.reduce_op == "sum" and grad.requires_grad:
+            grad = _alias(grad, in_terms(spec.dual, spec.partial_axes), spec.dual)
+        return local, grad
     if tensor.numel() != 1:
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs: this tensor has shape "
@@ -503,13 +530,9 @@ def autograd_grad(
 
     outs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     ins = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
-    roots = [
-        root_of(out, grad) if isinstance(out, DTensor) else (out, grad)
-        for out, grad in zip(outs, given or [None] * len(outs), strict=True)
-    ]
+    roots = _roots(outs, grad_outputs)
     found = torch.autograd.grad(
         [root for root, _ in roots],
         [plain(one) for one in ins],
@@ -520,6 +543,13 @@ def autograd_grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(grad, one._spec.dual) if isinstance(one, DTensor) and grad is not None else grad
+        wrap(_own(grad, one._spec), one._spec.dual)
+        if isinstance(one, DTensor) and grad is not None
+        else grad
         for one, grad in zip(ins, found, strict=True)
     )
+
+
+def _own(grad: Tensor, spec: DTensorSpec) -> Tensor:
+    """The gradient of a tensor, to be differentiated further."""
+    return out_of_terms(grad, spec.dual, spec.partial_axes) if spec.partial_axes else grad

@@ -2,8 +2,8 @@
 
 Such an optimizer does to each element of a parameter what depends on that element's gradient and
 states alone. So its step on the local tensors is its step on the DTensors, without an interception
-for every operator of every parameter. A hook that torch calls before each optimizer's step hands the
-step a *twin*: the same optimizer over the local tensors, with the local tensors of its states.
+for every operator of every parameter. A hook that torch calls before each optimizer's step hands
+the step a *twin*: the same optimizer over the local tensors, with the local tensors of its states.
 """
 
 from __future__ import annotations
@@ -109,11 +109,8 @@ def _take_over(state: dict[str, Any], made: dict[str, Any], param: DTensor, loca
         known = state.get(name)
         if known is value or (known.__class__ is DTensor and known._local_tensor is value):
             continue
-        if (isinstance(value, Tensor) and value.dim() and value.shape == local.shape) or (
-            isinstance(value, Tensor) and local.dim() == 0 and name != "step"
-        ):
-            value = wrap(value, param._spec)
-        state[name] = value
+        per_element = isinstance(value, Tensor) and value.shape == local.shape and name != "step"
+        state[name] = wrap(value, param._spec) if per_element else value
 
 
 register_optimizer_step_pre_hook(_before)

@@ -90,7 +90,10 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @special("backward")
 def _backward(func: Any, args: Any, kwargs: Any) -> None:
-    DTensor.backward(*args, **kwargs)
+    if func is torch.autograd.backward:
+        gradients.autograd_backward(*args, **kwargs)
+    else:
+        DTensor.backward(*args, **kwargs)
 
 
 @special("register_hook")
@@ -123,5 +126,3 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
     tensor, spec = args
     return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
 
-
-assert torch

@@ -6,21 +6,29 @@ docs/algorithms.md says which gradient comes in and which goes out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.comm.contract import Work
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.functional import kinds
 from tilework.comm.functional.running import AT_ONCE_BYTES, run
 from tilework.comm.functional.waiting import AsyncTensor, attached
-from tilework.dtensor.moving import Move, is_first, prepared
+from tilework.dtensor.moving import FREE, Move, is_first, prepared
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.layout import CostModel, Partial, Placement, Replicate
-from tilework.layout.steps import Steps, redistribution_steps
+from tilework.errors import CollectiveMismatchError
+from tilework.layout import (
+    CostModel,
+    Partial,
+    Placement,
+    Replicate,
+    Steps,
+    redistribution_steps,
+)
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
@@ -51,23 +59,23 @@ def redistribute_local(
 
     Raises:
         ValueError: The part is not of the source's shape, or mesh or shape differ.
-        CollectiveMismatchError: Ranks moved different amounts; on every rank.
+        CollectiveMismatchError: Ranks were about to do different things; on every rank. Layouts
+            and dtypes are compared the first time that they are met, amounts each time.
         DistBackendError: As any collective.
     """
     if source is target:
         return local
     if isinstance(local, AsyncTensor):
         local = local.wait()
+    if local.is_meta:
+        return _on_meta(local, target)
     route = _routes(source).get((target, local.dtype))
     if route is None:
         route = _route(local, source, target)
     if not route.moves:
         return local
     if local.shape != source.local_shape:
-        raise ValueError(
-            f"this rank's part of {source} has shape {list(source.local_shape)}, got a tensor of "
-            f"shape {list(local.shape)}"
-        )
+        _check_part(local, source)
     if local.requires_grad and torch.is_grad_enabled():
         call = _Call(route, async_op)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
@@ -76,6 +84,13 @@ def redistribute_local(
         return route.run(local)
     out, work = route.start(local)
     return out if work is None else attached(out, work)
+
+
+def _on_meta(local: Tensor, target: DTensorSpec) -> Tensor:
+    if not target.takes_part:
+        return local
+    out = local.new_empty(target.local_shape)
+    return out + local.sum() if local.requires_grad and torch.is_grad_enabled() else out
 
 
 def plan_redistribution(
@@ -140,8 +155,6 @@ class Route:
 
     def run(self, x: Tensor) -> Tensor:
         """The part afterwards."""
-        if x.is_meta:
-            return x.new_empty(self.target.local_shape)
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         for move in self.moves:
@@ -152,7 +165,7 @@ class Route:
 
     def start(self, x: Tensor) -> tuple[Tensor, Work | None]:
         """The same, of which the last step may still be under way."""
-        if x.nbytes <= AT_ONCE_BYTES or x.is_meta:
+        if x.nbytes <= AT_ONCE_BYTES:
             return self.run(x), None
         if len(self.moves) > 1:
             x = Route(self.source, self.target, self.moves[:-1]).run(x)
@@ -170,21 +183,65 @@ def _routes(source: DTensorSpec) -> dict[tuple[DTensorSpec, torch.dtype], Route]
 
 
 def _route(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Route:
+    """Prepare a route and remember it. Collective over the ranks among which something moves."""
     if source.mesh != target.mesh or source.shape != target.shape:
         raise ValueError(
             f"a redistribution goes from one layout of a tensor on a mesh to another on the same "
             f"mesh, got {source} and {target}"
         )
+    dtype = local.dtype
     moves: list[Move] = []
     if source.takes_part:
-        steps = _steps(source, target, local.dtype).steps
-        ends = [source.with_placements(s.source.placements, s.source.order) for s in steps]
-        ends.append(target)
-        for i, step in enumerate(steps):
-            # A slice that others follow may stay a view.
-            last = i + 1 == len(steps) or steps[-1].kind == "slice"
-            moves.append(prepared(step, ends[i], ends[i + 1], local.dtype, last))
-    return _routes(source).setdefault((target, local.dtype), Route(source, target, moves))
+        found = _steps(source, target, dtype)
+        axes = {axis for step in found.steps if step.kind not in FREE for axis in step.axes}
+        for step in found.steps:  # making groups is collective, preparing is not
+            if step.kind not in FREE:
+                axes_group(source.mesh, step.axes)
+
+        def prepare() -> str:
+            _check_part(local, source)
+            moves.extend(_moves(found, source, target, dtype))
+            return f"{str(dtype).removeprefix('torch.')} {found.route}"
+
+        if axes:
+            _agree(prepare, axes_group(source.mesh, axes))
+        else:
+            prepare()
+    return _routes(source).setdefault((target, dtype), Route(source, target, moves))
+
+
+def _moves(
+    found: Steps, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype
+) -> Iterator[Move]:
+    steps = found.steps
+    ends = [source.with_placements(one.source.placements, one.source.order) for one in steps]
+    for i, step in enumerate(steps):
+        # A slice may stay a view if another step makes a tensor of it.
+        last = all(later.kind == "slice" for later in steps[i + 1 :])
+        yield prepared(step, ends[i], [*ends, target][i + 1], dtype, last)
+
+
+def _agree(prepare: Callable[[], str], group: ProcessGroup) -> None:
+    """That all ranks of a group have prepared the same."""
+    said = agree(prepare, group)
+    odd = [rank for rank, words in zip(group.global_ranks, said, strict=True) if words != said[0]]
+    if odd:
+        each = "\n".join(
+            f"  rank {rank}: {words}" for rank, words in zip(group.global_ranks, said, strict=True)
+        )
+        raise CollectiveMismatchError(
+            f"rank {group.global_ranks[group.rank()]}, group {group.group_name!r}: ranks "
+            f"redistribute different things:\n{each}\nNothing has moved.",
+            ranks=odd,
+        )
+
+
+def _check_part(local: Tensor, source: DTensorSpec) -> None:
+    if local.shape != source.local_shape:
+        raise ValueError(
+            f"this rank's part of {source} has shape {list(source.local_shape)}, got a tensor of "
+            f"shape {list(local.shape)}"
+        )
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -226,17 +283,47 @@ class Adjoint:
 
     def __call__(self, grad: Tensor, x: Tensor | None) -> Tensor:
         """The gradient for ``x``, which is needed if the adjoint is nonlinear."""
+        twice = torch.is_grad_enabled() and grad.requires_grad
+        if twice and self.filled and not self.masked:
+            grad = out_of_terms(grad, self.target, self.filled)
         if self.masked:  # with a place in the graph, as on the other ranks
             grad = grad.masked_fill(grad.new_ones((), dtype=torch.bool), 0)
         grad = redistribute_local(grad, self.target, self.source)
         if self.factor != 1:
             grad = grad * self.factor
-        if x is None:
+        if x is None and not (twice and self.reduced):
             return grad
         group = axes_group(self.source.mesh, self.reduced)
         # Each rank's term gets its own share of one gradient: of that gradient's gradient too.
         total = run(kinds.CopyToGroup, grad, group)
-        return kinds.pull_back(self.op, x, total, group)
+        return total if x is None else kinds.pull_back(self.op, x, total, group)
+
+
+def out_of_terms(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
+    """A term's gradient, the same on all ranks along ``axes``, as that of a replicated tensor.
+
+    All ranks' terms have one gradient. So what depends on it is counted once, on the first rank.
+    """
+    if not (torch.is_grad_enabled() and grad.requires_grad):
+        return grad
+    placements: list[Placement] = list(spec.placements)
+    for axis in axes:
+        placements[axis] = Partial()
+    found: Tensor = _OutOfTerms.apply(  # type: ignore[no-untyped-call]
+        grad, spec, spec.with_placements(placements, spec.order)
+    )
+    return found
+
+
+class _OutOfTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, whole: DTensorSpec, terms: DTensorSpec) -> Tensor:
+        ctx.whole, ctx.terms = whole, terms
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return redistribute_local(grad, ctx.whole, ctx.terms), None, None
 
 
 def _of_gradient(spec: DTensorSpec, own: Sequence[int]) -> DTensorSpec:

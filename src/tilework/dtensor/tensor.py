@@ -54,6 +54,18 @@ class DTensor(TiledTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return DTensor._run(func, args, kwargs or {})
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # C++ comes here below autograd: with what a user's own Function saved, and where its
+        # engine adds gradients up. Elsewhere a gradient would be lost.
+        if func is torch.ops.aten.detach.default:
+            return wrap(args[0]._local_tensor.detach(), args[0]._spec)
+        if torch.is_grad_enabled():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return DTensor._run(func, args, kwargs or {})
+
     # -- what it is --------------------------------------------------------------------------
 
     @property
@@ -219,7 +231,7 @@ class DTensor(TiledTensor):
         Args:
             gradient: Of what with respect to this tensor; None for a single element.
         """
-        gradients.backward(self, gradient, retain_graph, create_graph, inputs)
+        gradients.autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with the gradient, a DTensor, when it is known."""
