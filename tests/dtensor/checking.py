@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor, explaining
+from tilework.dtensor.mixing import digest
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -24,6 +26,10 @@ from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.testing import run_ranks
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
+
+
+#: What can be compared: "values", that values are the "same" on all ranks, or only "shapes".
+Compare = Literal["values", "same", "shapes"]
 
 
 class Layout(NamedTuple):
@@ -204,7 +210,7 @@ def run_on(
     mesh: DeviceMesh,
     layouts: Layouts,
     *,
-    compare_values: bool = True,
+    compare: Compare = "values",
     tensors: Sequence[Tensor] | None = None,
     counting: bool = False,
     rtol: float | None = None,
@@ -212,7 +218,15 @@ def run_on(
 ) -> Seen:
     """Make the call on DTensors on this rank, and compare all that it gives. Collective.
 
-    ``tensors`` are the arguments if they are to be used again.
+    Args:
+        call: The call.
+        mesh: The mesh.
+        layouts: Of its tensors.
+        compare: "values", "same" (random values, which all ranks have alike) or "shapes".
+        tensors: The arguments, if they are to be used again.
+        counting: Whether to count collectives.
+        rtol: As for ``torch.testing.assert_close``.
+        atol: Likewise.
 
     Raises:
         AssertionError: Something differs from the plain call.
@@ -225,7 +239,7 @@ def run_on(
     if counting:
         seen.forward = _collectives()[len(before) :]
     assert structure == expected.structure, f"gives {structure}, plain gives {expected.structure}"
-    close = _Close(compare_values, rtol, atol)
+    close = _Close(compare, rtol, atol)
     for number, (got, want) in enumerate(zip(results, expected.results, strict=True)):
         close(got, want, f"result {number}")
         if isinstance(got, DTensor):
@@ -258,7 +272,10 @@ def _compare_grads(call: Call, tensors: Sequence[Tensor], close: _Close) -> None
     for number, (one, want) in enumerate(zip(tensors, call.expected.grads, strict=True)):
         what = f"gradient of tensor {number}"
         got = one.grad
-        if want is None or got is None:
+        if want is None and got is not None:
+            # Where a gradient passed through a redistribution, none at all has become zeros.
+            assert not got.count_nonzero().item(), f"{what} is {got}, plain gives none"
+        elif want is None or got is None:
             assert got is want, f"{what} is {got}, plain gives {want}"
         elif isinstance(one, DTensor):
             spec = one._spec
@@ -280,13 +297,15 @@ def _terms(spec: DTensorSpec) -> int:
 class _Close:
     """Compares what a call on DTensors gave with what the plain call did."""
 
-    values: bool
+    compare: Compare
     rtol: float | None
     atol: float | None
 
     def __call__(self, got: Any, want: Any, what: str) -> None:
         if not isinstance(want, Tensor):
-            same = type(got) is type(want) and (got == want or got != got or not self.values)
+            same = type(got) is type(want) and (
+                got == want or got != got or self.compare != "values"
+            )
             assert same, f"{what} is {got!r}, plain gives {want!r}"
             return
         assert isinstance(got, Tensor), f"{what} is {got!r}, plain gives a tensor"
@@ -305,7 +324,10 @@ class _Close:
             )
             with torch.no_grad():
                 got = got.full_tensor()
-        if self.values:
+            if self.compare == "same":
+                digests = agree(lambda: digest(got))
+                assert len(set(digests)) == 1, f"{what} differs between ranks"
+        if self.compare == "values":
             torch.testing.assert_close(
                 got.detach(),
                 want.detach(),
@@ -339,7 +361,7 @@ def check_op(
     gathers: bool | None = None,
     plain: bool = False,
     layouts: Callable[[tuple[int, ...]], Sequence[Layouts]] | None = None,
-    values: bool = True,
+    compare: Compare = "values",
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -360,7 +382,7 @@ def check_op(
         gathers: False: that no operator is gathered. True: that some is.
         plain: Whether tensors may also stay plain.
         layouts: The combinations to be tried on a mesh of a shape instead.
-        values: Whether to compare values; False for random operators.
+        compare: As for :func:`run_on`.
         rtol: As for ``torch.testing.assert_close``.
         atol: Likewise.
         seed: Of the choice among combinations, and of gradients.
@@ -384,9 +406,7 @@ def check_op(
             seen = []
             for combination in tried:
                 try:
-                    one = run_on(
-                        call, mesh, combination, compare_values=values, rtol=rtol, atol=atol
-                    )
+                    one = run_on(call, mesh, combination, compare=compare, rtol=rtol, atol=atol)
                     if gathers is not None and call.tensors:
                         assert gathers == bool(one.gathered), f"gathered {one.gathered}"
                 except Exception as error:
