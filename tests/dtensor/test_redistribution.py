@@ -161,18 +161,15 @@ def test_gradients_of_gradients(lengths: Ints, shape: Ints, choices: list[list[P
             (first,) = torch.autograd.grad(
                 loss(value_of(source, terms), weights), terms, create_graph=True
             )
-            # The terms of a sum have one gradient together, those of others have each their own.
-            one = source.reduce_op in (None, "sum", "avg")
-            (expected,) = torch.autograd.grad(
-                loss(first[0] if one else first.sum(0), weights), terms
-            )
+            # What is computed with a term's gradient, each rank does for itself.
+            (expected,) = torch.autograd.grad(loss(first.sum(0), weights), terms)
 
             local = part_of(source, terms.detach()).requires_grad_()
             there = redistribute_local(local, source, target)
             whole = redistribute_local(there, target, target.replicated)
             (grad,) = torch.autograd.grad(loss(whole, weights), local, create_graph=True)
             terms_too = [P if isinstance(p, Partial) else p for p in source.placements]
-            own = source.dual if one else spec_of(mesh, terms_too, shape, source.order)
+            own = spec_of(mesh, terms_too, shape, source.order)
             total = redistribute_local(grad, own, own.replicated)
             (second,) = torch.autograd.grad(loss(total, weights), local)
             equal(second, part_of(source, expected), (source, target))
@@ -190,7 +187,7 @@ DTYPES = [
 def test_every_dtype(dtype: torch.dtype) -> None:
     def program(mesh: DeviceMesh) -> None:
         choices: list[Placement] = [Shard(0), Shard(1), R, P]
-        for source, target in pairs(specs_of(mesh, (3, 4), [choices, choices]), 3):
+        for source, target in pairs(specs_of(mesh, (3, 4), [choices, choices]), 7):
             terms = terms_of(source).abs().to(dtype)
             found = redistribute_local(part_of(source, terms), source, target)
             assert found.dtype == dtype
@@ -353,7 +350,7 @@ def test_ranks_in_another_order_than_the_axes() -> None:
     def program(rank: int) -> None:
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
         choices: list[Placement] = [Shard(0), Shard(1), R, P]
-        for source, target in pairs(specs_of(mesh, (5, 6), [choices, choices])):
+        for source, target in pairs(specs_of(mesh, (5, 6), [choices, choices]), 3):
             terms = terms_of(source)
             found = redistribute_local(part_of(source, terms), source, target)
             whole = redistribute_local(found, target, target.replicated)
@@ -375,13 +372,42 @@ def test_meta_tensors_move_nothing() -> None:
 # -- what is wrong -------------------------------------------------------------------------------
 
 
-def test_a_rank_that_moves_something_else_fails_on_all() -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ((Shard(0), R), (Shard(0), Shard(1))),
+        ((Shard(0), R), (Shard(1), R)),  # the same bytes, in another order
+        ((Shard(0), Shard(1)), (Shard(1), Shard(0))),
+        ((P, R), (Partial("max"), R)),
+        ((P, R), (P, Shard(0))),
+    ],
+)
+def test_a_rank_that_moves_something_else_fails_on_all(
+    ours: tuple[Placement, Placement], theirs: tuple[Placement, Placement]
+) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        source = spec_of(mesh, [Shard(0)], (4, 6))
-        target = source.with_placements([R if rank else Shard(1)])
-        with pytest.raises(CollectiveMismatchError):
-            redistribute_local(torch.ones(2, 6), source, target)
+        source, target = (spec_of(mesh, [one], (4, 4)) for one in (theirs if rank else ours))
+        with pytest.raises(
+            CollectiveMismatchError, match="ranks redistribute different things"
+        ) as e:
+            redistribute_local(torch.ones(source.local_shape), source, target)
+        assert f"rank 1: float32 {plan_redistribution(*told(mesh, theirs)).route}" in str(e.value)
+
+    def told(mesh: DeviceMesh, ends: tuple[Placement, Placement]) -> Any:
+        return spec_of(mesh, ends[:1], (4, 4)), ends[1:]
+
+    run_ranks(2, program)
+
+
+def test_what_is_wrong_on_one_rank_raises_on_all_and_they_go_on() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        source = spec_of(mesh, [Shard(0)], (4, 4))
+        with pytest.raises(ValueError, match=r"has shape \[2, 4\], got a tensor of shape \[3, 4\]"):
+            redistribute_local(torch.ones(2 + rank, 4), source, source.replicated)
+        found = redistribute_local(torch.ones(2, 4), source, source.replicated)
+        assert found.tolist() == torch.ones(4, 4).tolist()
 
     run_ranks(2, program)
 

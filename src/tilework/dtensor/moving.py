@@ -15,12 +15,14 @@ from tilework.comm.transfer.fresh import LARGE_BYTES, fresh
 from tilework.comm.transfer.neutral import neutral_element
 from tilework.comm.transfer.run import run_plan
 from tilework.dtensor.spec import DTensorSpec
-from tilework.layout import Box, Partial, Replicate, Shard, Tiling, mesh_tiling, plan
-from tilework.layout.steps import Step
+from tilework.layout import Box, Partial, Replicate, Shard, Step, Tiling, mesh_tiling, plan
 
 #: Runs a step; the Work is None if it is done. With ``later``, the part given is read after the
 #: return.
 Move = Callable[[Tensor, bool], tuple[Tensor, Work | None]]
+
+#: The steps that communicate nothing.
+FREE = ("slice", "fill")
 
 #: Reductions of which every rank may bring the whole value.
 _KEEPS_VALUE = ("avg", "min", "max", "band", "bor")
@@ -68,7 +70,7 @@ def _slice(source: DTensorSpec, target: DTensorSpec, last: bool) -> Move:
     def move(x: Tensor, later: bool) -> tuple[Tensor, None]:
         x = x[part]
         # As a view it would keep the whole in memory, and writes to it would reach the whole.
-        return (x.clone(memory_format=torch.contiguous_format) if last else x), None
+        return (_copy(x) if last else x), None
 
     return move
 
@@ -80,7 +82,7 @@ def _fill(step: Step, target: DTensorSpec, dtype: torch.dtype) -> Move:
 
     def move(x: Tensor, later: bool) -> tuple[Tensor, None]:
         if neutral is None:
-            return x.clone(memory_format=torch.contiguous_format), None
+            return _copy(x), None
         return torch.full_like(x, neutral, memory_format=torch.contiguous_format), None
 
     return move
@@ -215,7 +217,7 @@ def _all_reduce(ends: _Ends, op: AnyReduceOp) -> Move:
     group, run = ends.group, ends.run
 
     def move(x: Tensor, later: bool) -> tuple[Tensor, Work | None]:
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = _copy(x)
         if not later and run("all_reduce", out, out, op):
             return out, None
         return out, group.allreduce([out], Options(op, asyncOp=later))
@@ -239,7 +241,7 @@ def _reduce_scatter(ends: _Ends, op: AnyReduceOp) -> Move:
 
     def move_parts(x: Tensor, later: bool) -> tuple[Tensor, Work | None]:
         out = ends.empty(x)
-        parts = [part.contiguous() for part in cut(_kept(x, later))]
+        parts = [_copy(part) if later or not part.is_contiguous() else part for part in cut(x)]
         if not later and run("reduce_scatter", parts, out, op):
             return out, None
         return out, group.reduce_scatter([out], [parts], Options(op, asyncOp=later))
@@ -249,7 +251,14 @@ def _reduce_scatter(ends: _Ends, op: AnyReduceOp) -> Move:
 
 def _kept(x: Tensor, later: bool) -> Tensor:
     """What the operation may read; a copy if others may write to it meanwhile."""
-    return x.clone(memory_format=torch.contiguous_format) if later else x
+    return _copy(x) if later else x
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A contiguous copy; a large one where memory was written to before."""
+    if x.nbytes < LARGE_BYTES:
+        return x.clone(memory_format=torch.contiguous_format)
+    return fresh(x.shape, x.dtype, x.device).copy_(x)
 
 
 def _reduces(group: ProcessGroup, op: AnyReduceOp, dtype: torch.dtype, device: str) -> bool:

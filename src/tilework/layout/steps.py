@@ -67,11 +67,15 @@ class Steps:
 
         return Group(self._summary(), *([self._table()] if self.steps else []))
 
+    @property
+    def route(self) -> str:
+        """The shape and both layouts, in words."""
+        return f"{list(self.shape)} from {self._told(self.source)} to {self._told(self.target)}"
+
     def _summary(self) -> str:
-        ends = f"{self._told(self.source)} to {self._told(self.target)}"
         count = {0: "nothing to do", 1: "1 step"}.get(len(self.steps), f"{len(self.steps)} steps")
         return (
-            f"{list(self.shape)} from {ends}: {count}, {self.nbytes:,} bytes per rank, "
+            f"{self.route}: {count}, {self.nbytes:,} bytes per rank, "
             f"predicted {self.seconds * 1e6:,.1f} us"
         )
 
