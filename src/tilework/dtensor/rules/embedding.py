@@ -1,0 +1,221 @@
+"""Tables that are looked up by index: cut along features, or along rows with a masked look-up.
+
+Gradients are dense: ``sparse=True`` changes no value, and is not followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Factor, factors_of
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.rules.own import tied
+
+
+class _Rows:
+    """The rows of a table that this rank has."""
+
+    def __init__(self, choice: Choice, rows: Factor) -> None:
+        self.start, self.count = choice.part(rows)
+        self.total = rows.size
+        self.all = not choice.axes(rows)
+
+    def place(self, row: int | None) -> int | None:
+        """A row's number among these; None if it is elsewhere."""
+        here = row is not None and self.start <= row < self.start + self.count
+        return row - self.start if here and row is not None else None
+
+    def find(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers among these (0 for rows that are elsewhere), and which are here."""
+        if indices.numel() and not 0 <= indices.min() <= indices.max() < self.total:
+            raise IndexError(f"index out of range: the table has {self.total} rows")
+        numbers = indices - self.start
+        here = (numbers >= 0) & (numbers < self.count)
+        return numbers.where(here, 0), here
+
+
+@rule(torch.embedding)
+def _embedding(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Answer:
+    if weight.ndim != 2:
+        return None
+    # How often a row was looked up counts over all indices.
+    rows = Factor(weight.shape[0], "rows", whole=scale_grad_by_freq)
+    features = Factor(weight.shape[1], "features")
+    places = [Factor(size, whole=scale_grad_by_freq) for size in indices.shape]
+
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        mine = _Rows(choice, rows)
+        padding = mine.place(padding_idx)
+        padding = -1 if padding is None else padding
+
+        def look_up(*tensors: Tensor) -> Tensor:
+            table, wanted = tensors[weight.number], tensors[indices.number]
+            if mine.all:
+                return torch.embedding(table, wanted, padding, scale_grad_by_freq)
+            numbers, here = mine.find(wanted)
+            if mine.count == 0:
+                return tied(table.new_zeros(*wanted.shape, table.shape[1]), table)
+            found = torch.embedding(table, numbers, padding)
+            return found.masked_fill(~here.unsqueeze(-1), 0)
+
+        return look_up
+
+    return native(
+        {weight: [rows, features], indices: places},
+        [[*places, features]],
+        linear=[[weight]],
+        run=run,
+    )
+
+
+@rule("embedding_renorm")
+def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Answer:
+    rows = Factor(weight.shape[0], "rows")
+    dims = [rows, Factor(weight.shape[1], whole=True)]
+
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        mine = _Rows(choice, rows)
+
+        def renorm(*tensors: Tensor) -> Tensor:
+            table = tensors[weight.number].detach().clone()
+            numbers, here = mine.find(tensors[indices.number])
+            return torch.embedding_renorm_(table, numbers[here], max_norm, norm_type)
+
+        return renorm
+
+    places = [Factor(size, whole=True) for size in indices.shape]
+    return native({weight: dims, indices: places}, [dims], run=run)
+
+
+# -- bags ------------------------------------------------------------------------------------
+
+
+@rule(F.embedding_bag)
+def _embedding_bag(
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Answer:
+    if max_norm is not None:
+        return Composed(_renormed_bag)
+    known = mode in ("sum", "mean", "max") and (per_sample_weights is None or mode == "sum")
+    flat = input.ndim == 1
+    if not known or weight.ndim != 2 or input.ndim not in (1, 2) or flat != (offsets is not None):
+        return None
+    # Of maxima those of parts of the rows could be combined, but a bag may have none here.
+    rows = Factor(weight.shape[0], "rows", whole=scale_grad_by_freq or mode == "max")
+    features = Factor(weight.shape[1], "features")
+    last = Factor(input.shape[-1], whole=True)
+    places = [last] if flat else [Factor(input.shape[0], "bags", whole=scale_grad_by_freq), last]
+    bags = offsets.shape[0] - include_last_offset if flat else input.shape[0]
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+
+    def run(choice: Choice) -> Callable[..., Tensor]:
+        mine = _Rows(choice, rows)
+
+        def look_up(*tensors: Tensor) -> Tensor:
+            wanted, table = tensors[input.number], tensors[weight.number]
+            starts = None if offsets is None else tensors[offsets.number]
+            factors = None if per_sample_weights is None else tensors[per_sample_weights.number]
+            if table.numel() == 0 or wanted.numel() == 0:
+                shape = bags if flat else wanted.shape[0], table.shape[1]
+                mine.find(wanted)
+                return tied(table.new_zeros(shape), table, factors)
+            if mine.all:
+                return F.embedding_bag(
+                    *(wanted, table, starts, None, 2.0, scale_grad_by_freq, mode, False),
+                    *(factors, include_last_offset, padding_idx),
+                )
+            numbers, here = mine.find(wanted)
+            if padding_idx is not None:
+                here = here & (wanted != padding_idx)
+            factors = _factors(here, factors, table.dtype)
+            if mode == "mean":
+                counted = torch.ones_like(wanted) if padding_idx is None else wanted != padding_idx
+                factors = factors / _counts(counted, starts)
+            return F.embedding_bag(
+                *(numbers, table, starts),
+                mode="sum",
+                per_sample_weights=factors,
+                include_last_offset=include_last_offset,
+            )
+
+        return look_up
+
+    inputs: dict[Arg, Any] = {input: places, weight: [rows, features]}
+    if offsets is not None:
+        inputs[offsets] = [Factor(offsets.shape[0], whole=True)]
+    if per_sample_weights is not None:
+        inputs[per_sample_weights] = places
+    linear = [] if mode == "max" else [[weight]]
+    out = [None if flat else places[0], features]
+    return native(inputs, [out], linear=linear, run=run, shapes=[(bags, weight.shape[1])])
+
+
+def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What each row that is looked up is multiplied by: 0 for those that do not count here."""
+    return here.to(dtype) if factors is None else factors.masked_fill(~here, 0)
+
+
+def _counts(counted: Tensor, starts: Tensor | None) -> Tensor:
+    """For each place, how many of its bag's count; at least 1."""
+    if starts is None:
+        return counted.sum(1, keepdim=True).clamp(min=1)
+    places = torch.arange(len(counted), device=counted.device)
+    bag = torch.searchsorted(starts, places, right=True) - 1
+    sums = torch.zeros(len(starts), dtype=torch.int64, device=counted.device)
+    return sums.index_add(0, bag, counted.to(torch.int64)).clamp(min=1)[bag]
+
+
+def _renormed_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float = math.inf,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.detach(), input, max_norm, norm_type)
+    return F.embedding_bag(input, weight, offsets, None, norm_type, *args, **kwargs)
+
+
+# -- classes ---------------------------------------------------------------------------------
+
+
+@rule("one_hot")
+def _one_hot(tensor: Any, num_classes: int = -1) -> Answer:
+    if num_classes < 0:
+        return Composed(_one_hot_of_all)
+    factors = factors_of(tensor.shape)
+    shape = (*tensor.shape, num_classes)
+    return native({tensor: factors}, [[*factors, None]], shapes=[shape])
+
+
+def _one_hot_of_all(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if tensor.numel() == 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    return F.one_hot(tensor, int(tensor.max().item()) + 1)
