@@ -18,7 +18,8 @@ from tilework.dtensor import explaining, gradients
 from tilework.dtensor.choice import Choice, choose
 from tilework.dtensor.foreach import foreach
 from tilework.dtensor.mixing import check_same
-from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
+from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical, draws
+from tilework.dtensor.random import draw_alike
 from tilework.dtensor.redistribution import redistribute_local
 from tilework.dtensor.registry import RULES, Answer, Arg, Composed, Native, Placed, Rule
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
@@ -59,7 +60,7 @@ def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
         if name.endswith((".__get__", ".__set__")):
             return _of_local
         rule = RULES.get(name)
-    body = None if in_place else body_of(func)
+    body = None if in_place or draws(name) else body_of(func)
     # With inplace= it calls one of two operators, of which each has a rule.
     if body is not None and (rule is None or "inplace" in body.__code__.co_varnames):  # type: ignore[attr-defined]
         return lambda func, args, kwargs: body(*args, **kwargs)
@@ -101,6 +102,7 @@ class Operator:
     def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
         self.name, self.in_place, self.rule = name, in_place, rule
         self._values_matter = rule is None or rule.values_matter
+        self._draws = draws(name)
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs and kwargs.get("out") is not None:
@@ -159,10 +161,12 @@ class Operator:
                 result = decision.run(*locals_)
             else:
                 parts = iter(locals_)
-                result = func(
-                    *_replaced(args, parts),
-                    **{name: _replaced_one(arg, parts) for name, arg in kwargs.items()},
-                )
+                told = _replaced(args, parts)
+                named = {name: _replaced_one(arg, parts) for name, arg in kwargs.items()}
+                if self._draws and decision.outputs is None:
+                    result = draw_alike(mesh, func, *told, **named)
+                else:
+                    result = func(*told, **named)
             if decision.outputs is None:
                 self._write_back(decision, leaves, locals_, versions)
         if self.in_place:
@@ -300,7 +304,8 @@ class Operator:
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in every
         ]
         rewrite = self.in_place and ways[0] is not None
-        return Decision(ways, None, still=not any(ways), rewrite=rewrite, shown=shown)
+        still = not (any(ways) or self._draws)
+        return Decision(ways, None, still=still, rewrite=rewrite, shown=shown)
 
     # -- results -----------------------------------------------------------------------------
 
@@ -315,7 +320,9 @@ class Operator:
         now = _versions(locals_)
         for number in range(1 if self.in_place else 0, len(leaves)):
             way, leaf = decision.ways[number], leaves[number]
-            if way is not None and now[number] != versions[number]:
+            # Running statistics are written to without being counted as written to.
+            quietly = "batch_norm" in self.name and not leaf.requires_grad
+            if way is not None and (quietly or now[number] != versions[number]):
                 assert isinstance(leaf, DTensor)
                 write(leaf, locals_[number], way[0], self.name)
 
@@ -349,7 +356,8 @@ class Operator:
             return out
         for one, value in zip(out, result, strict=True):
             into(one, value, self.name)
-        return _rebuilt(result, iter(out))
+        kind = getattr(torch.return_types, f"{type(result).__name__}_out", type(out))
+        return kind(out)
 
     def _outside(self, decision: Decision, args: Args, mesh: DeviceMesh) -> Any:
         """What a rank outside the mesh gets: nothing, in the right shape."""

@@ -106,6 +106,30 @@ def canonical(func: Any) -> tuple[str, bool]:
     return _ALIASES.get(name, name), in_place
 
 
+#: Of these operators torch does not say that they draw random numbers, or only of what they call.
+_DRAWING = {
+    *("rrelu", "feature_dropout", "feature_alpha_dropout", "svd_lowrank", "pca_lowrank"),
+    *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
+    *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+}
+
+
+@cache
+def draws(name: str) -> bool:
+    """Whether the operator of this canonical name draws random numbers.
+
+    Example:
+        >>> draws("bernoulli"), draws("add")
+        (True, False)
+    """
+    if name in _DRAWING:
+        return True
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(seeded in getattr(packet, overload).tags for overload in overloads)
+
+
 def special(*names: str) -> Callable[[Handler], Handler]:
     """Register the decorated function as the handler of what has these canonical names."""
 
