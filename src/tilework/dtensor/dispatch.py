@@ -60,7 +60,7 @@ def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
         if name.endswith((".__get__", ".__set__")):
             return _of_local
         rule = RULES.get(name)
-    body = None if in_place or draws(name) else body_of(func)
+    body = None if in_place else body_of(func)
     # With inplace= it calls one of two operators, of which each has a rule.
     if body is not None and (rule is None or "inplace" in body.__code__.co_varnames):  # type: ignore[attr-defined]
         return lambda func, args, kwargs: body(*args, **kwargs)

@@ -106,12 +106,14 @@ def canonical(func: Any) -> tuple[str, bool]:
     return _ALIASES.get(name, name), in_place
 
 
-#: Of these operators torch does not say that they draw random numbers, or only of what they call.
-_DRAWING = {
-    *("rrelu", "feature_dropout", "feature_alpha_dropout", "svd_lowrank", "pca_lowrank"),
+#: Functions in Python that draw random numbers as plain tensors, which ranks have to do alike.
+_DRAWING_IN_PYTHON = {
+    *("svd_lowrank", "pca_lowrank"),
     *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
     *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
 }
+#: And operators of which torch does not say that they do.
+_DRAWING = {"rrelu", "feature_dropout", "feature_alpha_dropout", *_DRAWING_IN_PYTHON}
 
 
 @cache
@@ -184,7 +186,7 @@ def body_of(func: Any) -> Callable[..., Any] | None:
     So it is computed by the operators that it calls, which DTensors then meet. None for what is
     not such a function.
     """
-    if not isinstance(func, types.FunctionType):
+    if not isinstance(func, types.FunctionType) or func.__name__ in _DRAWING_IN_PYTHON:
         return None
     if not set(_QUESTIONS) & set(func.__code__.co_names):
         return None
