@@ -52,7 +52,8 @@ def test_the_whole_is_found_from_the_parts() -> None:
     """Where no shape is given; where one is, nothing is asked of others."""
 
     def program(rank: int) -> None:
-        meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
+        shapes: list[tuple[int, ...]] = [(4,), (2, 2)]
+        meshes = {shape: init_device_mesh("cpu", shape) for shape in shapes}
         for shape, size, placements, order in LAYOUTS:
             mesh, whole = meshes[shape], torch.randn(*size)
             there = distribute_tensor(whole, mesh, placements, order=order)
@@ -160,7 +161,8 @@ def test_gradients_come_back_to_the_parts() -> None:
             found = DTensor.from_local(part, mesh, [placement])
             assert found.requires_grad
             assert not found.is_leaf
-            found.mul(2).sum().backward()
+            torch.autograd.backward(found.mul(2).sum())
+            assert part.grad is not None
             assert torch.equal(part.grad, torch.full((2, 3), 2.0)), placement
 
     run_ranks(2, program)

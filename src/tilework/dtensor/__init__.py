@@ -3,6 +3,7 @@
 from tilework.dtensor import dispatch, optimizing, questions, rules
 from tilework.dtensor.api import distribute_tensor
 from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
+from tilework.dtensor.module import distribute_module
 from tilework.dtensor.random import manual_seed
 from tilework.dtensor.registry import register_rule
 from tilework.dtensor.tensor import DTensor
@@ -16,6 +17,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "full",
