@@ -280,6 +280,39 @@ def test_the_collectives_that_everyone_knows(
     assert everywhere((2, 2), program) == [expected] * 4
 
 
+KIND_OF = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all": "all_to_all",
+}
+
+
+def test_what_is_printed_is_what_is_run() -> None:
+    def program(mesh: DeviceMesh) -> None:
+        choices: list[Placement] = [Shard(0), Shard(1), R, P]
+        for source, target in pairs(specs_of(mesh, (5, 6), [choices, choices]), 5):
+            steps = plan_redistribution(source, target.placements, target.order).steps
+            planned = [step.kind for step in steps if step.kind not in ("slice", "fill")]
+            if "plan" not in planned:
+                found = counted(mesh, source, target)
+                assert sorted(KIND_OF[name] for name in found) == sorted(planned)
+
+    everywhere((2, 2), program)
+
+
+def test_to_another_mesh_is_refused() -> None:
+    def program(mesh: DeviceMesh) -> None:
+        other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+        source, target = (spec_of(one, [R], (4,)) for one in (mesh, other))
+        with pytest.raises(ValueError, match="on a mesh to another on the same mesh"):
+            redistribute_local(torch.ones(4), source, target)
+
+    everywhere((2,), program)
+
+
 def test_what_does_nothing_returns_the_tensor_itself() -> None:
     def program(mesh: DeviceMesh) -> None:
         source = spec_of(mesh, [Shard(0), P], (4, 4))

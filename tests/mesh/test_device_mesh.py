@@ -55,6 +55,20 @@ def test_axes_in_any_order_and_parts_of_parts() -> None:
     run_ranks(4, program)
 
 
+def test_axes_have_a_group_together() -> None:
+    def program(rank: int) -> tuple[float, ...]:
+        mesh = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=("a", "b", "c", "d"))
+        both = mesh.axes_group((3, 0))
+        assert both is mesh.axes_group([0, 1, 3]) is mesh["d", "a"].axes_group((0, 1))
+        assert mesh.axes_group((0, 1)) is mesh.get_group("a")
+        assert mesh.axes_group(range(4)) is dist.get_default_group()
+        assert mesh.axes_group((1,)).size() == 1
+        return total(both), total(mesh["c", "d"].axes_group((0, 1)))
+
+    ad, cd = [10.0, 18.0], [6.0, 22.0]
+    assert run_ranks(8, program) == [(ad[r // 2 % 2], cd[r // 4]) for r in range(8)]
+
+
 def test_flattened_axes_have_a_group_and_a_name() -> None:
     def program(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))

@@ -1,6 +1,6 @@
 """From one layout to another: this rank's part of a tensor, and the gradient on its way back.
 
-docs/algorithms.md says which gradient comes in and which goes out.
+docs/algorithms/redistribution.md says which gradient comes in and which goes out.
 """
 
 from __future__ import annotations

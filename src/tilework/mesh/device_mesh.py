@@ -173,11 +173,15 @@ class DeviceMesh:
         The first time, over more than one axis, it is collective over these ranks and blocks, as a
         group is made. It is remembered, and found again by the mesh's parts.
 
+        Args:
+            axes: Numbers of one or more axes.
+
         Raises:
             RuntimeError: This rank is not in the mesh.
         """
         self._here()
-        long = tuple(sorted({axis for axis in axes if self.shape[axis] > 1})) or (0,)
+        given = sorted(set(axes))
+        long = [axis for axis in given if self.shape[axis] > 1] or given[:1]
         if len(long) == 1:
             return self._groups[long[0]]
         ranks = tuple(sorted(self.spec.through(long, get_rank()).ranks))

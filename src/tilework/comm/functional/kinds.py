@@ -115,7 +115,10 @@ _NONLINEAR = frozenset({"min", "max", "product"})
 
 
 def pull_back(op: str, x: Tensor | None, total: Tensor, group: Named) -> Tensor:
-    """The gradient of this rank's ``x``; ``total`` is the result's, summed over its uses."""
+    """The gradient of this rank's ``x``; ``total`` is the result's, summed over its uses.
+
+    Collective for the reductions that need ``x`` (min, max, product).
+    """
     factor = factor_of(op)
     if factor is not None:
         return total * factor
