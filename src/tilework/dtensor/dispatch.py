@@ -202,6 +202,8 @@ class Operator:
             found = [self._read(one, key, leaves) for item in arg.items() for one in item]
             key.append(_END)
             return all(found)
+        if kind is slice:  # slices have no hash
+            arg = arg.start, arg.stop, arg.step
         key.append(arg)
         return True
 
@@ -278,10 +280,9 @@ class Operator:
         if shapes is None and shown is not None:
             shapes = [tuple(one.shape) for one in tensors_in(shown)]
             if len(shapes) != len(answer.map.outputs):
-                raise AssertionError(
-                    f"the rule of {self.name} has {len(answer.map.outputs)} results, torch gives "
-                    f"{len(shapes)}"
-                )
+                return None
+        if [len(term) for term in answer.map.inputs] != [arg.ndim for arg in every]:
+            return None  # a tensor where the rule takes a number
         specs = [arg.spec for arg in every]
         sizes = [arg.dtype.itemsize for arg in every]
         fixed = (0,) if self.in_place else ()

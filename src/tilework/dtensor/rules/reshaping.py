@@ -1,0 +1,352 @@
+"""Operators that split, merge and reorder dims: view, reshape, flatten, squeeze, permute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.spec import Ints
+
+
+def sizes_of(given: Sequence[Any]) -> Ints:
+    """Sizes that were given one by one, or as one sequence."""
+    if len(given) == 1 and isinstance(given[0], (list, tuple)):
+        given = given[0]
+    return tuple(map(int, given))
+
+
+def inferred(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
+    """Sizes with what -1 stands for; None if they do not fit the shape."""
+    rest = math.prod(size for size in sizes if size != -1)
+    total = math.prod(shape)
+    if sizes.count(-1) == 1 and rest != 0 and total % rest == 0:
+        return tuple(total // rest if size == -1 else size for size in sizes)
+    return tuple(sizes) if total == math.prod(sizes) and -1 not in sizes else None
+
+
+# -- the factors that two shapes have in common ----------------------------------------------
+
+
+def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+    """What the dims of two shapes of one tensor run over, when elements keep their order.
+
+    Dims are split and merged from the outermost on, as far as sizes have factors in common. What
+    has none has to be whole.
+
+    Example:
+        >>> regrouped((6, 4, 5), (3, 8, 5))
+        ([(d0=3, d1=2), (d2=4,), (d3=5,)], [(d0=3,), (d1=2, d2=4), (d3=5,)])
+        >>> regrouped((4, 3), (6, 2))
+        ([(d0=2, rest=2!), (rest=3!,)], [(d0=2, rest=3!), (rest=2!,)])
+    """
+    if 0 in old:
+        return _without_elements(old, new)
+    befores, afters = _Side(old), _Side(new)
+    count = 0
+    while befores.go_on(afters):
+        common = math.gcd(befores.rest, afters.rest)
+        if common == 1 and befores.rest != afters.rest:
+            _take_whole(befores, afters)
+            continue
+        factor = Factor(common, f"d{count}", reduce_op=None)
+        count += 1
+        befores.take(factor)
+        afters.take(factor)
+    return befores.dims, afters.dims
+
+
+class _Side:
+    """The dims of one shape, as far as their factors are known."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.dims: list[Dim] = []
+        #: What is left of the dim at hand; 0 if there is none.
+        self.rest = 0
+        self._next()
+
+    def _next(self) -> None:
+        at = len(self.dims)
+        self.rest = self.sizes[at] if at < len(self.sizes) else 0
+        if self.rest:
+            self.dims.append(())
+
+    def take(self, factor: Factor) -> None:
+        """Let the dim at hand run over a factor too."""
+        self.dims[-1] = (*self.dims[-1], factor)
+        self.rest //= factor.size
+        if self.rest == 1:
+            self._next()
+
+    def go_on(self, other: _Side) -> bool:
+        """Whether dims are left on both sides, when those of size 1 on one alone are passed."""
+        for one, its in ((self, other), (other, self)):
+            while one.rest == 1 and its.rest != 1:
+                one._next()
+        return self.rest != 0
+
+
+def _take_whole(befores: _Side, afters: _Side) -> None:
+    """Pass the dims up to where both sides have as many elements again."""
+    had, gets = _whole(befores), _whole(afters)
+    while had != gets:
+        if had < gets:
+            had *= _whole(befores)
+        else:
+            gets *= _whole(afters)
+
+
+def _whole(side: _Side) -> int:
+    """Pass what is left of a dim; how much it was."""
+    size = side.rest
+    side.take(Factor(size, "rest", whole=True))
+    return size
+
+
+def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+    """The same for tensors without elements: dims in common are the first ones."""
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    factors: list[Dim] = [
+        (Factor(size, f"d{i}", reduce_op=None),) for i, size in enumerate(old[:same])
+    ]
+    return (
+        factors + [(Factor(size, "rest", whole=True),) for size in old[same:]],
+        factors + [(Factor(size, "rest", whole=True),) for size in new[same:]],
+    )
+
+
+def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> Answer:
+    """A tensor with other dims and the same elements in the same order.
+
+    Args:
+        input: The tensor.
+        sizes: The new ones, one of them may be -1.
+        copies: Whether to copy where dims cannot be merged in memory, or raise as ``view`` does.
+    """
+    shape = inferred(input.shape, sizes)
+    if shape is None:
+        return None
+    befores, afters = regrouped(input.shape, shape)
+
+    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+        local = tuple(map(choice.local_size, afters))
+        # What was moved is a copy, so there is no memory to share.
+        if copies or choice.inputs[0] != input.spec:
+            return lambda x: x.reshape(local)
+        return lambda x: x.view(local)
+
+    return native({input: befores}, [afters], moves=True, run=make, shapes=[shape])
+
+
+# -- rules -----------------------------------------------------------------------------------
+
+
+@rule("reshape")
+def _reshape(input: Arg, *shape: Any, **named: Any) -> Answer:
+    return reshaped(input, sizes_of(shape or tuple(named.values())))
+
+
+@rule("view", "_unsafe_view")
+def _view(input: Arg, *shape: Any, **named: Any) -> Answer:
+    given = shape or tuple(named.values())
+    if isinstance(given[0], torch.dtype):
+        return _as_dtype(input, given[0])
+    return reshaped(input, sizes_of(given), copies=False)
+
+
+def _as_dtype(input: Arg, dtype: torch.dtype) -> Answer:
+    """The same bytes as another dtype: elements of the last dim are split or merged."""
+    old, new = input.dtype.itemsize, dtype.itemsize
+    if not input.ndim or (new > old and input.shape[-1] % (new // old)):
+        return None
+    smaller, larger = max(old // new, 1), max(new // old, 1)
+    dims: list[Dim] = [(Factor(size),) for size in input.shape[:-1]]
+    last = Factor(input.shape[-1] // larger)
+    before: Dim = (last,) if larger == 1 else (last, Factor(larger, whole=True))
+    after: Dim = (last,) if smaller == 1 else (last, Factor(smaller, whole=True))
+    return native({input: [*dims, before]}, [[*dims, after]])
+
+
+def _like_other(method: str) -> Callable[..., Answer]:
+    def answer(input: Arg, other: Arg) -> Answer:
+        return Composed(lambda input, other: getattr(input, method)(tuple(other.shape)))
+
+    return answer
+
+
+rule("view_as")(_like_other("view"))
+rule("reshape_as")(_like_other("reshape"))
+rule("expand_as")(_like_other("expand"))
+
+
+@rule("flatten")
+def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Answer:
+    if not isinstance(start_dim, int) or not isinstance(end_dim, int):
+        return None  # names
+    if not input.ndim:
+        return reshaped(input, (1,))
+    start, end = start_dim % input.ndim, end_dim % input.ndim
+    if start > end:
+        return None
+    return reshaped(
+        input,
+        (
+            *input.shape[:start],
+            math.prod(input.shape[start : end + 1]),
+            *input.shape[end + 1 :],
+        ),
+    )
+
+
+@rule("ravel")
+def _ravel(input: Arg) -> Answer:
+    return reshaped(input, (math.prod(input.shape),))
+
+
+@rule("unflatten")
+def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> Answer:
+    if not isinstance(dim, int):
+        return None  # names
+    dim %= input.ndim
+    parts = inferred(input.shape[dim : dim + 1], sizes_of((sizes,)))
+    if parts is None:
+        return None
+    return reshaped(input, (*input.shape[:dim], *parts, *input.shape[dim + 1 :]), copies=False)
+
+
+@rule("squeeze")
+def _squeeze(input: Arg, dim: Any = None) -> Answer:
+    if dim is None:
+        chosen = set(range(input.ndim))
+    else:
+        chosen = {one % max(input.ndim, 1) for one in (dim if isinstance(dim, Sequence) else [dim])}
+    gone = tuple(i for i in sorted(chosen) if i < input.ndim and input.shape[i] == 1)
+    factors = [Factor(size, reduce_op=None) for size in input.shape]
+    kept = [factor for i, factor in enumerate(factors) if i not in gone]
+    # This rank's part may have further dims of size 1.
+    return native(
+        {input: factors}, [kept], moves=True, run=lambda _: lambda x: torch.squeeze(x, gone)
+    )
+
+
+@rule("unsqueeze")
+def _unsqueeze(input: Arg, dim: int) -> Answer:
+    dim %= input.ndim + 1
+    factors: list[Factor | None] = [Factor(size) for size in input.shape]
+    return native({input: factors}, [[*factors[:dim], None, *factors[dim:]]], moves=True)
+
+
+@rule("expand", "broadcast_to")
+def _expand(input: Arg, *size: Any, **named: Any) -> Answer:
+    named.pop("implicit", None)
+    sizes = sizes_of(size or tuple(named.values()))
+    more = len(sizes) - input.ndim
+    if more < 0:
+        return None
+    dims: list[Factor | None] = []
+    out: list[Factor | None] = [Factor(one) for one in sizes[:more]]
+    for old, new in zip(input.shape, sizes[more:], strict=True):
+        same = new in (-1, old)
+        out.append(Factor(old if same else new, reduce_op=None))
+        dims.append(out[-1] if same else None)
+    kept = [factor in dims for factor in out]
+
+    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+        local = [-1 if keep else int(size) for keep, size in zip(kept, sizes, strict=True)]
+        return lambda x: x.expand(local)
+
+    return native({input: dims}, [out], moves=True, run=make)
+
+
+# -- permutations ----------------------------------------------------------------------------
+
+#: Larger than what strides of a probe are added to, so that no two are alike.
+_APART = 1 << 20
+
+
+def _permuted(name: str) -> Callable[..., Answer]:
+    """The rule of an operator that only reorders dims, found by doing it to a probe."""
+    operator = getattr(torch.Tensor, name)
+
+    def answer(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+        strides = [_APART + i for i in range(input.ndim)]
+        probe = torch.empty_strided([2] * input.ndim, strides, device="meta")
+        try:
+            order = [stride - _APART for stride in operator(probe, *args, **kwargs).stride()]
+        except (RuntimeError, IndexError):  # told as torch does when it is run
+            return None
+        factors = [Factor(size) for size in input.shape]
+        return native({input: factors}, [[factors[i] for i in order]], moves=True)
+
+    return answer
+
+
+for _name in ("permute", "transpose", "t", "movedim", "adjoint"):
+    rule(_name)(_permuted(_name))
+
+
+# -- what is made of these -------------------------------------------------------------------
+
+
+def _each(body: Callable[[Tensor], Tensor]) -> Callable[..., Answer]:
+    """The rule of an operator that takes tensors one by one, in a sequence, or just one."""
+
+    def compute(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+            return body(tensors[0])
+        if len(tensors) == 1:
+            tensors = tuple(tensors[0])
+        return tuple([body(one) for one in tensors])
+
+    return lambda *tensors: Composed(compute)
+
+
+def atleast_1d(x: Tensor) -> Tensor:
+    """With a dim, if it has none."""
+    return x.reshape(1) if x.dim() == 0 else x
+
+
+def atleast_2d(x: Tensor) -> Tensor:
+    """With two dims or more."""
+    return x.reshape(1, 1) if x.dim() == 0 else x.unsqueeze(0) if x.dim() == 1 else x
+
+
+def atleast_3d(x: Tensor) -> Tensor:
+    """With three dims or more."""
+    if x.dim() == 0:
+        return x.reshape(1, 1, 1)
+    if x.dim() == 1:
+        return x.unsqueeze(0).unsqueeze(-1)
+    return x.unsqueeze(-1) if x.dim() == 2 else x
+
+
+rule("atleast_1d")(_each(atleast_1d))
+rule("atleast_2d")(_each(atleast_2d))
+rule("atleast_3d")(_each(atleast_3d))
+
+
+@rule("rot90")
+def _rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> Answer:
+    def compute(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+        a, b = dims
+        match k % 4:
+            case 1:
+                return input.flip(b).transpose(a, b)
+            case 2:
+                return input.flip(a, b)
+            case 3:
+                return input.flip(a).transpose(a, b)
+        return input.clone()
+
+    if len(set(dims)) != 2:
+        return None
+    return Composed(compute)
