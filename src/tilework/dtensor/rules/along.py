@@ -1,0 +1,172 @@
+"""Sorting, selecting, accumulating: a row along the dim is needed whole, other dims stay cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilework.dtensor.factors import Dim, Factor
+from tilework.dtensor.registry import Answer, Arg, native, rule
+from tilework.dtensor.rules.reducing import dims_of, left_of, reduced, reduction
+
+
+def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> Answer:
+    """Rows along ``dim`` become others, of whatever length."""
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    factors: list[Factor | Dim | None] = [
+        None if at in dims else Factor(size, f"d{at}") for at, size in enumerate(input.shape)
+    ]
+    return native({input: factors}, [factors] * results, linear=[[input]] if linear else [])
+
+
+@rule("cumsum")
+def _cumsum(input: Arg, dim: int, dtype: Any = None) -> Answer:
+    return _kept(input, dim, 1, linear=True)
+
+
+@rule("cumprod", "logcumsumexp")
+def _cumulative(input: Arg, dim: int, dtype: Any = None) -> Answer:
+    return _kept(input, dim, 1)
+
+
+@rule("cummax", "cummin")
+def _cummax(input: Arg, dim: int) -> Answer:
+    return _kept(input, dim, 2)
+
+
+@rule("sort")
+def _sort(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    # The forms are (dim, descending) and (*, stable, dim, descending).
+    dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
+    return _kept(input, dim, 2)
+
+
+@rule("argsort")
+def _argsort(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
+    return _kept(input, dim, 1)
+
+
+@rule("msort")
+def _msort(input: Arg) -> Answer:
+    return _kept(input, 0, 1)
+
+
+@rule("topk")
+def _topk(input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Answer:
+    return _kept(input, dim, 2)
+
+
+@reduction("kthvalue")
+def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Answer:
+    return _selected(input, dim, keepdim)
+
+
+@reduction("mode")
+def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> Answer:
+    return _selected(input, dim, keepdim)
+
+
+@reduction("median", "nanmedian")
+def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> Answer:
+    return None if dim is None else _selected(input, dim, keepdim)
+
+
+def _selected(input: Arg, dim: int, keepdim: bool) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, None, results=2)
+
+
+@reduction("quantile", "nanquantile")
+def _quantile(
+    input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = ""
+) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or dim is None:
+        return None
+    factors = [Factor(size, f"d{at}", whole=at in dims) for at, size in enumerate(input.shape)]
+    left = left_of(factors, dims, keepdim)
+    if not isinstance(q, Arg):
+        return native({input: factors}, [left])
+    levels: list[Factor | Dim | None] = [None] * q.ndim
+    return native({input: factors, q: levels}, [[*levels, *left]])
+
+
+@rule("diff")
+def _diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    given = [one for one in (input, prepend, append) if isinstance(one, Arg)]
+    factors: list[Factor | Dim | None] = [
+        None if at in dims else Factor(size, f"d{at}") for at, size in enumerate(input.shape)
+    ]
+    if any(one.ndim != input.ndim for one in given):
+        return None
+    return native(dict.fromkeys(given, factors), [factors], linear=[given])
+
+
+@rule("trapezoid", "trapz")
+def _trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Answer:
+    return _integrated(y, x, dim, keeps=False)
+
+
+@rule("cumulative_trapezoid")
+def _cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Answer:
+    return _integrated(y, x, dim, keeps=True)
+
+
+def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> Answer:
+    dims = dims_of(y.ndim, dim)
+    if dims is None:
+        return None
+    factors = [Factor(size, f"d{at}", whole=at in dims) for at, size in enumerate(y.shape)]
+    left = left_of(factors, dims, False)
+    out = [None if at in dims else one for at, one in enumerate(factors)] if keeps else left
+    if not isinstance(x, Arg):
+        return native({y: factors}, [out], linear=[[y]])
+    if x.shape == y.shape:
+        return native({y: factors, x: factors}, [out], linear=[[y]])
+    if x.ndim == 1:
+        return native({y: factors, x: [None]}, [out], linear=[[y]])
+    return None
+
+
+@rule("searchsorted")
+def _searchsorted(
+    sorted_sequence: Arg,
+    input: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: Any = None,
+    sorter: Any = None,
+) -> Answer:
+    # Sequences in a row for each row of values, or one for all.
+    rows: list[Factor | Dim | None] = [
+        Factor(size, f"d{at}") for at, size in enumerate(sorted_sequence.shape[:-1])
+    ]
+    given = {sorted_sequence: [*rows, None]}
+    if isinstance(sorter, Arg):
+        given[sorter] = [*rows, None]
+    if not isinstance(input, Arg):
+        return native(given, [[]])
+    if rows and input.ndim != sorted_sequence.ndim:
+        return None
+    last = [Factor(input.shape[-1], "value")] if input.ndim else []
+    dims = (
+        [*rows, *last] if rows else [Factor(size, f"v{at}") for at, size in enumerate(input.shape)]
+    )
+    given[input] = dims
+    return native(given, [dims])
+
+
+@rule("bucketize")
+def _bucketize(
+    input: Any, boundaries: Arg, *, out_int32: bool = False, right: bool = False
+) -> Answer:
+    if not isinstance(input, Arg):
+        return native({boundaries: [None]}, [[]])
+    dims = [Factor(size, f"d{at}") for at, size in enumerate(input.shape)]
+    return native({input: dims, boundaries: [None]}, [dims])

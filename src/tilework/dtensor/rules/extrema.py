@@ -1,0 +1,253 @@
+"""The greatest and the least, where they are, and gradients that go to them as in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor import gradients
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Factor
+from tilework.dtensor.registry import Answer, Arg, Composed, native
+from tilework.dtensor.rules.elementwise import pointwise
+from tilework.dtensor.rules.reducing import (
+    any_cut,
+    dims_of,
+    left_of,
+    operator,
+    reduced,
+    reduction,
+    settled,
+)
+from tilework.dtensor.spec import Ints
+from tilework.dtensor.tensor import DTensor, wrap
+
+# -- operators of parts ------------------------------------------------------------------------
+
+
+def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> Answer:
+    def make(choice: Choice, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+        fold: Callable[..., Tensor] = getattr(torch, name)
+        if all(choice.part(factors[dim])[1] for dim in dims):
+            return lambda part: fold(part, dims, keepdim)
+        # A part without elements has no extreme, but must not decide.
+        worst = _bound(input.dtype, least=name == "amax")
+        shape = [
+            1 if dim in dims else choice.part(factor)[1]
+            for dim, factor in enumerate(factors)
+            if keepdim or dim not in dims
+        ]
+        return lambda part: part.new_full(shape, worst)
+
+    return reduced(input, dims, keepdim, name.removeprefix("a"), run=make)
+
+
+@operator(_extreme_rule)
+def extreme(input: Tensor, name: str, dims: Ints, keepdim: bool) -> Tensor:
+    """``amax`` or ``amin`` whose gradient nobody asks for: of cut dims each rank gives a term."""
+    return getattr(torch, name)(input, dims, keepdim)  # type: ignore[no-any-return]
+
+
+def _bound(dtype: torch.dtype, *, least: bool) -> Any:
+    if dtype is torch.bool:
+        return not least
+    if dtype.is_floating_point:
+        return float("-inf" if least else "inf")
+    info = torch.iinfo(dtype)
+    return info.min if least else info.max
+
+
+def _first_rule(input: Arg, best: Arg, dim: int) -> Answer:
+    factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
+    kept = left_of(factors, (dim,), True)
+
+    def make(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+        offset, size = choice.part(factors[dim])
+        none = input.shape[dim]
+
+        def run(part: Tensor, best: Tensor) -> Tensor:
+            if size == 0:
+                return torch.full(best.shape, none)
+            hit, at = _same(part, best).max(dim, keepdim=True)
+            return torch.where(hit, at + offset, none)
+
+        return run
+
+    return native({input: factors, best: kept}, [kept], run=make)
+
+
+@operator(_first_rule)
+def _first(input: Tensor, best: Tensor, dim: int) -> Tensor:
+    """Where ``best`` first is along a dim, which is left with a size of one."""
+    return _same(input, best).max(dim, keepdim=True)[1]
+
+
+def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> Answer:
+    factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
+
+    def make(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+        parts = [choice.part(factor) for factor in factors]
+
+        def run(part: Tensor, best: Tensor) -> Tensor:
+            hits = _same(part, best).reshape(-1)
+            found = torch.tensor(_NOWHERE)
+            if hits.any():
+                within = torch.unravel_index(hits.max(0)[1], part.shape)
+                found = torch.zeros((), dtype=torch.int64)
+                for (offset, _), at, extent in zip(parts, within, input.shape, strict=True):
+                    found = found * extent + offset + at
+            return found.reshape((1,) * ndim)
+
+        return run
+
+    return native({input: factors, best: []}, [[None] * ndim], run=make)
+
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+@operator(_first_of_all_rule)
+def _first_of_all(input: Tensor, best: Tensor, ndim: int) -> Tensor:
+    """Where ``best`` first is in row-major order, with so many dims of size one."""
+    return _same(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
+
+
+def _same(part: Tensor, best: Tensor) -> Tensor:
+    if not part.is_floating_point():
+        return part == best
+    return (part == best) | (part.isnan() & best.isnan())
+
+
+# -- values and places -------------------------------------------------------------------------
+
+
+class _Shared(torch.autograd.Function):
+    """The extreme of all ranks' parts; its gradient goes to elements of a mask, in equal shares."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, best: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(mask, count)
+        return best.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        mask, count = ctx.saved_tensors
+        return grad * mask / count, None, None, None
+
+
+def _best(input: DTensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False) -> DTensor:
+    """The extreme, whose gradient all elements that equal it share.
+
+    Args:
+        nan_too: Whether NaN equals NaN there; plain torch knows both.
+    """
+    input = settled(input)
+    if not (input.requires_grad and torch.is_grad_enabled()):
+        return extreme(input, name, dims, keepdim)  # type: ignore[return-value]
+    value: Any = input.detach()
+    best = settled(extreme(value, name, dims, True))  # type: ignore[arg-type]
+    part, whole = value._local_tensor, best._local_tensor
+    mask = _same(part, whole) if nan_too else part == whole
+    count = settled(wrap(mask, input._spec).sum(dims, keepdim=True))  # type: ignore[arg-type]
+    return _graded(input, best, mask, count._local_tensor, dims, keepdim)
+
+
+def _graded(
+    input: DTensor, best: DTensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
+) -> DTensor:
+    part = gradients.local_of(input)
+    found = wrap(_Shared.apply(part, best._local_tensor, mask, count), best._spec)  # type: ignore[no-untyped-call]
+    return found if keepdim else _without(found, dims)
+
+
+def _without(tensor: DTensor, dims: Ints) -> DTensor:
+    """The same without dims of size one."""
+    found: Any = tensor.sum(dims, dtype=tensor.dtype)
+    return found  # type: ignore[no-any-return]
+
+
+def _best_at(input: DTensor, name: str, dim: int, keepdim: bool) -> tuple[DTensor, DTensor]:
+    """The extreme along a dim, and where it first is; its gradient goes there."""
+    input = settled(input)
+    value: Any = input.detach()
+    best = settled(extreme(value, name, (dim,), True))  # type: ignore[arg-type]
+    at = settled(_first(value, best, dim))  # type: ignore[arg-type]
+    index = at if keepdim else _without(at, (dim,))
+    if not (input.requires_grad and torch.is_grad_enabled()):
+        return best if keepdim else _without(best, (dim,)), index
+    box = input._spec.local_box
+    places = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
+    mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == at._local_tensor
+    return _graded(input, best, mask, torch.ones(()), (dim,), keepdim), index
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+
+def _register(name: str) -> None:
+    """The rules of amax, max and argmax, or of amin, min and argmin."""
+    fold = f"a{name}"
+    kind = getattr(torch.return_types, name)
+
+    @reduction(fold)
+    def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> Answer:
+        dims = dims_of(input.ndim, dim)
+        if dims is None or not all(input.shape[one] for one in dims):
+            return None
+        if not any_cut(input, dims):
+            return reduced(input, dims, keepdim, None)
+        return Composed(lambda input, *_, **__: _best(input, fold, dims, keepdim))
+
+    @reduction(name)
+    def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Answer:
+        if isinstance(dim, Arg) or isinstance(other, Arg):
+            return pointwise([one for one in (input, dim, other) if isinstance(one, Arg)])
+        dims = dims_of(input.ndim, dim)
+        if dims is None or not all(input.shape[one] for one in dims):
+            return None
+        results = 1 if dim is None else 2
+        if not any_cut(input, dims):
+            return reduced(input, dims, keepdim, None, results=results)
+        if dim is None:
+            return Composed(lambda input: _best(input, fold, dims, False, nan_too=True))
+        return Composed(lambda input, *_, **__: kind(_best_at(input, fold, dims[0], keepdim)))
+
+    @reduction(f"arg{name}")
+    def argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> Answer:
+        dims = dims_of(input.ndim, dim)
+        if dims is None or not all(input.shape[one] for one in dims):
+            return None
+        if not any_cut(input, dims):
+            return reduced(input, dims, keepdim, None)
+
+        def run(input: DTensor, *_: Any, **__: Any) -> Any:
+            value: Any = settled(input).detach()
+            if dim is not None:
+                return _best_at(value, fold, dims[0], keepdim)[1]
+            best = extreme(value, fold, dims, False)
+            return _first_of_all(value, best, value.ndim if keepdim else 0)
+
+        return Composed(run)
+
+
+_register("max")
+_register("min")
+
+
+@reduction("aminmax")
+def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or not all(input.shape[one] for one in dims):
+        return None
+    if not any_cut(input, dims):
+        return reduced(input, dims, keepdim, None, results=2)
+
+    def run(input: DTensor, **_: Any) -> Any:
+        input = settled(input)
+        pair = [_best(input, name, dims, keepdim) for name in ("amin", "amax")]
+        return torch.return_types.aminmax(pair)
+
+    return Composed(run)

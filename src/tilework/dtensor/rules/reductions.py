@@ -1,0 +1,148 @@
+"""Sums and what is like them: ranks reduce their parts, and the results are combined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Factor
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.rules.reducing import dims_of, operator, reduced, reduction, settled
+from tilework.dtensor.tensor import DTensor
+
+
+@reduction("sum")
+def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "sum", linear=True)
+
+
+@reduction("nansum")
+def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "sum")
+
+
+@reduction("mean")
+def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    count = math.prod(input.shape[one] for one in dims)
+
+    def make(choice: Choice, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+        here = math.prod(choice.part(factors[one])[1] for one in dims)
+        if here == count:
+            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
+        if here and (dtype or input.dtype).itemsize < 4:
+            # A sum of 16 bits may be too large where its mean is not.
+            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (here / count)
+        return lambda part: torch.sum(part, dims, keepdim, dtype=dtype) / count
+
+    if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
+        return None  # torch says what is wrong with that
+    return reduced(input, dims, keepdim, "sum", linear=True, run=make)
+
+
+@reduction("nanmean")
+def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+    return Composed(_mean_of_numbers)
+
+
+def _mean_of_numbers(
+    input: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    input = settled(input)
+    count = (~input.detach().isnan()).sum(dim, keepdim)
+    return torch.nansum(input, dim, keepdim, dtype=dtype) / count
+
+
+@reduction("prod")
+def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "product")
+
+
+@reduction("all")
+def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "min")
+
+
+@reduction("any")
+def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "max")
+
+
+@reduction("count_nonzero")
+def _count_nonzero(input: Arg, dim: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, False, "sum")
+
+
+@rule("trace")
+def _trace(input: Arg) -> Answer:
+    if input.ndim != 2:
+        return None
+    rows, columns = Factor(input.shape[0], "row"), Factor(input.shape[1], "column")
+
+    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+        offset = choice.part(rows)[0] - choice.part(columns)[0]
+        wide = (
+            torch.int64 if not (input.dtype.is_floating_point or input.dtype.is_complex) else None
+        )
+        return lambda part: part.diagonal(offset).sum(dtype=wide)
+
+    return native({input: [rows, columns]}, [[]], linear=[[input]], run=make)
+
+
+# -- counts of values --------------------------------------------------------------------------
+
+
+@rule("histc")
+def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> Answer:
+    if min == max:
+        return Composed(_histc_of_range)
+    factors = [Factor(size, f"d{dim}") for dim, size in enumerate(input.shape)]
+    return native({input: factors}, [[None]])
+
+
+def _histc_of_range(input: DTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    input = settled(input)
+    if min == max and input.numel():
+        min, max = input.min().item(), input.max().item()
+    if min == max:
+        min, max = min - 1, max + 1
+    return torch.histc(input, bins, min, max)
+
+
+@rule("bincount")
+def _bincount(input: Arg, weights: Arg | None = None, minlength: int = 0) -> Answer:
+    return Composed(_bincount_of_size)
+
+
+def _bincount_of_size(input: DTensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    least, most = input.aminmax() if input.numel() else (None, None)
+    if least is not None and least.item() < 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    size = max(minlength, 0 if most is None else int(most.item()) + 1)
+    found: Tensor = _counts(input, size) if weights is None else _counts(input, size, weights)
+    return found
+
+
+def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> Answer:
+    item = Factor(input.shape[0], "item")
+    inputs = {input: [item]} if weights is None else {input: [item], weights: [item]}
+    linear = [] if weights is None else [[weights]]
+    return native(inputs, [[None]], linear=linear, shapes=[(size,)])
+
+
+@operator(_counts_rule)
+def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
+    return torch.bincount(input, weights, size)

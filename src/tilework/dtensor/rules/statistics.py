@@ -1,0 +1,267 @@
+"""Statistics, norms and softmax: over a cut dim they take a few small reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.factors import Factor
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.rules.extrema import extreme
+from tilework.dtensor.rules.reducing import any_cut, dims_of, reduced, reduction, settled, wide
+from tilework.dtensor.spec import Ints
+from tilework.dtensor.tensor import DTensor
+
+# -- spread ------------------------------------------------------------------------------------
+
+
+def _spread(name: str) -> None:
+    @reduction(name)
+    def answer(
+        input: Arg,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> Answer:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        dims = dims_of(input.ndim, dim)
+        if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+            return None
+        if not any_cut(input, dims):
+            return reduced(input, dims, keepdim, None, results=2 if "mean" in name else 1)
+        if correction is None:
+            correction = 1 if unbiased is None else int(unbiased)
+
+        def run(input: DTensor, *_: Any, **__: Any) -> Any:
+            spread, mean = _var_mean(settled(input), dims, keepdim, correction)
+            if name.startswith("std"):
+                spread = _root(spread)
+            dtype = input.dtype
+            spread = spread.to(torch.float16 if dtype is torch.complex32 else dtype.to_real())
+            return (spread, mean.to(dtype)) if "mean" in name else spread
+
+        return Composed(run)
+
+
+for _name in ("var", "std", "var_mean", "std_mean"):
+    _spread(_name)
+
+
+def _var_mean(input: Tensor, dims: Ints, keepdim: bool, correction: float) -> tuple[Tensor, Tensor]:
+    input = input.to(wide(input.dtype))
+    count = math.prod(input.shape[dim] for dim in dims)
+    mean = input.mean(dims, keepdim=True)
+    total = _square(input - mean).sum(dims, keepdim)
+    return total / max(count - correction, 0), mean if keepdim else mean.sum(dims)
+
+
+def _square(input: Tensor) -> Tensor:
+    return (input * input.conj()).real if input.is_complex() else input.square()
+
+
+def _root(input: Tensor) -> Tensor:
+    """The square root; its gradient at zero is zero, not infinite."""
+    zero = input == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, input).sqrt())
+
+
+# -- norms -------------------------------------------------------------------------------------
+
+
+@reduction("linalg_vector_norm")
+def _vector_norm(
+    input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+        return None
+    if not any_cut(input, dims):
+        return reduced(input, dims, keepdim, None)
+
+    def run(input: DTensor, *_: Any, **__: Any) -> Tensor:
+        values: Tensor = settled(input)
+        if dtype is not None:
+            values = values.to(dtype)
+        found = _norm(values.to(wide(values.dtype)), float(ord), dims, keepdim)
+        return found.to((dtype or input.dtype).to_real())
+
+    return Composed(run)
+
+
+def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
+    if order == 2:
+        return _root(_square(input).sum(dims, keepdim))
+    values = input.abs()
+    if math.isinf(order):
+        return values.amax(dims, keepdim) if order > 0 else values.amin(dims, keepdim)
+    if order == 1:
+        return values.sum(dims, keepdim)
+    zero = values.detach() == 0
+    if order == 0:
+        return torch.where(zero, values * 0, 1.0).sum(dims, keepdim)
+    if 0 < order < 1:  # there the slope at zero is infinite; torch takes zero
+        powers = torch.where(zero, 0.0, torch.where(zero, 1.0, values).pow(order))
+    else:
+        powers = values.pow(order)
+    total = powers.sum(dims, keepdim)
+    none = total == 0
+    return torch.where(none, 0.0, torch.where(none, 1.0, total).pow(1 / order))
+
+
+@reduction("linalg_matrix_norm")
+def _matrix_norm(
+    A: Arg,
+    ord: Any = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Answer:
+    dims = dims_of(A.ndim, dim)
+    if dims is None or len(dims) != 2:
+        return None
+    if not any_cut(A, dims) or ord not in ("fro", 1, -1, math.inf, -math.inf):
+        return reduced(A, dims, keepdim, None)
+
+    def run(A: DTensor, *_: Any, **__: Any) -> Tensor:
+        if ord == "fro":
+            return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
+        summed, most = dims if abs(ord) == 1 else dims[::-1]
+        values = (A if dtype is None else A.to(dtype)).abs().sum(summed, keepdim=True)
+        found = values.amax(most, keepdim=True) if ord > 0 else values.amin(most, keepdim=True)
+        return found if keepdim else found.sum(dims)
+
+    return Composed(run)
+
+
+@reduction("linalg_norm")
+def _linalg_norm(
+    A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Answer:
+    dims = dims_of(A.ndim, dim)
+    if dims is None:
+        return None
+    many = len(dims) if dim is not None else A.ndim if ord is not None else 1
+    if many > 2 or (many == 2 and A.ndim < 2):
+        return None
+
+    def run(A: DTensor, *_: Any, **__: Any) -> Tensor:
+        if many == 2 and ord is not None:
+            return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
+        order = 2 if ord is None else ord
+        return torch.linalg.vector_norm(A, order, dims, keepdim, dtype=dtype)
+
+    return Composed(run)
+
+
+@rule("dist")
+def _dist(input: Arg, other: Arg, p: float = 2) -> Answer:
+    return Composed(lambda input, other, p=2: torch.linalg.vector_norm(input - other, p))
+
+
+@rule("renorm")
+def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> Answer:
+    return Composed(_renormed)
+
+
+def _renormed(input: DTensor, p: float, dim: int, maxnorm: float) -> Tensor:
+    input = settled(input)
+    others = [one for one in range(input.ndim) if one != dim % input.ndim]
+    norm = torch.linalg.vector_norm(input, p, others, keepdim=True)
+    return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+def _softmax(name: str) -> None:
+    @rule(name)
+    def answer(input: Arg, dim: Any = None, *more: Any, dtype: Any = None, **_: Any) -> Answer:
+        kind = next((one for one in more if isinstance(one, torch.dtype)), dtype)
+        along = (0 if input.ndim in (0, 1, 3) else 1) if dim is None else dim
+        dims = dims_of(input.ndim, along)
+        if dims is None:
+            return None
+        if not any_cut(input, dims):
+            factors = [
+                None if at in dims else Factor(size, f"d{at}")
+                for at, size in enumerate(input.shape)
+            ]
+            return native({input: factors}, [factors])
+        return Composed(lambda input, *_, **__: _exponentials(name, input, dims, kind))
+
+
+_softmax("softmax")
+_softmax("log_softmax")
+
+
+def _exponentials(name: str, input: DTensor, dims: Ints, dtype: torch.dtype | None) -> Tensor:
+    values: Tensor = settled(input)
+    kind = dtype or input.dtype
+    values = values.to(wide(kind))
+    values = values - extreme(values.detach(), "amax", dims, True)
+    powers = values.exp()
+    total = powers.sum(dims, keepdim=True)
+    return (powers / total if name == "softmax" else values - total.log()).to(kind)
+
+
+@reduction("logsumexp")
+def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    if not any_cut(input, dims) or not all(input.shape[one] for one in dims):
+        return reduced(input, dims, keepdim, None)
+
+    def run(input: DTensor, *_: Any, **__: Any) -> Tensor:
+        values: Tensor = settled(input)
+        if not (values.is_floating_point() or values.is_complex()):
+            values = values.to(torch.get_default_dtype())
+        kind = values.dtype
+        values = values.to(wide(kind))
+        most = extreme(values.detach(), "amax", dims, True)
+        most = torch.where(most.isinf(), 0.0, most)
+        found = (values - most).exp().sum(dims, keepdim=True).log() + most
+        return (found if keepdim else found.sum(dims)).to(kind)
+
+    return None if input.dtype.is_complex else Composed(run)
+
+
+# -- likeness ----------------------------------------------------------------------------------
+
+
+@rule("cosine_similarity")
+def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> Answer:
+    return Composed(_cosine)
+
+
+def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    kind = torch.promote_types(x1.dtype, x2.dtype)
+    x1, x2 = x1.to(kind), x2.to(kind)
+    norms = [torch.linalg.vector_norm(x, 2, dim, keepdim=True) for x in (x1, x2)]
+    # What is below eps is constant, but has a gradient as if it were not, as in torch.
+    a, b = (
+        x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
+        for x, norm in zip((x1, x2), norms, strict=True)
+    )
+    return (a * b).sum(dim)
+
+
+@rule("pairwise_distance")
+def _pairwise_distance(
+    x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> Answer:
+    return Composed(_distance)
+
+
+def _distance(
+    x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
