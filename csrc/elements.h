@@ -100,18 +100,18 @@ struct Float16 {
 // They round as Float16 does.
 
 inline void widen(float* to, const uint16_t* from, size_t count) {
-  size_t i = 0;
-  for (; i + 8 <= count; i += 8)
+  const size_t whole = count / 8 * 8;
+  for (size_t i = 0; i < whole; i += 8)
     _mm256_storeu_ps(to + i,
                      _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-  for (; i < count; ++i) to[i] = Float16::load(from[i]);
+  for (size_t i = whole; i < count; ++i) to[i] = Float16::load(from[i]);
 }
 inline void narrow(uint16_t* to, const float* from, size_t count) {
-  size_t i = 0;
-  for (; i + 8 <= count; i += 8)
+  const size_t whole = count / 8 * 8;
+  for (size_t i = 0; i < whole; i += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                      _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-  for (; i < count; ++i) to[i] = Float16::store(from[i]);
+  for (size_t i = whole; i < count; ++i) to[i] = Float16::store(from[i]);
 }
 #endif
 

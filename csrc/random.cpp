@@ -33,10 +33,11 @@ Drawing find(DType dtype, Distribution distribution, const Draw& draw, Level lev
   return baseline::find_drawing(t, d, wide);
 }
 
-/// Global elements one run after the other, to memory without gaps.
+/// Runs of global elements to memory without gaps, in whole groups. What a run has of a group
+/// costs all of it, unless the run before ended there.
 class Runs {
  public:
-  Runs(char* to, size_t item, Drawing drawing, const Draw& draw)
+  Runs(char* to, size_t item, const Drawing& drawing, const Draw& draw)
       : to_(to), item_(item), drawing_(drawing), draw_(draw) {}
 
   void add(uint64_t first, uint64_t count) {
@@ -52,12 +53,12 @@ class Runs {
 
  private:
   uint64_t whole_groups(uint64_t group, uint64_t groups) {
-    drawing_(to_, group, groups, draw_);
+    drawing_.groups(to_, group, groups, draw_);
     return groups * kGroup;
   }
 
   uint64_t part(uint64_t group, uint64_t begin, uint64_t count) {
-    if (group != held_) drawing_(group_, group, 1, draw_);
+    if (group != held_) drawing_.groups(group_, group, 1, draw_);
     held_ = group;
     const uint64_t done = std::min(kGroup - begin, count);
     std::memcpy(to_, group_ + begin * item_, done * item_);
@@ -66,10 +67,41 @@ class Runs {
 
   char* to_;
   const size_t item_;
-  const Drawing drawing_;
+  const Drawing& drawing_;
   const Draw& draw_;
   uint64_t held_ = UINT64_MAX;
   alignas(64) char group_[kGroup * 8];
+};
+
+/// The same for runs that have little of each group: element by element, a block for each.
+class ShortRuns {
+ public:
+  ShortRuns(char* to, size_t item, const Drawing& drawing, const Draw& draw)
+      : to_(to), item_(item), drawing_(drawing), draw_(draw) {}
+
+  void add(uint64_t first, uint64_t count) {
+    for (uint64_t i = 0; i < count; ++i) {
+      indices_[held_++] = first + i;
+      if (held_ < kGroup) continue;
+      drawing_.any(to_, indices_, draw_);
+      to_ += kGroup * item_;
+      held_ = 0;
+    }
+  }
+
+  void end() {
+    char last[kGroup * 8];
+    drawing_.any(last, indices_, draw_);
+    std::memcpy(to_, last, held_ * item_);
+  }
+
+ private:
+  char* to_;
+  const size_t item_;
+  const Drawing& drawing_;
+  const Draw& draw_;
+  uint64_t indices_[kGroup] = {};
+  size_t held_ = 0;
 };
 
 void check(const Tile& tile) {
@@ -92,11 +124,11 @@ void check(const Tile& tile) {
   }
 }
 
-/// The rows of a tile that is not empty. Its dims from `inner` on make one run.
+/// The runs of a tile that is not empty: its dims from `inner` on make one.
 class Rows {
  public:
-  Rows(const Tile& tile, Runs& runs) : tile_(tile), runs_(runs), strides_(tile.shape.size()) {
-    int64_t stride = 1;
+  explicit Rows(const Tile& tile) : tile_(tile), strides_(tile.shape.size()) {
+    uint64_t stride = 1;
     for (size_t dim = tile.shape.size(); dim-- > 0; stride *= tile.shape[dim]) {
       strides_[dim] = stride;
       first_ += tile.offsets[dim] * stride;
@@ -109,16 +141,26 @@ class Rows {
     }
   }
 
-  void add() { add(0, first_); }
+  /// Whether groups would mostly be drawn in vain. An element by itself costs as much as some in
+  /// a group.
+  bool sparse() const {
+    constexpr uint64_t kSome = 24;
+    return inner_ > 0 && run_ < kSome && run_ * kGroup < strides_[inner_ - 1] * kSome;
+  }
+
+  template <class Sink>
+  void each(Sink& sink) const {
+    each(sink, 0, first_);
+  }
 
  private:
-  void add(size_t dim, uint64_t first) {
-    if (dim == inner_) return runs_.add(first, run_);
-    for (int64_t i = 0; i < tile_.sizes[dim]; ++i) add(dim + 1, first + i * strides_[dim]);
+  template <class Sink>
+  void each(Sink& sink, size_t dim, uint64_t first) const {
+    if (dim == inner_) return sink.add(first, run_);
+    for (int64_t i = 0; i < tile_.sizes[dim]; ++i) each(sink, dim + 1, first + i * strides_[dim]);
   }
 
   const Tile& tile_;
-  Runs& runs_;
   std::vector<uint64_t> strides_;
   uint64_t first_ = 0, run_ = 1;
   size_t inner_;
@@ -130,13 +172,20 @@ void fill_random(char* to, DType dtype, Distribution distribution, const Draw& d
                  const Tile& tile, Level level) {
   const Drawing drawing = find(dtype, distribution, draw, level);
   const auto t = static_cast<unsigned>(dtype), d = static_cast<unsigned>(distribution);
-  if (!drawing)
+  if (!drawing.groups)
     throw std::invalid_argument(std::string(kDistributionNames[d]) + " is not drawn as " +
                                 dtype_name(t));
   check(tile);
   if (std::count(tile.sizes.begin(), tile.sizes.end(), 0) > 0) return;
-  Runs runs(to, kItemBytes[t], drawing, draw);
-  Rows(tile, runs).add();
+  const Rows rows(tile);
+  if (rows.sparse()) {
+    ShortRuns runs(to, kItemBytes[t], drawing, draw);
+    rows.each(runs);
+    runs.end();
+  } else {
+    Runs runs(to, kItemBytes[t], drawing, draw);
+    rows.each(runs);
+  }
 }
 
 }  // namespace tilework

@@ -44,11 +44,15 @@ constexpr size_t kGroup = 64;
 /// than span / 2^32, or span / 2^64, of itself.
 constexpr uint64_t kNarrowSpan = 1 << 16;
 
-/// Draw whole groups: elements [kGroup * group, kGroup * (group + groups)) of the global tensor.
-using Drawing = void (*)(void* to, uint64_t group, size_t groups, const Draw& draw);
+/// The loops for a dtype and a distribution; null where it has none.
+struct Drawing {
+  /// Elements [kGroup * group, kGroup * (group + groups)) of the global tensor.
+  void (*groups)(void* to, uint64_t group, size_t groups, const Draw& draw);
+  /// Any kGroup elements, by their indices in it.
+  void (*any)(void* to, const uint64_t* indices, const Draw& draw);
+};
 
-/// Fill a tile, which lies in row-major order at `to`. A row costs at least a group, unless it
-/// begins in the one where the row before it ended.
+/// Fill a tile, which lies in row-major order at `to`.
 /// Throws std::invalid_argument: there is no such distribution of this dtype, or no such tile.
 void fill_random(char* to, DType dtype, Distribution distribution, const Draw& draw,
                  const Tile& tile, Level level);

@@ -60,23 +60,25 @@ struct Counters {
   }
 };
 
-/// Every other block from the number `first` on.
-inline Counters every_other(uint64_t first, uint64_t stream) {
+/// Blocks `first`, first + 2, … of those that `number` gives.
+template <class Number>
+inline Counters every_other(const Number& number, size_t first, uint64_t stream) {
   uint64_t numbers[kLanes];
-  for (size_t i = 0; i < kLanes; ++i) numbers[i] = first + 2 * i;
+  for (size_t i = 0; i < kLanes; ++i) numbers[i] = number(first + 2 * i);
   Counters counters;
   __builtin_memcpy(&counters.word[0], numbers, sizeof numbers);
-  counters.word[1] = Lanes{} + (first >> 32);  // the same in all: no carry within 16 blocks
+  counters.word[1] = counters.word[0] >> 32;
   counters.word[2] = Lanes{} + stream;
   counters.word[3] = Lanes{} + (stream >> 32);
   return counters;
 }
 
-/// words[16 w + i] = word w of block first + i, where `first` is a multiple of 16.
-inline void philox(uint64_t first, const Draw& draw, uint32_t* words) {
+/// words[16 w + i] = word w of block number(i), for 16 blocks.
+template <class Number>
+inline void philox(const Number& number, const Draw& draw, uint32_t* words) {
   for (size_t block = 0; block < kBlocks; block += 2 * kLanes) {
-    Counters even = every_other(first + block, draw.stream);
-    Counters odd = every_other(first + block + 1, draw.stream);
+    Counters even = every_other(number, block, draw.stream);
+    Counters odd = every_other(number, block + 1, draw.stream);
     auto key0 = static_cast<uint32_t>(draw.seed), key1 = static_cast<uint32_t>(draw.seed >> 32);
     for (int round = 0; round < 10; ++round) {
       even.round(key0, key1);
@@ -91,21 +93,55 @@ inline void philox(uint64_t first, const Draw& draw, uint32_t* words) {
   }
 }
 
-// ---- bits of a group's elements
+// ---- bits of a group's elements, or of any 64
+
+/// One word of each, where a group has the 16 blocks from 16 * (every * group + part) on.
+inline void draw_group(uint64_t group, int every, int part, const Draw& draw, uint32_t* words) {
+  const uint64_t first = kBlocks * (every * group + part);
+  philox([=](size_t i) { return first + i; }, draw, words);
+}
+
+inline void draw_any(const uint64_t* indices, int every, int part, const Draw& draw,
+                     uint32_t* words) {
+  for (size_t at = 0; at < kGroup; at += kBlocks) {
+    const uint64_t* index = indices + at;
+    const auto block = [=](size_t i) {
+      return kBlocks * (every * (index[i] / kGroup) + part) + index[i] % kBlocks;
+    };
+    uint32_t drawn[4 * kBlocks];
+    philox(block, draw, drawn);
+    for (size_t i = 0; i < kBlocks; ++i)
+      words[at + i] = drawn[kBlocks * (index[i] % kGroup / kBlocks) + i];
+  }
+}
 
 struct Bits32 {
   using Type = uint32_t;
-  static void draw(uint64_t group, const Draw& draw, Type* bits) {
-    philox(kBlocks * group, draw, bits);
+  static void group(uint64_t group, const Draw& draw, Type* bits) {
+    draw_group(group, 1, 0, draw, bits);
+  }
+  static void any(const uint64_t* indices, const Draw& draw, Type* bits) {
+    draw_any(indices, 1, 0, draw, bits);
   }
 };
 
 struct Bits64 {
   using Type = uint64_t;
-  static void draw(uint64_t group, const Draw& draw, Type* bits) {
+  static void group(uint64_t group, const Draw& draw, Type* bits) {
     uint32_t low[kGroup], high[kGroup];
-    philox(2 * kBlocks * group, draw, low);
-    philox(2 * kBlocks * group + kBlocks, draw, high);
+    draw_group(group, 2, 0, draw, low);
+    draw_group(group, 2, 1, draw, high);
+    join(low, high, bits);
+  }
+  static void any(const uint64_t* indices, const Draw& draw, Type* bits) {
+    uint32_t low[kGroup], high[kGroup];
+    draw_any(indices, 2, 0, draw, low);
+    draw_any(indices, 2, 1, draw, high);
+    join(low, high, bits);
+  }
+
+ private:
+  static void join(const uint32_t* low, const uint32_t* high, Type* bits) {
     TILEWORK_VECTORISE
     for (size_t i = 0; i < kGroup; ++i) bits[i] = low[i] | static_cast<uint64_t>(high[i]) << 32;
   }
@@ -283,8 +319,9 @@ inline void standard_normal(const Word* bits, Value* values) {
     values[i] = with_sign(values[i] * rest[i] * root2, bits[i]);
 }
 
-template <class Value>
+template <class Element, class Bits>
 struct Normal {
+  using Value = typename Element::Value;
   const Value mean, deviation;
 
   explicit Normal(const Draw& draw)
@@ -349,29 +386,43 @@ struct Storing<Float16> {
 };
 #endif
 
-template <class Element, class Bits, template <class, class> class Make, class Storage = Element>
-void fill(void* to, uint64_t group, size_t groups, const Draw& draw) {
-  const Make<Element, Bits> make(draw);
-  auto* at = static_cast<typename Element::Stored*>(to);
-  for (size_t i = 0; i < groups; ++i, at += kGroup) {
-    typename Bits::Type bits[kGroup];
-    Bits::draw(group + i, draw, bits);
-    Storing<Storage>::store(at, bits, make);
-  }
+template <class Storage, class Stored, class Word, class Make>
+inline void convert(Stored* to, const Word* bits, const Make& make) {
+  Storing<Storage>::store(to, bits, make);
 }
 
-template <class Element, class Bits>
-void fill_normal(void* to, uint64_t group, size_t groups, const Draw& draw) {
-  using Value = typename Element::Value;
-  const Normal<Value> make(draw);
-  auto* at = static_cast<typename Element::Stored*>(to);
-  for (size_t i = 0; i < groups; ++i, at += kGroup) {
-    typename Bits::Type bits[kGroup];
-    Value values[kGroup];
-    Bits::draw(group + i, draw, bits);
-    standard_normal(bits, values);
-    Storing<Element>::store(at, values, make);
+template <class Storage, class Stored, class Word, class Element, class Bits>
+inline void convert(Stored* to, const Word* bits, const Normal<Element, Bits>& make) {
+  typename Element::Value values[kGroup];
+  standard_normal(bits, values);
+  Storing<Storage>::store(to, values, make);
+}
+
+template <class Element, class Bits, template <class, class> class Make, class Storage>
+struct Loops {
+  using Stored = typename Element::Stored;
+
+  static void groups(void* to, uint64_t group, size_t groups, const Draw& draw) {
+    const Make<Element, Bits> make(draw);
+    for (size_t i = 0; i < groups; ++i) {
+      typename Bits::Type bits[kGroup];
+      Bits::group(group + i, draw, bits);
+      convert<Storage>(static_cast<Stored*>(to) + kGroup * i, bits, make);
+    }
   }
+
+  static void any(void* to, const uint64_t* indices, const Draw& draw) {
+    const Make<Element, Bits> make(draw);
+    typename Bits::Type bits[kGroup];
+    Bits::any(indices, draw, bits);
+    convert<Storage>(static_cast<Stored*>(to), bits, make);
+  }
+};
+
+template <class Element, class Bits, template <class, class> class Make, class Storage = Element>
+Drawing drawing() {
+  using L = Loops<Element, Bits, Make, Storage>;
+  return {L::groups, L::any};
 }
 
 // ---- which distributions a dtype has
@@ -379,18 +430,19 @@ void fill_normal(void* to, uint64_t group, size_t groups, const Draw& draw) {
 template <class Element, class Bits>
 Drawing find_floating(Distribution distribution) {
   switch (distribution) {
-    case Distribution::kUniform: return fill<Element, Bits, Uniform>;
-    case Distribution::kNormal: return fill_normal<Element, Bits>;
+    case Distribution::kUniform: return drawing<Element, Bits, Uniform>();
+    case Distribution::kNormal: return drawing<Element, Bits, Normal>();
     case Distribution::kBernoulli:
-      return fill<Element, Bits32, Bernoulli, Plain<typename Element::Stored>>;
-    default: return nullptr;
+      return drawing<Element, Bits32, Bernoulli, Plain<typename Element::Stored>>();
+    default: return {};
   }
 }
 
 template <class Unsigned>
 Drawing find_integers(Distribution distribution, bool wide) {
-  if (distribution != Distribution::kIntegers) return nullptr;
-  return wide ? fill<Plain<Unsigned>, Bits64, Integers> : fill<Plain<Unsigned>, Bits32, Integers>;
+  if (distribution != Distribution::kIntegers) return {};
+  return wide ? drawing<Plain<Unsigned>, Bits64, Integers>()
+              : drawing<Plain<Unsigned>, Bits32, Integers>();
 }
 
 }  // namespace
@@ -409,9 +461,9 @@ Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide) {
     case DType::kInt16: case DType::kUInt16: return find_integers<uint16_t>(d, wide);
     case DType::kInt8: case DType::kUInt8: return find_integers<uint8_t>(d, wide);
     case DType::kBool:
-      if (d == Distribution::kBernoulli) return fill<Bool, Bits32, Bernoulli>;
+      if (d == Distribution::kBernoulli) return drawing<Bool, Bits32, Bernoulli>();
       return find_integers<uint8_t>(d, wide);
-    default: return nullptr;
+    default: return {};
   }
 }
 

@@ -63,7 +63,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Normally distributed numbers; up to 6.4 deviations away, 8.3 for float64.
+    """Normally distributed numbers; up to 6.3 deviations away, 8.4 for float64.
 
     Of complex numbers, both parts have std / sqrt(2), and the mean is added to the real one.
     """
