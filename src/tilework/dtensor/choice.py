@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tilework.dtensor.factors import Dim, Factor, FactorMap, Term, volume
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
@@ -89,6 +90,12 @@ class Choice:
             offset += offsets_of(sizes)[coordinate[axis]]
             size = sizes[coordinate[axis]]
         return offset, size
+
+    @cached_property
+    def leaves_empty(self) -> bool:
+        """Whether some rank's part of an input has no elements."""
+        places = list(itertools.product(*map(range, self.mesh.shape)))
+        return any(0 in spec.box_at(place).sizes for spec in set(self.inputs) for place in places)
 
     def local_size(self, dim: Dim) -> int:
         """How many elements of a dim this rank has."""

@@ -39,8 +39,8 @@ class Arg:
         return any(self.spec.mesh.shape[axis] > 1 for axis in self.spec.axes_of(dim % self.ndim))
 
 
-#: Makes what runs an operator on this rank's tensors, from how it is to be run.
-MakeRun = Callable[[Choice], Callable[..., Any]]
+#: Makes what runs an operator on this rank's tensors, from how it is to be run; None: itself.
+MakeRun = Callable[[Choice], Callable[..., Any] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,18 +131,18 @@ def native(
         run: As for :class:`Native`.
         shapes: As for :class:`Native`.
     """
-    terms: list[Term] = [()] * len(inputs)
-    for arg, dims in inputs.items():
-        terms[arg.number] = term(dims)
+    by_number = {arg.number: term(dims) for arg, dims in inputs.items()}
+    # A tensor where the rule takes a number has no term: the call is gathered (see dispatch).
+    terms: list[Term] = [
+        by_number.get(number, ()) for number in range(max(by_number, default=-1) + 1)
+    ]
     sets = tuple(frozenset(arg.number for arg in one if arg is not None) for one in linear)
     plus = frozenset(arg.number for arg in added if arg is not None)
     mapped = FactorMap(tuple(terms), tuple(map(term, outputs)), sets, moves, plus)
     return Native(mapped, run, shapes)
 
 
-def rule(
-    *names: str | Callable[..., Any], values_matter: bool = True
-) -> Callable[[RuleT], RuleT]:
+def rule(*names: str | Callable[..., Any], values_matter: bool = True) -> Callable[[RuleT], RuleT]:
     """Register the decorated function as the rule of operators.
 
     ``names`` are those of the operators, or single functions, where several have one name.

@@ -2,6 +2,7 @@
 
 from tilework.dtensor.rules import (
     along,
+    attention,
     comparing,
     creation,
     elementwise,
@@ -19,6 +20,7 @@ from tilework.dtensor.rules import (
 
 __all__ = [
     "along",
+    "attention",
     "comparing",
     "creation",
     "elementwise",

@@ -1,0 +1,158 @@
+"""Attention: by batch, heads and queries on this rank's parts; by keys in steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor, broadcast, term, volume
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.layout import Shard
+
+_attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+
+@rule("scaled_dot_product_attention")
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Answer:
+    tensors = [query, key, value]
+    if any(one.ndim < 2 + enable_gqa for one in tensors) or (is_causal and attn_mask is not None):
+        return None  # torch says what is wrong
+    if dropout_p > 0 or _keys_are_apart(query, key, value):
+        return Composed(attention_in_steps)
+    leading = _heads(tensors) if enable_gqa else _batch(tensors)
+    if leading is None:
+        return None
+    out, (of_query, of_key, of_value) = leading
+    length, keys = Factor(query.shape[-2], "length"), Factor(key.shape[-2], "keys", whole=True)
+    depth, width = Factor(query.shape[-1], "depth", whole=True), Factor(value.shape[-1], "width")
+    inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
+        query: [*of_query, length, depth],
+        key: [*of_key, keys, depth],
+        value: [*of_value, keys, width],
+    }
+    if attn_mask is not None:
+        inputs[attn_mask] = aligned(attn_mask.shape, term([*out, length, keys]))
+
+    def run(choice: Choice) -> Callable[..., Tensor] | None:
+        # What runs is of one kind on all ranks: their gradients have to come in one order.
+        if is_causal and choice.axes(length):
+            offset, size = choice.part(length)
+            of_part = attention_in_steps if choice.leaves_empty else _attend
+            return partial(_causal, of_part, offset, size, scale=scale, enable_gqa=enable_gqa)
+        if not choice.leaves_empty:
+            return None
+        return partial(attention_in_steps, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return native(inputs, [[*out, length, width]], linear=[[value]], run=run)
+
+
+def _keys_are_apart(query: Arg, key: Arg, value: Arg) -> bool:
+    """Whether keys are cut, and queries are few and whole: they cost less than keys to move."""
+    cutting = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
+    return query.shape[-2] <= key.shape[-2] and any(
+        not isinstance(query.spec.placements[axis], Shard)
+        for axis in cutting
+        if query.spec.mesh.shape[axis] > 1
+    )
+
+
+#: The leading dims of the result, and those of each input.
+_Leading = tuple[Sequence[Factor | Dim], Sequence[Sequence[Factor | Dim]]]
+
+
+def _batch(tensors: Sequence[Arg]) -> _Leading:
+    return broadcast([one.shape[:-2] for one in tensors])
+
+
+def _heads(tensors: Sequence[Arg]) -> _Leading | None:
+    """Several heads of the query share one of key and value."""
+    out, terms = broadcast([one.shape[:-3] for one in tensors])
+    queries, keys, values = (one.shape[-3] for one in tensors)
+    if keys != values or keys == 0 or queries % keys:
+        return None
+    heads, sharing = Factor(keys, "heads"), Factor(queries // keys, "sharing")
+    mine, theirs = (heads, sharing), (heads,)
+    dims = [[*terms[0], mine], [*terms[1], theirs], [*terms[2], theirs]]
+    return [*out, mine], dims
+
+
+def aligned(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
+    """What the dims run over of a tensor that is broadcast to ``dims``."""
+    last = dims[len(dims) - len(shape) :]
+    return [dim if size == volume(dim) else () for size, dim in zip(shape, last, strict=True)]
+
+
+def _causal(
+    attend: Callable[..., Tensor],
+    offset: int,
+    size: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of some of the queries, each to the keys up to its own place."""
+    key, value = key[..., : offset + size, :], value[..., : offset + size, :]
+    if offset == 0:
+        return attend(query, key, value, is_causal=True, **kwargs)
+    mask = torch.ones(size, key.size(-2), dtype=torch.bool, device=key.device).tril(offset)
+    return attend(query, key, value, mask, **kwargs)
+
+
+def attention_in_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` by operators for each of which parts are enough.
+
+    Keys that are cut stay so; and what is dropped does not depend on the layout.
+    """
+    length, keys = query.size(-2), key.size(-2)
+    if is_causal:
+        attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril()
+    if enable_gqa:
+        shared = (key.size(-3), query.size(-3) // max(key.size(-3), 1))
+        query, key, value = query.unflatten(-3, shared), key.unsqueeze(-3), value.unsqueeze(-3)
+        if attn_mask is not None and attn_mask.dim() > 2:
+            many = attn_mask.size(-3) != 1
+            attn_mask = attn_mask.unflatten(-3, shared if many else (1, 1))
+    factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    weights = _weights(query * factor, key, attn_mask)
+    if dropout_p > 0:
+        weights = F.dropout(weights, dropout_p)
+    out = weights @ value
+    return out.flatten(-4, -3) if enable_gqa else out
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """How much each query takes of each key; nothing where all keys are masked."""
+    scores = query @ key.transpose(-2, -1)
+    if mask is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)

@@ -1,0 +1,91 @@
+"""Attention on DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.dtensor.checking import check_op, count_op
+from tilework.layout import Partial, Replicate, Shard
+
+R, P = Replicate(), Partial()
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def heads(batch: int = 2, heads: int = 4, length: int = 5, keys: int = 6) -> list[Tensor]:
+    return [
+        drawn(batch, heads, length, 4),
+        drawn(batch, heads, keys, 4),
+        drawn(batch, heads, keys, 3),
+    ]
+
+
+def attend(**kwargs: Any) -> Any:
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, **kwargs)
+
+    return fn
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.3}])
+def test_attention_of_parts(kwargs: dict[str, Any]) -> None:
+    check_op(attend(**kwargs), *heads(), most=20, gathers=False)
+
+
+def test_attention_without_batch_or_heads() -> None:
+    check_op(attend(is_causal=True), *[one[0, 0] for one in heads()], most=8, gathers=False)
+    check_op(attend(), *[one[0] for one in heads()], most=8, gathers=False)
+
+
+def test_more_queries_than_keys() -> None:
+    check_op(attend(is_causal=True), *heads(length=7, keys=3), most=8, gathers=False)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (4, 1, 6), (2, 1, 5, 6), (2, 4, 5, 6)])
+def test_masks_are_broadcast(shape: tuple[int, ...]) -> None:
+    check_op(attend(), *heads(), drawn(*shape), most=8, gathers=False)
+    check_op(attend(), *heads(), drawn(*shape) > -1, most=8, gathers=False)
+
+
+def test_a_row_of_masked_keys_is_nothing() -> None:
+    mask = torch.ones(5, 6, dtype=torch.bool)
+    mask[2] = False
+    check_op(attend(), *heads(), mask, most=12, gathers=False)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}])
+def test_heads_share_keys(kwargs: dict[str, Any]) -> None:
+    q, k, v = heads(heads=6)
+    fn = attend(enable_gqa=True, **kwargs)
+    check_op(fn, q, k[:, :2], v[:, :2], most=12, gathers=False)
+    if not kwargs:
+        check_op(fn, q, k[:, :2], v[:, :2], drawn(6, 1, 6), most=8, gathers=False)
+
+
+def test_heads_need_not_communicate() -> None:
+    for placement in (Shard(0), Shard(1)):
+        found = count_op(attend(is_causal=True), *heads(), layouts=[[placement]] * 3)
+        assert (found.forward, found.backward) == ([], [])
+        assert found.placements == [(placement,)]
+
+
+def test_cut_queries_gather_keys_only() -> None:
+    found = count_op(attend(is_causal=True), *heads(keys=5), layouts=[[Shard(2)]] * 3)
+    assert len(found.forward) == 2
+    assert found.placements == [(Shard(2),)]
+
+
+def test_cut_keys_stay() -> None:
+    """As where a cache of keys is cut: rows of maxima and sums move, no keys."""
+    layouts = [[R], [Shard(2)], [Shard(2)]]
+    found = count_op(attend(), *heads(length=1, keys=64), layouts=layouts, grads=False)
+    assert found.placements == [(P,)]
+    assert set(found.forward) == {"all_reduce"}
