@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import tilework.distributed as dist
+from tests.layout.tilings import examples, layouts
 from tilework.comm.functional.waiting import AsyncTensor
 from tilework.dtensor.redistribution import plan_redistribution, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.errors import CollectiveMismatchError, DistError
-from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.layout import Layout, Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -175,6 +178,33 @@ def test_gradients_of_gradients(lengths: Ints, shape: Ints, choices: list[list[P
             equal(second, part_of(source, expected), (source, target))
 
     everywhere(lengths, program)
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=3)
+    .map(tuple)
+    .flatmap(
+        lambda shape: st.tuples(
+            st.just(shape), st.lists(layouts(shape, (2, 2, 2)), min_size=2, max_size=12)
+        )
+    )
+)
+@examples(25)
+def test_from_layout_to_layout_on_three_axes(task: tuple[Ints, list[Layout]]) -> None:
+    shape, found = task
+
+    def program(mesh: DeviceMesh) -> None:
+        specs = [spec_of(mesh, one.placements, shape, one.order) for one in found]
+        value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+        here, local = specs[0].replicated, value
+        for there in specs:
+            local, here = redistribute_local(local, here, there), there
+            assert local.shape == there.local_shape
+            if not there.partial_axes:
+                equal(local, part_of(there, value[None]), found)
+        equal(redistribute_local(local, here, here.replicated), value, found)
+
+    everywhere((2, 2, 2), program)
 
 
 DTYPES = [

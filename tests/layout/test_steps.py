@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import examples
+from tests.layout.tilings import examples, layouts
 from tilework.layout import (
     Box,
     CostModel,
@@ -341,32 +341,6 @@ def _partial(placements: list[Placement]) -> bool:
 def shared(one: Box, other: Box) -> int:
     found = one.intersection(other)
     return 0 if found is None else found.volume
-
-
-@st.composite
-def sizes(draw: st.DrawFn, extent: int, length: int) -> Ints:
-    marks = sorted(draw(st.lists(st.integers(0, extent), min_size=length - 1, max_size=length - 1)))
-    return tuple(b - a for a, b in zip([0, *marks], [*marks, extent], strict=True))
-
-
-@st.composite
-def layouts(draw: st.DrawFn, shape: Ints, lengths: Ints) -> Layout:
-    op = draw(st.sampled_from(["sum", "sum", "max"]))
-    order = draw(st.permutations(range(len(lengths))))
-    placements: dict[int, Placement] = {}
-    for axis in order:
-        one = draw(
-            st.one_of(
-                st.just(R), st.just(Partial(op)), *[st.just(Shard(d)) for d in range(len(shape))]
-            )
-        )
-        first = isinstance(one, Shard) and not any(
-            isinstance(p, Shard) and p.dim == one.dim for p in placements.values()
-        )
-        if isinstance(one, Shard) and first and draw(st.booleans()):
-            one = Shard(one.dim, draw(sizes(shape[one.dim], lengths[axis])))
-        placements[axis] = one
-    return Layout(tuple(placements[axis] for axis in range(len(lengths))), tuple(order))
 
 
 @st.composite

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tilework.layout import (
     Box,
+    Layout,
     Partial,
     Placement,
     Replicate,
@@ -164,3 +165,32 @@ def pairs(draw: st.DrawFn) -> tuple[Tiling, Tiling]:
         mesh = draw(st.sampled_from(MESHES))
         return draw(mesh_tilings(shape, mesh)), draw(mesh_tilings(shape, mesh))
     return draw(tilings(shape)), draw(tilings(shape))
+
+
+@st.composite
+def _sizes(draw: st.DrawFn, extent: int, length: int) -> Ints:
+    marks = sorted(draw(st.lists(st.integers(0, extent), min_size=length - 1, max_size=length - 1)))
+    return tuple(b - a for a, b in zip([0, *marks], [*marks, extent], strict=True))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Ints, lengths: Ints) -> Layout:
+    """Any layout on a mesh: uneven, with axes that cut a dim in any order, or partial."""
+    op = draw(st.sampled_from(["sum", "sum", "max"]))
+    order = draw(st.permutations(range(len(lengths))))
+    placements: dict[int, Placement] = {}
+    for axis in order:
+        one = draw(
+            st.one_of(
+                st.just(Replicate()),
+                st.just(Partial(op)),
+                *[st.just(Shard(d)) for d in range(len(shape))],
+            )
+        )
+        first = isinstance(one, Shard) and not any(
+            isinstance(p, Shard) and p.dim == one.dim for p in placements.values()
+        )
+        if isinstance(one, Shard) and first and draw(st.booleans()):
+            one = Shard(one.dim, draw(_sizes(shape[one.dim], lengths[axis])))
+        placements[axis] = one
+    return Layout(tuple(placements[axis] for axis in range(len(lengths))), tuple(order))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.functional import kinds
 from tilework.comm.functional.running import AT_ONCE_BYTES, run
 from tilework.comm.functional.waiting import AsyncTensor, attached
+from tilework.dtensor import explaining
 from tilework.dtensor.moving import FREE, Move, is_first, prepared
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.errors import CollectiveMismatchError
@@ -30,6 +31,9 @@ from tilework.layout import (
     redistribution_steps,
 )
 from tilework.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from tilework.dtensor.tensor import DTensor
 
 axes_group = DeviceMesh.axes_group
 
@@ -76,6 +80,8 @@ def redistribute_local(
         return local
     if local.shape != source.local_shape:
         _check_part(local, source)
+    if explaining.watchers:
+        explaining.ran(source, _steps(source, target, local.dtype), local.dtype)
     if local.requires_grad and torch.is_grad_enabled():
         call = _Call(route, async_op)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
@@ -94,19 +100,19 @@ def _on_meta(local: Tensor, target: DTensorSpec) -> Tensor:
 
 
 def plan_redistribution(
-    source: DTensorSpec,
+    tensor: DTensor | DTensorSpec,
     placements: Sequence[Placement],
     order: Sequence[int] | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Steps:
     """What redistributing a tensor would do: to be printed. Local; moves nothing.
 
     Args:
-        source: How the tensor lies.
+        tensor: The tensor, or how it lies.
         placements: How it is to lie.
         order: The axes in the order in which they cut; None: from the first to the last.
-        dtype: The tensor's.
+        dtype: None: the tensor's, or torch.float32.
 
     Raises:
         ValueError: Placements or order do not fit the mesh or the shape.
@@ -123,7 +129,11 @@ def plan_redistribution(
         [8, 8] from tp=S0 to tp=S1: 1 step, 64 bytes per rank, predicted 2.0 us
         ...
     """
-    return _steps(source, source.with_placements(placements, order), dtype)
+    if isinstance(tensor, DTensorSpec):
+        source, of = tensor, torch.float32
+    else:
+        source, of = tensor._spec, tensor.dtype
+    return _steps(source, source.with_placements(placements, order), dtype or of)
 
 
 def _steps(source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype) -> Steps:
