@@ -155,6 +155,9 @@ class Operator:
         if plain and decision.still:
             result = func(*flat, **kwargs)
         else:
+            if explaining.watchers:
+                gathers = decision.outputs is None and any(decision.ways)
+                explaining.begins(self.name, gathers)
             locals_ = self._locals(decision, leaves, mesh)
             versions = _versions(locals_) if decision.outputs is None else ()
             if decision.run is not None:
@@ -173,6 +176,8 @@ class Operator:
             return self._written(decision, args[0], result)
         outputs = decision.outputs
         if outputs is not None and result.__class__ is Tensor:
+            if result.requires_grad and not graded:
+                result = result.detach()
             return wrap(result, outputs[0])
         return _wrapped(result, outputs, mesh)
 
@@ -230,12 +235,14 @@ class Operator:
         """The part of a tensor in another layout, or with a gradient in terms."""
         source = leaf._spec
         if target is source or target == source:
-            return gradients.alias(leaf, axes)
-        if explaining.active():
-            explaining.moved(self.name, source, target, leaf.dtype)
-        if axes:
-            return gradients.moved(leaf, target, axes)
-        return redistribute_local(gradients.local_of(leaf), source, target)
+            made = gradients.alias(leaf, axes)
+        elif axes:
+            made = gradients.moved(leaf, target, axes)
+        else:
+            made = redistribute_local(gradients.local_of(leaf), source, target)
+        if explaining.watchers:
+            explaining.tag(made)
+        return made
 
     # -- deciding ----------------------------------------------------------------------------
 
@@ -533,6 +540,8 @@ def _wrapped(result: Any, outputs: list[DTensorSpec] | None, mesh: DeviceMesh) -
         return result
     if outputs is None:
         outputs = [whole_spec(one, mesh) for one in found]
+    if not _grad_enabled():  # torch's views still say that they require a gradient
+        found = [one.detach() if one.requires_grad else one for one in found]
     return _rebuilt(
         result,
         iter([

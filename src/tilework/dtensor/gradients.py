@@ -20,6 +20,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world
+from tilework.dtensor import explaining
 from tilework.dtensor.redistribution import axes_group, out_of_terms, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.errors import CollectiveMismatchError
@@ -61,6 +62,13 @@ def flag(tensor: DTensor) -> None:
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
+def grad_fn_of(tensor: DTensor) -> Any:
+    """The node that computed it: a user's own Function, or that of the local tensor."""
+    with _WithoutInterception():
+        node = _grad_fn_of(tensor)
+    return local_of(tensor).grad_fn if node is None else node
+
+
 def _linked(tensor: DTensor) -> Tensor:
     """The part of what a user's own autograd.Function returned, linked to the Function.
 
@@ -72,7 +80,7 @@ def _linked(tensor: DTensor) -> Tensor:
         return tensor._local_tensor
     leaves = _leaves(node)
     tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
-        tensor._local_tensor, tensor, leaves, *[local_of(leaf) for leaf in leaves]
+        tensor._local_tensor, [tensor], leaves, *[local_of(leaf) for leaf in leaves]
     )
     return tensor._local_tensor
 
@@ -99,9 +107,10 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, tensor: DTensor, leaves: list[DTensor], *locals_: Tensor
+        ctx: Any, local: Tensor, tensor: list[DTensor], leaves: list[DTensor], *locals_: Tensor
     ) -> Tensor:
-        ctx.tensor, ctx.leaves = tensor, leaves
+        # In lists, where C++ does not take the wrappers for inputs.
+        (ctx.tensor,), ctx.leaves = tensor, leaves
         return local.detach()
 
     @staticmethod
@@ -340,6 +349,9 @@ def _buckets(all_of_them: list[_Kept]) -> list[list[_Kept]]:
 
 def _reduce_bucket(bucket: list[_Kept], group: ProcessGroup) -> None:
     first = bucket[0].grad
+    if explaining.watchers:
+        terms = bucket[0].terms
+        explaining.reduced(terms, terms.partial_axes, [one.grad for one in bucket])
     sizes = [one.grad.numel() for one in bucket]
     flat = (
         group.empty(sum(sizes), dtype=first.dtype)

@@ -188,7 +188,7 @@ class DTensor(TiledTensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return gradients.local_of(self).grad_fn
+        return gradients.grad_fn_of(self)
 
     @property
     def grad(self) -> DTensor | None:
