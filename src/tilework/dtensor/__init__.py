@@ -3,9 +3,11 @@
 from tilework.dtensor import dispatch, optimizing, questions, rules
 from tilework.dtensor.api import distribute_tensor
 from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
+from tilework.dtensor.explaining import GatherWarning, explain, strict
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.random import manual_seed
 from tilework.dtensor.registry import register_rule
+from tilework.dtensor.showing import show
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -13,6 +15,7 @@ from tilework.mesh import DeviceMesh, init_device_mesh
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "GatherWarning",
     "Partial",
     "Placement",
     "Replicate",
@@ -20,6 +23,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "init_device_mesh",
     "manual_seed",
@@ -27,6 +31,8 @@ __all__ = [
     "rand",
     "randn",
     "register_rule",
+    "show",
+    "strict",
     "zeros",
 ]
 

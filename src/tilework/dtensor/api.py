@@ -71,9 +71,11 @@ def redistribute(
             raise ValueError("redistribute() needs placements: what each axis of the mesh is to do")
         placements = source.placements
     target = source.with_placements(placements, order)
-    if explaining.active() and target != source:
-        explaining.moved("redistribute", source, target, tensor.dtype)
+    if explaining.watchers:
+        explaining.begins("redistribute")
     local = redistribute_local(gradients.local_of(tensor), source, target, async_op=async_op)
+    if explaining.watchers:
+        explaining.tag(local)
     return wrap(local, target)
 
 

@@ -25,13 +25,13 @@ _PLAIN = Room(width=64, height=9, parts=6, slices=2)
 _WIDTH, _BAR_WIDTH = 90, 20
 #: So many owners are listed one by one; of more, neighbours that hold as much are joined.
 _LISTED = 16
-_COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
+COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
     "#a6cee3", "#fccde5", "#ccebc5", "#d9c7a0", "#bebada")  # fmt: skip
 _TITLES = ("who", "shards", "bytes", "share")
 #: Text, and rich's name of a style.
 Styled = tuple[str, str]
 #: For outputs that are not in Unicode.
-_ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
+ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
 
 
 def show(
@@ -70,7 +70,7 @@ def show(
     picture = [_coloured(line, view) for line in view.picture(Room(width, 14, 12, 4))]
     for line in [[(_headline(view), "bold")], [], *picture, [], *_table(view, width)]:
         if not console.encoding.lower().startswith("utf"):
-            line = [(text.translate(_ASCII), style) for text, style in line]
+            line = [(text.translate(ASCII), style) for text, style in line]
         console.print(Text.assemble(*line), overflow="fold")
 
 
@@ -93,7 +93,7 @@ def as_text(tensor: ShardedTensorBase) -> str:
     """What print() shows of a tensor: one line, the picture, and the bytes of the ranks. Local."""
     view = _view_of(tensor)
     picture = ["".join(text for text, _ in line) for line in view.picture(_PLAIN)]
-    return "\n".join([_headline(view), *picture, f"{_size_text(view.total)}: {_loads(view)}"])
+    return "\n".join([_headline(view), *picture, f"{size_text(view.total)}: {_loads(view)}"])
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _View:
     def colour_of(self, shard: ShardMetadata) -> str:
         """The same for all shards of an owner, another for its neighbours."""
         names = [owner.name for owner in self.owners]
-        return _COLOURS[names.index(_owner_name(shard)) % len(_COLOURS)]
+        return COLOURS[names.index(_owner_name(shard)) % len(COLOURS)]
 
     def picture(self, room: Room) -> list[Line]:
         """The shards, as lines of text."""
@@ -241,13 +241,13 @@ def _loads(view: _View) -> str:
     for owner in view.owners:
         by_load.setdefault(owner.held, []).append(owner)
     if len(by_load) > 4:
-        return f"{_size_text(min(by_load))} to {_size_text(max(by_load))} on {_names(view.owners)}"
+        return f"{size_text(min(by_load))} to {size_text(max(by_load))} on {_names(view.owners)}"
     return ", ".join(
-        f"{_size_text(n) if n else 'nothing'} on {_names(owners)}" for n, owners in by_load.items()
+        f"{size_text(n) if n else 'nothing'} on {_names(owners)}" for n, owners in by_load.items()
     )
 
 
-def _size_text(n: float) -> str:
+def size_text(n: float) -> str:
     """Bytes, as in ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
@@ -272,7 +272,7 @@ def _table(view: _View, width: int) -> list[list[Styled]]:
     """What each owner has, and bars for the bytes if there is room for them."""
     rows, total = _rows(view.owners), view.total or 1
     told = [_TITLES, *(_told(row, total) for row in rows), _all_told(view)]
-    titles, *texts, totals = _in_columns(told, width - 4)
+    titles, *texts, totals = in_columns(told, width - 4)
     most = max((owner.held for owner in view.owners), default=0) or 1
     room = min(_BAR_WIDTH, width - 6 - len(titles))
     lines: list[list[Styled]] = [[(f"    {titles}".rstrip(), "bold")]]
@@ -284,7 +284,7 @@ def _table(view: _View, width: int) -> list[list[Styled]]:
     return [*lines, [(f"    {totals}".rstrip(), "bold")]]
 
 
-def _in_columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+def in_columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Words below each other, the numbers to the right. What is too wide loses columns."""
     columns = []
     for number, words in enumerate(zip(*rows, strict=True)):
@@ -312,16 +312,16 @@ def _told(row: Sequence[_Owner], total: int) -> tuple[str, ...]:
     first, loads = row[0], sorted(owner.held for owner in row)
     if len(row) == 1:
         shares = f"{first.held / total:.1%}"
-        return first.place, _sizes_text(first.sizes), _size_text(first.held), shares
+        return first.place, _sizes_text(first.sizes), size_text(first.held), shares
     alike = all(owner.sizes == first.sizes for owner in row)
     shards = f"each {_sizes_text(first.sizes)}" if alike else "of several sizes"
-    span = " to ".join(dict.fromkeys((_size_text(loads[0]), _size_text(loads[-1]))))
+    span = " to ".join(dict.fromkeys((size_text(loads[0]), size_text(loads[-1]))))
     return (_names(row), shards, f"{span} each", f"{sum(owner.held for owner in row) / total:.1%}")
 
 
 def _all_told(view: _View) -> tuple[str, ...]:
     n, whole = len(view.metadata.shards_metadata), 1 if view.total else 0
-    return "all", f"{n:,} shard{'s' * (n != 1)}", _size_text(view.total), f"{whole:.1%}"
+    return "all", f"{n:,} shard{'s' * (n != 1)}", size_text(view.total), f"{whole:.1%}"
 
 
 def _sizes_text(sizes: Sequence[tuple[int, ...]]) -> str:
