@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tilework.dtensor.factors import Dim, Factor
+import torch
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor, factors_of
 from tilework.dtensor.registry import Answer, Arg, native, rule
+from tilework.dtensor.rules.own import tied
 from tilework.dtensor.rules.reducing import dims_of, left_of, reduced, reduction
+from tilework.dtensor.spec import Ints
+
+
+def _loops(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
+    """A factor for each dim that may be cut."""
+    return _loops_of(factors_of(shape), whole)
+
+
+def _loops_of(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | None]:
+    return [None if at in whole else one for at, one in enumerate(factors)]
 
 
 def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> Answer:
@@ -14,9 +30,7 @@ def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> Answer
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    factors: list[Factor | Dim | None] = [
-        None if at in dims else Factor(size, f"d{at}") for at, size in enumerate(input.shape)
-    ]
+    factors = _loops(input.shape, dims)
     return native({input: factors}, [factors] * results, linear=[[input]] if linear else [])
 
 
@@ -78,19 +92,44 @@ def _selected(input: Arg, dim: int, keepdim: bool) -> Answer:
     return None if dims is None else reduced(input, dims, keepdim, None, results=2)
 
 
-@reduction("quantile", "nanquantile")
-def _quantile(
-    input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = ""
-) -> Answer:
-    dims = dims_of(input.ndim, dim)
-    if dims is None or dim is None:
-        return None
-    factors = [Factor(size, f"d{at}", whole=at in dims) for at, size in enumerate(input.shape)]
-    left = left_of(factors, dims, keepdim)
-    if not isinstance(q, Arg):
-        return native({input: factors}, [left])
-    levels: list[Factor | Dim | None] = [None] * q.ndim
-    return native({input: factors, q: levels}, [[*levels, *left]])
+def _quantiles(name: str) -> None:
+    quantile: Callable[..., Tensor] = getattr(torch, name)
+
+    @reduction(name)
+    def answer(
+        input: Arg,
+        q: Any,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+    ) -> Answer:
+        dims = dims_of(input.ndim, dim)
+        if dims is None or dim is None:
+            return None
+        factors = factors_of(input.shape)
+        left = left_of(factors, dims, keepdim)
+        levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
+
+        def make(choice: Choice) -> Callable[..., Tensor]:
+            sizes = [
+                1 if at in dims else choice.part(one)[1]
+                for at, one in enumerate(factors)
+                if keepdim or at not in dims
+            ]
+            if 0 in sizes:  # torch takes no tensor without elements
+                several = q.shape if isinstance(q, Arg) else ()
+                return lambda part, *q: tied(part.reshape(*several, *sizes), *q)
+            return lambda part, q=q: quantile(part, q, dim, keepdim, interpolation=interpolation)
+
+        inputs = {input: _loops_of(factors, dims)}
+        if isinstance(q, Arg):
+            inputs[q] = levels
+        return native(inputs, [[*levels, *left]], run=make)
+
+
+_quantiles("quantile")
+_quantiles("nanquantile")
 
 
 @rule("diff")
@@ -99,9 +138,7 @@ def _diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: An
     if dims is None:
         return None
     given = [one for one in (input, prepend, append) if isinstance(one, Arg)]
-    factors: list[Factor | Dim | None] = [
-        None if at in dims else Factor(size, f"d{at}") for at, size in enumerate(input.shape)
-    ]
+    factors = _loops(input.shape, dims)
     if any(one.ndim != input.ndim for one in given):
         return None
     return native(dict.fromkeys(given, factors), [factors], linear=[given])
@@ -144,9 +181,7 @@ def _searchsorted(
     sorter: Any = None,
 ) -> Answer:
     # Sequences in a row for each row of values, or one for all.
-    rows: list[Factor | Dim | None] = [
-        Factor(size, f"d{at}") for at, size in enumerate(sorted_sequence.shape[:-1])
-    ]
+    rows = _loops(sorted_sequence.shape[:-1])
     given = {sorted_sequence: [*rows, None]}
     if isinstance(sorter, Arg):
         given[sorter] = [*rows, None]
@@ -154,11 +189,7 @@ def _searchsorted(
         return native(given, [[]])
     if rows and input.ndim != sorted_sequence.ndim:
         return None
-    last = [Factor(input.shape[-1], "value")] if input.ndim else []
-    dims = (
-        [*rows, *last] if rows else [Factor(size, f"v{at}") for at, size in enumerate(input.shape)]
-    )
-    given[input] = dims
+    dims = given[input] = [*rows, *_loops(input.shape[-1:])] if rows else _loops(input.shape)
     return native(given, [dims])
 
 
@@ -168,5 +199,5 @@ def _bucketize(
 ) -> Answer:
     if not isinstance(input, Arg):
         return native({boundaries: [None]}, [[]])
-    dims = [Factor(size, f"d{at}") for at, size in enumerate(input.shape)]
+    dims = _loops(input.shape)
     return native({input: dims, boundaries: [None]}, [dims])

@@ -67,7 +67,7 @@ def pointwise(
     """
     shapes = [arg.shape for arg in given]
     try:
-        torch.broadcast_shapes(*shapes)
+        torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError:  # torch will say so of the whole tensors
         return None
     factors, terms = broadcast(shapes)

@@ -13,16 +13,9 @@ from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native
 from tilework.dtensor.rules.elementwise import pointwise
-from tilework.dtensor.rules.reducing import (
-    any_cut,
-    dims_of,
-    left_of,
-    operator,
-    reduced,
-    reduction,
-    settled,
-)
-from tilework.dtensor.spec import Ints
+from tilework.dtensor.rules.own import operator, settled
+from tilework.dtensor.rules.reducing import any_cut, dims_of, left_of, reduced, reduction
+from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
 
 # -- operators of parts ------------------------------------------------------------------------
@@ -138,49 +131,62 @@ class _Shared(torch.autograd.Function):
         return grad * mask / count, None, None, None
 
 
-def _best(input: DTensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False) -> DTensor:
+def _best(input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False) -> Tensor:
     """The extreme, whose gradient all elements that equal it share.
 
     Args:
+        input: A DTensor.
+        name: "amax" or "amin".
+        dims: Those that are reduced.
+        keepdim: Whether they are left with a size of one.
         nan_too: Whether NaN equals NaN there; plain torch knows both.
     """
     input = settled(input)
     if not (input.requires_grad and torch.is_grad_enabled()):
-        return extreme(input, name, dims, keepdim)  # type: ignore[return-value]
-    value: Any = input.detach()
-    best = settled(extreme(value, name, dims, True))  # type: ignore[arg-type]
-    part, whole = value._local_tensor, best._local_tensor
+        return extreme(input, name, dims, keepdim)
+    value = input.detach()
+    best = settled(extreme(value, name, dims, True))
+    part, whole = _part(value), _part(best)
     mask = _same(part, whole) if nan_too else part == whole
-    count = settled(wrap(mask, input._spec).sum(dims, keepdim=True))  # type: ignore[arg-type]
-    return _graded(input, best, mask, count._local_tensor, dims, keepdim)
+    count = settled(wrap(mask, _spec(input)).sum(dims, keepdim=True))
+    return _graded(input, best, mask, _part(count), dims, keepdim)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return gradients.local_of(tensor)
+
+
+def _spec(tensor: Tensor) -> DTensorSpec:
+    assert isinstance(tensor, DTensor)
+    return tensor._spec
 
 
 def _graded(
-    input: DTensor, best: DTensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
-) -> DTensor:
-    part = gradients.local_of(input)
-    found = wrap(_Shared.apply(part, best._local_tensor, mask, count), best._spec)  # type: ignore[no-untyped-call]
-    return found if keepdim else _without(found, dims)
+    input: Tensor, best: Tensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
+) -> Tensor:
+    found: Tensor = _Shared.apply(_part(input), _part(best), mask, count)  # type: ignore[no-untyped-call]
+    kept = wrap(found, _spec(best))
+    return kept if keepdim else _without(kept, dims)
 
 
-def _without(tensor: DTensor, dims: Ints) -> DTensor:
+def _without(tensor: Tensor, dims: Ints) -> Tensor:
     """The same without dims of size one."""
-    found: Any = tensor.sum(dims, dtype=tensor.dtype)
-    return found  # type: ignore[no-any-return]
+    return tensor.sum(dims, dtype=tensor.dtype)
 
 
-def _best_at(input: DTensor, name: str, dim: int, keepdim: bool) -> tuple[DTensor, DTensor]:
+def _best_at(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
     """The extreme along a dim, and where it first is; its gradient goes there."""
     input = settled(input)
-    value: Any = input.detach()
-    best = settled(extreme(value, name, (dim,), True))  # type: ignore[arg-type]
-    at = settled(_first(value, best, dim))  # type: ignore[arg-type]
+    value = input.detach()
+    best = settled(extreme(value, name, (dim,), True))
+    at = settled(_first(value, best, dim))
     index = at if keepdim else _without(at, (dim,))
     if not (input.requires_grad and torch.is_grad_enabled()):
         return best if keepdim else _without(best, (dim,)), index
-    box = input._spec.local_box
+    box = _spec(input).local_box
     places = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-    mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == at._local_tensor
+    mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == _part(at)
     return _graded(input, best, mask, torch.ones(()), (dim,), keepdim), index
 
 
@@ -223,8 +229,8 @@ def _register(name: str) -> None:
         if not any_cut(input, dims):
             return reduced(input, dims, keepdim, None)
 
-        def run(input: DTensor, *_: Any, **__: Any) -> Any:
-            value: Any = settled(input).detach()
+        def run(input: Tensor, *_: Any, **__: Any) -> Any:
+            value = settled(input).detach()
             if dim is not None:
                 return _best_at(value, fold, dims[0], keepdim)[1]
             best = extreme(value, fold, dims, False)
@@ -245,9 +251,9 @@ def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> An
     if not any_cut(input, dims):
         return reduced(input, dims, keepdim, None, results=2)
 
-    def run(input: DTensor, **_: Any) -> Any:
+    def run(input: Tensor, **_: Any) -> Any:
         input = settled(input)
-        pair = [_best(input, name, dims, keepdim) for name in ("amin", "amax")]
+        pair = _best(input, "amin", dims, keepdim), _best(input, "amax", dims, keepdim)
         return torch.return_types.aminmax(pair)
 
     return Composed(run)

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Dim, Factor
 from tilework.dtensor.registry import (
-    RULES,
     Answer,
     Arg,
     Composed,
     MakeRun,
     Native,
-    Rule,
     RuleFunction,
     native,
     rule,
 )
 from tilework.dtensor.spec import Ints
-from tilework.dtensor.tensor import DTensor
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 #: What numpy calls them, and torch takes too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
@@ -115,28 +110,6 @@ def reduction(*names: str) -> Callable[[RuleFunction], RuleFunction]:
 
 def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {_NUMPY.get(name, name): value for name, value in kwargs.items()}
-
-
-def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
-    """Make the decorated function of local tensors an operator on DTensors, with this rule."""
-
-    def put(function: FunctionT) -> FunctionT:
-        RULES[function] = Rule(answer)
-
-        def call(*args: Any) -> Any:
-            return DTensor._run(function, args, {})
-
-        return call  # type: ignore[return-value]
-
-    return put
-
-
-def settled(tensor: DTensor) -> DTensor:
-    """The same without terms, for what uses it several times. Collective if there are any."""
-    spec = tensor._spec
-    if not spec.partial_axes:
-        return tensor
-    return tensor.redistribute(placements=spec.dual.placements, order=spec.dual.order)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

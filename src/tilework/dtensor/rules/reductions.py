@@ -12,8 +12,8 @@ from torch import Tensor
 from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.reducing import dims_of, operator, reduced, reduction, settled
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.rules.own import operator, settled, tied
+from tilework.dtensor.rules.reducing import dims_of, reduced, reduction
 
 
 @reduction("sum")
@@ -55,7 +55,7 @@ def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = No
 
 
 def _mean_of_numbers(
-    input: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     input = settled(input)
     count = (~input.detach().isnan()).sum(dim, keepdim)
@@ -113,7 +113,7 @@ def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> Answe
     return native({input: factors}, [[None]])
 
 
-def _histc_of_range(input: DTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     input = settled(input)
     if min == max and input.numel():
         min, max = input.min().item(), input.max().item()
@@ -127,13 +127,14 @@ def _bincount(input: Arg, weights: Arg | None = None, minlength: int = 0) -> Ans
     return Composed(_bincount_of_size)
 
 
-def _bincount_of_size(input: DTensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def _bincount_of_size(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     least, most = input.aminmax() if input.numel() else (None, None)
     if least is not None and least.item() < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     size = max(minlength, 0 if most is None else int(most.item()) + 1)
-    found: Tensor = _counts(input, size) if weights is None else _counts(input, size, weights)
-    return found
+    if weights is None or least is None:
+        return _counts(input, size)
+    return _counts(input, size, weights)
 
 
 def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> Answer:
@@ -145,4 +146,9 @@ def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> Answer:
 
 @operator(_counts_rule)
 def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
-    return torch.bincount(input, weights, size)
+    found = torch.bincount(input, weights, size)
+    if weights is None:
+        return found
+    # A part without elements has no weights to take the dtype from.
+    dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
+    return tied(found.to(dtype), weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,13 @@ from torch import Tensor
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.extrema import extreme
-from tilework.dtensor.rules.reducing import any_cut, dims_of, reduced, reduction, settled, wide
+from tilework.dtensor.rules.own import settled
+from tilework.dtensor.rules.reducing import any_cut, dims_of, reduced, reduction, wide
 from tilework.dtensor.spec import Ints
-from tilework.dtensor.tensor import DTensor
+
+# torch has no types for these.
+_vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
+_matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
 
 # -- spread ------------------------------------------------------------------------------------
 
@@ -39,7 +43,7 @@ def _spread(name: str) -> None:
         if correction is None:
             correction = 1 if unbiased is None else int(unbiased)
 
-        def run(input: DTensor, *_: Any, **__: Any) -> Any:
+        def run(input: Tensor, *_: Any, **__: Any) -> Any:
             spread, mean = _var_mean(settled(input), dims, keepdim, correction)
             if name.startswith("std"):
                 spread = _root(spread)
@@ -85,8 +89,8 @@ def _vector_norm(
     if not any_cut(input, dims):
         return reduced(input, dims, keepdim, None)
 
-    def run(input: DTensor, *_: Any, **__: Any) -> Tensor:
-        values: Tensor = settled(input)
+    def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        values = settled(input)
         if dtype is not None:
             values = values.to(dtype)
         found = _norm(values.to(wide(values.dtype)), float(ord), dims, keepdim)
@@ -130,9 +134,9 @@ def _matrix_norm(
     if not any_cut(A, dims) or ord not in ("fro", 1, -1, math.inf, -math.inf):
         return reduced(A, dims, keepdim, None)
 
-    def run(A: DTensor, *_: Any, **__: Any) -> Tensor:
+    def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
         if ord == "fro":
-            return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
+            return _vector_norm_of(A, 2, dims, keepdim, dtype=dtype)
         summed, most = dims if abs(ord) == 1 else dims[::-1]
         values = (A if dtype is None else A.to(dtype)).abs().sum(summed, keepdim=True)
         found = values.amax(most, keepdim=True) if ord > 0 else values.amin(most, keepdim=True)
@@ -152,18 +156,18 @@ def _linalg_norm(
     if many > 2 or (many == 2 and A.ndim < 2):
         return None
 
-    def run(A: DTensor, *_: Any, **__: Any) -> Tensor:
+    def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
         if many == 2 and ord is not None:
-            return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
+            return _matrix_norm_of(A, ord, dims, keepdim, dtype=dtype)
         order = 2 if ord is None else ord
-        return torch.linalg.vector_norm(A, order, dims, keepdim, dtype=dtype)
+        return _vector_norm_of(A, order, dims, keepdim, dtype=dtype)
 
     return Composed(run)
 
 
 @rule("dist")
 def _dist(input: Arg, other: Arg, p: float = 2) -> Answer:
-    return Composed(lambda input, other, p=2: torch.linalg.vector_norm(input - other, p))
+    return Composed(lambda input, other, p=2: _vector_norm_of(input - other, p))
 
 
 @rule("renorm")
@@ -171,10 +175,10 @@ def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> Answer:
     return Composed(_renormed)
 
 
-def _renormed(input: DTensor, p: float, dim: int, maxnorm: float) -> Tensor:
+def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
     input = settled(input)
     others = [one for one in range(input.ndim) if one != dim % input.ndim]
-    norm = torch.linalg.vector_norm(input, p, others, keepdim=True)
+    norm = _vector_norm_of(input, p, others, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
 
 
@@ -202,8 +206,8 @@ _softmax("softmax")
 _softmax("log_softmax")
 
 
-def _exponentials(name: str, input: DTensor, dims: Ints, dtype: torch.dtype | None) -> Tensor:
-    values: Tensor = settled(input)
+def _exponentials(name: str, input: Tensor, dims: Ints, dtype: torch.dtype | None) -> Tensor:
+    values = settled(input)
     kind = dtype or input.dtype
     values = values.to(wide(kind))
     values = values - extreme(values.detach(), "amax", dims, True)
@@ -220,8 +224,8 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> Answer:
     if not any_cut(input, dims) or not all(input.shape[one] for one in dims):
         return reduced(input, dims, keepdim, None)
 
-    def run(input: DTensor, *_: Any, **__: Any) -> Tensor:
-        values: Tensor = settled(input)
+    def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        values = settled(input)
         if not (values.is_floating_point() or values.is_complex()):
             values = values.to(torch.get_default_dtype())
         kind = values.dtype
@@ -245,7 +249,7 @@ def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> Ans
 def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     kind = torch.promote_types(x1.dtype, x2.dtype)
     x1, x2 = x1.to(kind), x2.to(kind)
-    norms = [torch.linalg.vector_norm(x, 2, dim, keepdim=True) for x in (x1, x2)]
+    norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
     # What is below eps is constant, but has a gradient as if it were not, as in torch.
     a, b = (
         x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
@@ -264,4 +268,4 @@ def _pairwise_distance(
 def _distance(
     x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
-    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+    return _vector_norm_of(x1 - x2 + eps, p, -1, keepdim)
