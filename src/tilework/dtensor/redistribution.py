@@ -81,7 +81,7 @@ def redistribute_local(
     if local.shape != source.local_shape:
         _check_part(local, source)
     if explaining.watchers:
-        explaining.ran(source, _steps(source, target, local.dtype), local.dtype)
+        explaining.ran(source, route.steps, local.dtype)
     if local.requires_grad and torch.is_grad_enabled():
         call = _Call(route, async_op)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
@@ -158,33 +158,37 @@ def _steps(source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype) -> Step
 class Route:
     """The steps from one layout to another, prepared for this rank and one dtype."""
 
-    __slots__ = ("__dict__", "moves", "source", "target")
+    __slots__ = ("__dict__", "moves", "source", "steps", "target")
 
-    def __init__(self, source: DTensorSpec, target: DTensorSpec, moves: list[Move]) -> None:
-        self.source, self.target, self.moves = source, target, moves
+    def __init__(
+        self, source: DTensorSpec, target: DTensorSpec, steps: Steps, moves: list[Move]
+    ) -> None:
+        self.source, self.target, self.steps, self.moves = source, target, steps, moves
 
     def run(self, x: Tensor) -> Tensor:
         """The part afterwards."""
-        if x.is_conj() or x.is_neg():
-            x = x.resolve_conj().resolve_neg()
-        for move in self.moves:
-            x, work = move(x, False)
-            if work is not None:
-                work.wait()
-        return x
+        return _through(self.moves, x)
 
     def start(self, x: Tensor) -> tuple[Tensor, Work | None]:
         """The same, of which the last step may still be under way."""
         if x.nbytes <= AT_ONCE_BYTES:
             return self.run(x), None
-        if len(self.moves) > 1:
-            x = Route(self.source, self.target, self.moves[:-1]).run(x)
-        return self.moves[-1](x.resolve_conj().resolve_neg(), True)
+        return self.moves[-1](_through(self.moves[:-1], x), True)
 
     @cached_property
     def adjoint(self) -> Adjoint:
         """How gradients go the other way."""
         return Adjoint(self.source, self.target)
+
+
+def _through(moves: Sequence[Move], x: Tensor) -> Tensor:
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    for move in moves:
+        x, work = move(x, False)
+        if work is not None:
+            work.wait()
+    return x
 
 
 def _routes(source: DTensorSpec) -> dict[tuple[DTensorSpec, torch.dtype], Route]:
@@ -201,8 +205,8 @@ def _route(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Route:
         )
     dtype = local.dtype
     moves: list[Move] = []
+    found = _steps(source, target, dtype)
     if source.takes_part:
-        found = _steps(source, target, dtype)
         axes = {axis for step in found.steps if step.kind not in FREE for axis in step.axes}
         for step in found.steps:  # making groups is collective, preparing is not
             if step.kind not in FREE:
@@ -217,7 +221,7 @@ def _route(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Route:
             _agree(prepare, axes_group(source.mesh, axes))
         else:
             prepare()
-    return _routes(source).setdefault((target, dtype), Route(source, target, moves))
+    return _routes(source).setdefault((target, dtype), Route(source, target, found, moves))
 
 
 def _moves(
