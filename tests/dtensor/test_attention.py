@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.dtensor.checking import check_op, count_op
-from tilework.layout import Partial, Replicate, Shard
+from tilework.layout import Partial, Placement, Replicate, Shard
 
 R, P = Replicate(), Partial()
 
@@ -85,7 +85,7 @@ def test_cut_queries_gather_keys_only() -> None:
 
 def test_cut_keys_stay() -> None:
     """As where a cache of keys is cut: rows of maxima and sums move, no keys."""
-    layouts = [[R], [Shard(2)], [Shard(2)]]
+    layouts: list[list[Placement]] = [[R], [Shard(2)], [Shard(2)]]
     found = count_op(attend(), *heads(length=1, keys=64), layouts=layouts, grads=False)
     assert found.placements == [(P,)]
     assert set(found.forward) == {"all_reduce"}

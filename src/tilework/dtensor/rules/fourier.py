@@ -1,0 +1,116 @@
+"""Fourier transforms: dims that are transformed are needed whole, others are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.factors import Factor, factors_of
+from tilework.dtensor.registry import Answer, Arg, native, rule
+from tilework.dtensor.rules.nothing import on_nothing_too
+
+_KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+
+
+def _transformed(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> Answer:
+    """Dims keep their places; how large they become is what torch says."""
+    factors = factors_of(input.shape)
+    for dim in dims:
+        factors[dim].whole = True
+    run = on_nothing_too(function)
+    return native({input: factors}, [factors], linear=[[input]], run=run)
+
+
+def _register(kind: str) -> None:
+    one, two, many = (getattr(torch.fft, kind + dims) for dims in ("", "2", "n"))
+
+    @rule(f"fft_{kind}")
+    def _along_one(input: Any, n: Any = None, dim: int = -1, norm: str | None = None) -> Answer:
+        return _transformed(input, [dim], partial(one, n=n, dim=dim, norm=norm))
+
+    @rule(f"fft_{kind}2")
+    def _along_two(
+        input: Any, s: Any = None, dim: Sequence[int] = (-2, -1), norm: str | None = None
+    ) -> Answer:
+        return _transformed(input, dim, partial(two, s=s, dim=dim, norm=norm))
+
+    @rule(f"fft_{kind}n")
+    def _along_many(input: Any, s: Any = None, dim: Any = None, norm: str | None = None) -> Answer:
+        dims = range(-(input.ndim if s is None else len(s)), 0) if dim is None else dim
+        return _transformed(input, dims, partial(many, s=s, dim=dim, norm=norm))
+
+
+for _kind in _KINDS:
+    _register(_kind)
+
+
+@rule("fft_fftshift", "fft_ifftshift")
+def _shift(input: Any, dim: Any = None) -> Answer:
+    dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    factors = factors_of(input.shape)
+    for one in dims:
+        factors[one].whole = True
+    return native({input: factors}, [factors], moves=True)
+
+
+@rule("stft")
+def _stft(
+    input: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    *args: Any,
+    return_complex: bool | None = None,
+    **kwargs: Any,
+) -> Answer:
+    if return_complex is not True:
+        return None
+    *batch, samples = factors_of(input.shape)
+    samples.whole = True
+    inputs: dict[Arg, Sequence[Factor | None]] = {input: [*batch, samples]}
+    if isinstance(window, Arg):
+        inputs[window] = [None]
+    kwargs |= {"hop_length": hop_length, "win_length": win_length, "return_complex": True}
+
+    def function(input: Tensor, window: Tensor | None = None) -> Tensor:
+        return torch.stft(input, n_fft, window=window, **kwargs)
+
+    run = None if args else on_nothing_too(function)
+    return native(inputs, [[*batch, None, None]], linear=[[input]], run=run)
+
+
+@rule("istft")
+def _istft(
+    input: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Answer:
+    *batch, _, frames = input.shape
+    factors = factors_of(batch)
+    inputs: dict[Arg, Sequence[Factor | None]] = {input: [*factors, None, None]}
+    if isinstance(window, Arg):
+        inputs[window] = [None]
+    hop = n_fft // 4 if hop_length is None else hop_length
+    whole = n_fft + hop * (frames - 1)
+    samples = (whole - 2 * (n_fft // 2) if center else whole) if length is None else length
+
+    def function(input: Tensor, window: Tensor | None = None) -> Tensor:
+        return torch.istft(
+            input, n_fft, hop_length, win_length, window, center, normalized, onesided, length
+        )
+
+    run = None if return_complex else on_nothing_too(function)
+    shapes = [(*batch, samples)]
+    return native(inputs, [[*factors, None]], linear=[[input]], run=run, shapes=shapes)

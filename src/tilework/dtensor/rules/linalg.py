@@ -1,0 +1,130 @@
+"""Decompositions and what is solved with them: matrices are needed whole, batches are cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilework.dtensor.factors import Factor, factors_of
+from tilework.dtensor.registry import Answer, Arg, native, patterned, rule
+from tilework.dtensor.rules.nothing import on_nothing_too
+
+
+def _over_batches(names: str, text: str) -> None:
+    """Register operators whose tensors are taken in the order in which they are given.
+
+    Sizes are those of the arguments only; those of results are what torch says.
+    """
+
+    def answer(*args: Any, **kwargs: Any) -> Answer:
+        return patterned(text, [one for one in (*args, *kwargs.values()) if isinstance(one, Arg)])
+
+    rule(*names.split())(answer)
+
+
+_over_batches("det linalg_det logdet", "b* m! n! -> b*")
+_over_batches("linalg_matrix_rank", "b* m! n!, b*?, b*? -> b*")
+_over_batches("slogdet linalg_slogdet", "b* m! n! -> b*, b*")
+_over_batches(
+    "inverse linalg_inv cholesky linalg_cholesky cholesky_inverse"
+    " matrix_exp linalg_matrix_exp matrix_power linalg_matrix_power",
+    "b* m! n! -> b* m! n!",
+)
+_over_batches("pinverse linalg_pinv", "b* m! n!, b*?, b*? -> b* n! m!")
+_over_batches("linalg_inv_ex linalg_cholesky_ex", "b* m! n! -> b* m! n!, b*")
+_over_batches("linalg_svdvals linalg_eigvals linalg_eigvalsh", "b* m! n! -> b* n!")
+_over_batches("linalg_eig linalg_eigh", "b* m! n! -> b* n!, b* m! n!")
+_over_batches("svd linalg_svd", "b* m! n! -> b* m! m!, b* n!, b* n! n!")
+_over_batches("linalg_lu", "b* m! n! -> b* m! m!, b* m! n!, b* m! n!")
+_over_batches("linalg_lu_factor linalg_ldl_factor", "b* m! n! -> b* m! n!, b* n!")
+_over_batches(
+    "linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", "b* m! n! -> b* m! n!, b* n!, b*"
+)
+_over_batches("cholesky_solve", "b* n! k, b* n! n! -> b* n! k")
+_over_batches("triangular_solve", "b* n! k!, b* n! n! -> b* n! k!, b* n! n!")
+_over_batches("lu_solve", "b* n! k, b* n! n!, b* n! -> b* n! k")
+_over_batches("linalg_ldl_solve", "b* n! n!, b* n!, b* n! k -> b* n! k")
+_over_batches("cdist", "b* p m!, b* r m! -> b* p r")
+
+
+@rule("linalg_cond")
+def _cond(A: Any, p: Any = None) -> Answer:
+    return patterned("b* m! n! -> b*", [A], run=on_nothing_too(partial(torch.linalg.cond, p=p)))
+
+
+@rule("linalg_householder_product", "orgqr")
+def _householder_product(input: Any, tau: Any) -> Answer:
+    run = on_nothing_too(torch.linalg.householder_product)
+    return patterned("b* m! n!, b* k! -> b* m! n!", [input, tau], run=run)
+
+
+@rule("qr", "linalg_qr")
+def _qr(A: Any, mode: Any = "reduced") -> Answer:
+    if mode == "r":  # the first result is empty
+        return patterned("b* m! n! -> n!, b* m! n!", [A])
+    return patterned("b* m! n! -> b* m! n!, b* n! n!", [A])
+
+
+@rule("lu")
+def _lu(A: Any, pivot: bool = True, get_infos: bool = False) -> Answer:
+    return patterned("b* m! n! -> b* m! n!, b* n!" + ", b*" * get_infos, [A])
+
+
+@rule("linalg_solve")
+def _solve(A: Any, B: Any, *, left: bool = True) -> Answer:
+    return _solved(A, B, left, "k", "")
+
+
+@rule("linalg_solve_ex")
+def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Answer:
+    return _solved(A, B, left, "k!", ", b*")
+
+
+def _solved(A: Arg, B: Any, left: bool, columns: str, more: str) -> Answer:
+    if B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1]):
+        shown = "b* n!"
+    else:
+        shown = f"b* n! {columns}" if left else f"b* {columns} n!"
+    return patterned(
+        f"b* n! n!, {shown} -> {shown}{more}", [A, B], linear=[[B]] if not more else []
+    )
+
+
+@rule("linalg_solve_triangular")
+def _solve_triangular(
+    A: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Answer:
+    shown = "b* n! k" if left else "b* k n!"
+    return patterned(f"b* n! n!, {shown} -> {shown}", [A, B])
+
+
+@rule("linalg_lu_solve")
+def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Answer:
+    shown = "b* n! k" if left else "b* k n!"
+    return patterned(f"b* n! n!, b* n!, {shown} -> {shown}", [LU, pivots, B])
+
+
+@rule("ormqr")
+def _ormqr(input: Any, tau: Any, input2: Any, left: bool = True, transpose: bool = False) -> Answer:
+    shown = "b* m! c" if left else "b* c m!"
+    return patterned(
+        f"b* m! n!, b* k!, {shown} -> {shown}", [input, tau, input2], linear=[[input2]]
+    )
+
+
+@rule("lu_unpack")
+def _lu_unpack(
+    LU_data: Any, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True
+) -> Answer:
+    matrix = "b* m! n!"
+    data, pivots = matrix if unpack_data else "n!", "b* m! m!" if unpack_pivots else "n!"
+    return patterned(f"{matrix}, b* k! -> {pivots}, {data}, {data}", [LU_data, LU_pivots])
+
+
+@rule("linalg_vander")
+def _vander(x: Any, *, N: int | None = None) -> Answer:
+    powers = Factor(x.shape[-1] if N is None else N, "powers", whole=True)
+    dims = factors_of(x.shape)
+    return native({x: dims}, [[*dims, powers]])
