@@ -364,6 +364,8 @@ class Operator:
             return out
         for one, value in zip(out, result, strict=True):
             into(one, value, self.name)
+        if self.name.endswith("_copy"):  # unbind_copy and split_copy, which return nothing
+            return None
         kind = getattr(torch.return_types, f"{type(result).__name__}_out", type(out))
         return kind(out)
 
