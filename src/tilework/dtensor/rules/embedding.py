@@ -16,29 +16,7 @@ from torch import Tensor
 from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Factor, factors_of
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.own import tied
-
-
-class _Rows:
-    """The rows of a table that this rank has."""
-
-    def __init__(self, choice: Choice, rows: Factor) -> None:
-        self.start, self.count = choice.part(rows)
-        self.total = rows.size
-        self.all = not choice.axes(rows)
-
-    def place(self, row: int | None) -> int | None:
-        """A row's number among these; None if it is elsewhere."""
-        here = row is not None and self.start <= row < self.start + self.count
-        return row - self.start if here and row is not None else None
-
-    def find(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers among these (0 for rows that are elsewhere), and which are here."""
-        if indices.numel() and not 0 <= indices.min() <= indices.max() < self.total:
-            raise IndexError(f"index out of range: the table has {self.total} rows")
-        numbers = indices - self.start
-        here = (numbers >= 0) & (numbers < self.count)
-        return numbers.where(here, 0), here
+from tilework.dtensor.rules.own import Span, tied
 
 
 @rule(torch.embedding)
@@ -57,7 +35,7 @@ def _embedding(
     places = [Factor(size, whole=scale_grad_by_freq) for size in indices.shape]
 
     def run(choice: Choice) -> Callable[..., Tensor]:
-        mine = _Rows(choice, rows)
+        mine = Span(choice, rows)
         padding = mine.place(padding_idx)
         padding = -1 if padding is None else padding
 
@@ -87,7 +65,7 @@ def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: flo
     dims = [rows, Factor(weight.shape[1], whole=True)]
 
     def run(choice: Choice) -> Callable[..., Tensor]:
-        mine = _Rows(choice, rows)
+        mine = Span(choice, rows)
 
         def renorm(*tensors: Tensor) -> Tensor:
             table = tensors[weight.number].detach().clone()
@@ -133,7 +111,7 @@ def _embedding_bag(
         padding_idx += weight.shape[0]
 
     def run(choice: Choice) -> Callable[..., Tensor]:
-        mine = _Rows(choice, rows)
+        mine = Span(choice, rows)
 
         def look_up(*tensors: Tensor) -> Tensor:
             wanted, table = tensors[input.number], tensors[weight.number]

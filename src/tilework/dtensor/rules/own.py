@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import RULES, Rule, RuleFunction
 from tilework.dtensor.tensor import DTensor
 
@@ -34,10 +36,48 @@ def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
     return put
 
 
+class Span:
+    """The part of a factor that this rank has, for look-ups by index."""
+
+    def __init__(self, choice: Choice, factor: Factor) -> None:
+        self.start, self.count = choice.part(factor)
+        self.total = factor.size
+        self.all = not choice.axes(factor)
+
+    def place(self, index: int | None) -> int | None:
+        """Where an index is within the part; None if it is elsewhere."""
+        here = index is not None and self.start <= index < self.start + self.count
+        return index - self.start if here and index is not None else None
+
+    def find(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Where indices are within the part (0 for those elsewhere), and which are in it.
+
+        Args:
+            indices: Global ones.
+            ignored: Which of them stand for none.
+
+        Raises:
+            IndexError: One is in no rank's part.
+        """
+        outside = (indices < 0) | (indices >= self.total)
+        if ignored is not None:
+            outside &= ~ignored
+        if outside.any():
+            raise IndexError(
+                f"index out of range: {int(indices[outside][0])} is not in [0, {self.total})"
+            )
+        places = indices - self.start
+        here = (places >= 0) & (places < self.count)
+        if ignored is not None:
+            here &= ~ignored
+        return places.where(here, 0), here
+
+
 def settled(tensor: Tensor) -> Tensor:
     """The tensor with all terms combined, for what is used more than once."""
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
-        return tensor.redistribute(placements=tensor._spec.dual.placements)
+        dual = tensor._spec.dual
+        return tensor.redistribute(placements=dual.placements, order=dual.order)
     return tensor
 
 
