@@ -6,6 +6,7 @@ from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.explaining import GatherWarning, explain, strict
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.random import manual_seed
+from tilework.dtensor.redistribution import plan_redistribution
 from tilework.dtensor.registry import register_rule
 from tilework.dtensor.showing import show
 from tilework.dtensor.tensor import DTensor
@@ -28,6 +29,7 @@ __all__ = [
     "init_device_mesh",
     "manual_seed",
     "ones",
+    "plan_redistribution",
     "rand",
     "randn",
     "register_rule",

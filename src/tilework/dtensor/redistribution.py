@@ -118,13 +118,12 @@ def plan_redistribution(
         ValueError: Placements or order do not fit the mesh or the shape.
 
     Example:
-        >>> from tilework.dtensor.spec import spec_of
-        >>> from tilework.layout import Partial, Replicate, Shard
-        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.dtensor import Shard, init_device_mesh, zeros
         >>> from tilework.testing import run_ranks
         >>> def program(rank):
         ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        ...     return str(plan_redistribution(spec_of(mesh, [Shard(0)], (8, 8)), [Shard(1)]))
+        ...     x = zeros(8, 8, device_mesh=mesh, placements=[Shard(0)])
+        ...     return str(plan_redistribution(x, [Shard(1)]))
         >>> print(run_ranks(2, program)[0])
         [8, 8] from tp=S0 to tp=S1: 1 step, 64 bytes per rank, predicted 2.0 us
         ...

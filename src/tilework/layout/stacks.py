@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 from tilework.layout.box import Ints
 from tilework.layout.chunking import chunk_sizes, offsets_of
@@ -151,13 +150,25 @@ def block_parts(extent: int, lengths: Ints, cuts: Stack) -> tuple[Ints, Ints]:
     return tuple([start for start, _ in spans]), tuple([size for _, size in spans])
 
 
-def span_at(extent: int, lengths: Ints, cuts: Stack, coordinate: Sequence[int]) -> tuple[int, int]:
-    """Where the part at a coordinate of the mesh starts, and its size."""
-    starts, sizes = block_parts(extent, lengths, cuts)
-    number = 0
-    for axis, _ in cuts:
-        number = number * lengths[axis] + coordinate[axis]
-    return starts[number], sizes[number]
+def axes_of(cuts: Stack) -> Ints:
+    """The axes that cut."""
+    return tuple([axis for axis, _ in cuts])
+
+
+def places(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
+    """For each combination of coordinates along ``axes``, which one it is along ``others``.
+
+    Combinations are numbered from 0 on; the last axis runs fastest. The others are among the axes.
+    """
+    strides, stride = dict.fromkeys(axes, 0), 1
+    for axis in reversed(others):
+        strides[axis] = stride
+        stride *= lengths[axis]
+    found = [0]
+    for axis in axes:
+        steps = [strides[axis] * i for i in range(lengths[axis])]
+        found = [at + step for at in found for step in steps]
+    return found
 
 
 def most_moved(shape: Ints, lengths: Ints, source: Stacks, target: Stacks) -> int:
@@ -166,22 +177,37 @@ def most_moved(shape: Ints, lengths: Ints, source: Stacks, target: Stacks) -> in
     A rank lacks what is in its part of ``target``, and not in that of ``source``. Ranks with the
     same part share the sending of it.
     """
-    before, after = ({a for s in one.cuts for a, _ in s} for one in (source, target))
+    before, after = ({a for cuts in one.cuts for a in axes_of(cuts)} for one in (source, target))
     readers = math.prod([lengths[axis] for axis in before - after])
     owners = math.prod([lengths[axis] for axis in after - before])
     cutting = sorted(before | after)
-    coordinate, most = [0] * len(lengths), 0
-    for places in product(*(range(lengths[axis]) for axis in cutting)):
-        for axis, place in zip(cutting, places, strict=True):
-            coordinate[axis] = place
-        wanted, had, both = 1, 1, 1
-        for dim, extent in enumerate(shape):
-            start, size = span_at(extent, lengths, target.cuts[dim], coordinate)
-            at, own = span_at(extent, lengths, source.cuts[dim], coordinate)
-            wanted, had = wanted * size, had * own
-            both *= max(0, min(start + size, at + own) - max(start, at))
+    columns = []
+    for dim, extent in enumerate(shape):
+        ends = source.cuts[dim], target.cuts[dim]
+        axes = sorted({axis for cuts in ends for axis in axes_of(cuts)})
+        table = _extents_met(extent, lengths, axes, *ends)
+        columns.append([table[place] for place in places(cutting, axes, lengths)])
+    most = 0
+    for met in set(zip(*columns, strict=True)):
+        had, wanted, both = (math.prod(numbers) for numbers in zip(*met, strict=True))
         most = max(most, wanted - both, -(-had * readers // owners) - both)
     return most
+
+
+def _extents_met(
+    extent: int, lengths: Ints, axes: Sequence[int], source: Stack, target: Stack
+) -> list[Ints]:
+    """For each combination of coordinates the part's size before, afterwards, and of what stays."""
+    found: list[Ints] = []
+    (starts, sizes), (starts_after, sizes_after) = (
+        block_parts(extent, lengths, cuts) for cuts in (source, target)
+    )
+    here, there = (places(axes, axes_of(cuts), lengths) for cuts in (source, target))
+    for i, j in zip(here, there, strict=True):
+        low, high = max(starts[i], starts_after[j]), starts[i] + sizes[i]
+        high = min(high, starts_after[j] + sizes_after[j])
+        found.append((sizes[i], sizes_after[j], max(0, high - low)))
+    return found
 
 
 def most_elements(shape: Ints, lengths: Ints, stacks: Stacks, but: Sequence[int] = ()) -> int:

@@ -14,10 +14,12 @@ from tilework.layout.cost import CostModel
 from tilework.layout.stacks import (
     Cut,
     Stacks,
+    axes_of,
     block_parts,
     extents,
     most_elements,
     most_moved,
+    places,
 )
 
 StepKind = Literal[
@@ -104,13 +106,13 @@ class Space:
                 if rest[count - 1][0] not in pending:
                     break
                 cuts, after = rest[:count], at.pushed(dim, rest[:count])
-                n = self._members(_axes(cuts))
+                n = self._members(axes_of(cuts))
                 moved = 0
                 for extent in extents(self.shape[dim], self.lengths, at.cuts[dim]):
                     _, sizes = block_parts(extent, self.lengths, cuts)
                     moved = max(moved, extent - min(sizes), (n - 1) * max(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
-                yield self._edge("reduce_scatter", _axes(cuts), after, moved)
+                yield self._edge("reduce_scatter", axes_of(cuts), after, moved)
 
     def _all_to_alls(self, at: Stacks) -> Iterator[Edge]:
         for to in self._growing(at):
@@ -118,10 +120,10 @@ class Space:
             for dim in range(len(self.shape)):
                 for count in range(1, min(self._loose(at, dim), len(rest)) + 1):
                     off, on = at.cuts[dim][-count:], rest[:count]
-                    if dim != to and set(_axes(off)) == set(_axes(on)):
+                    if dim != to and set(axes_of(off)) == set(axes_of(on)):
                         after = at.popped(dim, count).pushed(to, on)
                         moved = self._exchanged(at, after, (dim, to), off)
-                        yield self._edge("all_to_all", _axes(on), after, moved)
+                        yield self._edge("all_to_all", axes_of(on), after, moved)
 
     def _exchanged(
         self, at: Stacks, after: Stacks, dims: tuple[int, int], off: tuple[Cut, ...]
@@ -129,13 +131,13 @@ class Space:
         """The most elements that a rank sends or receives in an all_to_all."""
         here, there = dims
         on = after.cuts[there][-len(off) :]
-        places = _places(_axes(off), _axes(on), self.lengths)
+        pairs = places(axes_of(off), axes_of(on), self.lengths)
         most = 0
         for whole in extents(self.shape[here], self.lengths, after.cuts[here]):
             _, before = block_parts(whole, self.lengths, off)
             for extent in extents(self.shape[there], self.lengths, at.cuts[there]):
                 _, parts = block_parts(extent, self.lengths, on)
-                for size, place in zip(before, places, strict=True):
+                for size, place in zip(before, pairs, strict=True):
                     part = parts[place]
                     most = max(most, size * (extent - part), (whole - size) * part)
         return most * most_elements(self.shape, self.lengths, at, dims)
@@ -149,7 +151,7 @@ class Space:
                     _, sizes = block_parts(extent, self.lengths, cuts)
                     moved = max(moved, extent - min(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
-                yield self._edge("all_gather", _axes(cuts), after, moved)
+                yield self._edge("all_gather", axes_of(cuts), after, moved)
 
     def _plan(self, at: Stacks) -> Edge:
         after = Stacks(self.target.cuts, at.partial)
@@ -157,7 +159,7 @@ class Space:
             axis
             for dim, stack in enumerate(at.cuts)
             for one, other in ((stack, after.cuts[dim]), (after.cuts[dim], stack))
-            for axis in _axes(one[_common(one, other) :])
+            for axis in axes_of(one[_common(one, other) :])
         }
         moved = most_moved(self.shape, self.lengths, at, after)
         return self._edge("plan", tuple(sorted(moving)), after, moved, _PLAN_MESSAGES)
@@ -209,10 +211,6 @@ class Space:
         return frozenset(found)
 
 
-def _axes(cuts: tuple[Cut, ...]) -> Ints:
-    return tuple([axis for axis, _ in cuts])
-
-
 def _common(stack: tuple[Cut, ...], other: tuple[Cut, ...]) -> int:
     """How many of the first cuts are the same."""
     count = 0
@@ -221,18 +219,6 @@ def _common(stack: tuple[Cut, ...], other: tuple[Cut, ...]) -> int:
             break
         count += 1
     return count
-
-
-def _places(axes: Ints, others: Ints, lengths: Ints) -> list[int]:
-    """For each combination of coordinates along ``axes``, which one it is along ``others``."""
-    places = [0]
-    strides, stride = {}, 1
-    for axis in reversed(others):
-        strides[axis] = stride
-        stride *= lengths[axis]
-    for axis in axes:
-        places = [at + strides[axis] * i for at in places for i in range(lengths[axis])]
-    return places
 
 
 #: What a way costs: picoseconds (in whole numbers, as sums of floats depend on their order), and
