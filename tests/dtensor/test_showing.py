@@ -161,6 +161,7 @@ def test_what_gathers_is_told_once() -> None:
             reverse(x.redistribute(placements=[Replicate()]))  # nothing moves
         assert [one.category for one in told] == [GatherWarning]
         assert "f32[4@dp] whole, 16 bytes" in str(told[0].message)
+        assert told[0].filename == __file__
         with explain() as log:
             reverse(x)
         assert [event.gathered for event in log.gathered] == [True]

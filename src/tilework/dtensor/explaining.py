@@ -6,6 +6,7 @@ something, and keys of random numbers, are not told.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilework.comm.callsite import call_site
+from tilework.comm.callsite import call_site, user_frame
 from tilework.comm.world import current_world
 from tilework.dtensor.showing import layout_text, tensor_text
 from tilework.dtensor.spec import DTensorSpec
@@ -243,10 +244,12 @@ def gathers(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtyp
     if watch.strict:
         raise NotImplementedError(f"{text}; this is strict()")
     watch.warned.add(key)
-    warnings.warn(
+    frame = user_frame(sys._getframe(1))
+    warnings.warn_explicit(
         f"{text} (told once; tilework.dtensor.register_rule teaches DTensor operators of your own)",
         GatherWarning,
-        stacklevel=2,
+        "tilework" if frame is None else frame.f_code.co_filename,
+        0 if frame is None else frame.f_lineno,
     )
 
 

@@ -65,10 +65,19 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 @special("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """Made anew, for ``out=``."""
-    out = kwargs["out"]
-    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-    kwargs["dtype"] = kwargs.get("dtype") or out.dtype
-    into(out, replicated(func(*args, **kwargs), out._spec.mesh), func.__name__)
+def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
+    """A creation function with DTensors for numbers or for ``out``."""
+    out = kwargs.pop("out", None)
+    if out is not None:
+        kwargs["dtype"] = kwargs.get("dtype") or out.dtype
+    given = [out, *args, *kwargs.values()]
+    mesh = next(one.device_mesh for one in given if isinstance(one, DTensor))
+    found = func(*map(_whole, args), **{name: _whole(one) for name, one in kwargs.items()})
+    if out is None:
+        return replicated(found, mesh)
+    into(out, replicated(found, mesh), func.__name__)
     return out
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -132,12 +132,19 @@ def _chosen(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> 
         return (drawn < p).to(p.dtype)
 
 
+def _after(found: Tensor, input: Tensor) -> Tensor:
+    """The same at a place in the graph after ``input``, whose gradient is 0, as torch has it."""
+    if not (input.requires_grad and torch.is_grad_enabled()):
+        return found
+    return torch.where(torch.ones_like(input, dtype=torch.bool), found, input)
+
+
 @rule("bernoulli")
 def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Answer:
     def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
         if p is None:
-            return _chosen(input, input.shape, generator)
-        return torch.empty_like(input).bernoulli_(p, generator=generator)
+            return _after(_chosen(input, input.shape, generator), input)
+        return _after(torch.empty_like(input).bernoulli_(p, generator=generator), input)
 
     return Composed(run)
 
@@ -145,10 +152,10 @@ def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Answer:
 @rule("normal")
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Answer:
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+        like = mean + std  # of the shape and the layout that both broadcast to
         with torch.no_grad():
-            like = mean + std  # of the shape and the layout that both broadcast to
-            found: Tensor = mean + std * torch.randn_like(like, generator=generator)
-            return found
+            found = mean + std * torch.randn_like(like, generator=generator)
+        return _after(found, like)
 
     return Composed(run)
 
