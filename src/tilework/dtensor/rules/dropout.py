@@ -1,0 +1,103 @@
+"""Dropout: what is kept depends on a key and each element's global index, not on the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.philox import Bernoulli
+from tilework.dtensor.random import fill_part, next_key
+from tilework.dtensor.registry import Answer, Composed, rule
+from tilework.dtensor.spec import spec_of
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.layout import Replicate, Shard
+
+#: What SELU comes to far below zero, negated; see the paper on self-normalising networks.
+_ALPHA = 1.7580993408473766
+
+
+def kept(input: DTensor, p: float, value: float = 1.0, features: bool = False) -> DTensor:
+    """A random tensor that is ``value`` with probability ``1 - p``, else 0. Collective.
+
+    Args:
+        input: What it is to be multiplied with.
+        p: The probability of 0.
+        value: Of what is kept.
+        features: Whether all of a channel (dim 1) is kept or dropped.
+    """
+    spec = input._spec.dual
+    if features:
+        shape = (*spec.shape[:2], *(1,) * (spec.ndim - 2))
+        placements = [
+            Replicate() if isinstance(one, Shard) and one.dim > 1 else one
+            for one in spec.placements
+        ]
+        spec = spec_of(spec.mesh, placements, shape, spec.order)
+    key = next_key(spec.mesh)
+    local = torch.empty(spec.local_shape, dtype=input.dtype, device=input.device)
+    return wrap(fill_part(local, key, Bernoulli(1 - p, value), spec), spec)
+
+
+def _check(input: DTensor, p: float, features: bool) -> None:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not (input.is_floating_point() or input.is_complex()):
+        raise RuntimeError(f"dropout is for floating-point tensors, got {input.dtype}")
+    if features and input.ndim < 2:
+        raise RuntimeError(
+            f"feature dropout requires at least 2 dimensions in the input, got {input.ndim}"
+        )
+
+
+def _dropout(features: bool) -> Callable[..., Tensor]:
+    def run(input: DTensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0:
+            return input
+        _check(input, p, features)
+        value = 1 / (1 - p) if p < 1 else 0.0
+        return input * kept(input, p, value, features)
+
+    return run
+
+
+def _alpha_dropout(features: bool) -> Callable[..., Tensor]:
+    """Keeps mean and variance of what SELU gives."""
+
+    def run(input: DTensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0:
+            return input
+        _check(input, p, features)
+        if p == 1:
+            return input * 0
+        noise = kept(input, p, features=features)
+        scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+        shift = (noise - 1) * (_ALPHA * scale) + _ALPHA * scale * p
+        return input * (noise * scale) + shift
+
+    return run
+
+
+def _native_dropout(input: DTensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    _check(input, p, features=False)
+    mask = kept(input, p)
+    return input * (mask * (1 / (1 - p) if p < 1 else 0.0)), mask.bool()
+
+
+def _composed(name: str, run: Callable[..., Any]) -> None:
+    def answer(input: Any, p: float, train: bool | None) -> Answer:
+        return Composed(run)
+
+    rule(name, values_matter=False)(answer)
+
+
+_composed("dropout", _dropout(features=False))
+_composed("feature_dropout", _dropout(features=True))
+_composed("alpha_dropout", _alpha_dropout(features=False))
+_composed("feature_alpha_dropout", _alpha_dropout(features=True))
+_composed("native_dropout", _native_dropout)
