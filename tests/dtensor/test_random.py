@@ -196,7 +196,7 @@ def test_the_state_of_torchs_generator_is_all_there_is() -> None:
         assert next_one() == first
         own = torch.Generator().manual_seed(5)
         torch.seed()
-        x = empty(3, device_mesh=mesh).uniform_(generator=own)
+        x: Any = empty(3, device_mesh=mesh).uniform_(generator=own)
         assert x.full_tensor().tolist() == first
 
     run_ranks(2, program)

@@ -4,6 +4,7 @@ from tilework.dtensor import dispatch, optimizing, questions, rules
 from tilework.dtensor.api import distribute_tensor
 from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.explaining import GatherWarning, explain, strict
+from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.random import manual_seed
 from tilework.dtensor.redistribution import plan_redistribution
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "full",
     "init_device_mesh",
+    "local_map",
     "manual_seed",
     "ones",
     "plan_redistribution",

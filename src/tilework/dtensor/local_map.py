@@ -1,0 +1,238 @@
+"""Functions of plain tensors, applied to the parts of DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tilework.dtensor.spec import spec_of
+from tilework.dtensor.tensor import DTensor
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.mesh import DeviceMesh
+
+#: How one tensor lies; None for what is no tensor.
+OnePlacements = Sequence[Placement] | None
+_Function = Callable[..., Any]
+
+
+def local_map(
+    func: _Function | None = None,
+    out_placements: OnePlacements | tuple[OnePlacements, ...] = None,
+    in_placements: Sequence[OnePlacements] | None = None,
+    in_grad_placements: Sequence[OnePlacements] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> _Function:
+    """Have a function of plain tensors take and return DTensors.
+
+    It is called with each rank's parts; what it returns are parts of the results, whose shapes are
+    found as by ``DTensor.from_local``, so that calls are collective over the mesh. It may
+    communicate. Without a DTensor among the arguments it is called as it is.
+
+    Gradients: an input that is replicated along an axis where every result is cut or partial gets
+    its gradient in terms, which are summed. Otherwise a gradient lies as its input. Where the
+    placements do not tell which it is, say it with ``in_grad_placements``.
+
+    Args:
+        func: The function. Left out, this is a decorator.
+        out_placements: How results lie: a list for one result; a tuple of them for several, None
+            for what is no tensor.
+        in_placements: How inputs must lie, for each argument (those in lists, tuples and dicts
+            counted one by one), None for what is no tensor. None: as they happen to.
+        in_grad_placements: How gradients of inputs come out of the function, for each argument.
+        device_mesh: The mesh of the results; None: that of the first DTensor.
+        redistribute_inputs: Whether inputs that lie otherwise are redistributed instead of refused.
+
+    Raises:
+        ValueError: When called: an input lies otherwise, or numbers of placements and of arguments
+            or results differ, or meshes.
+        TypeError: Placements are given for what is no tensor, or none for a tensor.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh, local_map
+        >>> from tilework.testing import run_ranks
+        >>> @local_map(out_placements=[Shard(0)], in_placements=([Shard(0)], None))
+        ... def scaled(x, factor):
+        ...     assert type(x) is torch.Tensor
+        ...     return x * factor
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = distribute_tensor(torch.arange(3), mesh, [Shard(0)])
+        ...     return scaled(x, 10).full_tensor().tolist()
+        >>> run_ranks(2, program)
+        [[0, 10, 20], [0, 10, 20]]
+    """
+    if func is None:
+        return lambda func: local_map(
+            func,
+            out_placements,
+            in_placements,
+            in_grad_placements,
+            device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    outs = _each(out_placements)
+    for one in (*outs, *(in_placements or ()), *(in_grad_placements or ())):
+        _check_placements(one)
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, DTensor) for one in pytree.tree_leaves(kwargs)):
+            raise TypeError(
+                "local_map takes DTensors by position: placements are given by position, too"
+            )
+        values, structure = pytree.tree_flatten(args)
+        if not any(isinstance(value, DTensor) for value in values):
+            return func(*args, **kwargs)
+        mesh = _mesh(values, device_mesh)
+        wanted = _for_each(in_placements, values, "in_placements")
+        given = [
+            _fitting(*pair, i, redistribute_inputs)
+            for i, pair in enumerate(zip(values, wanted, strict=True))
+        ]
+        grads = _for_each(in_grad_placements, given, "in_grad_placements")
+        locals_ = [
+            _local(value, grad, given, outs) if isinstance(value, DTensor) else value
+            for value, grad in zip(given, grads, strict=True)
+        ]
+        result = func(*pytree.tree_unflatten(locals_, structure), **kwargs)
+        found, structure = pytree.tree_flatten(result)
+        if len(found) != len(outs):
+            raise ValueError(
+                f"out_placements are for {len(outs)} results, but {_name(func)} returned "
+                f"{len(found)}"
+            )
+        made = [_joined(*pair, mesh, func) for pair in zip(found, outs, strict=True)]
+        return pytree.tree_unflatten(made, structure)
+
+    return mapped
+
+
+def _each(out_placements: Any) -> tuple[OnePlacements, ...]:
+    """For each result how it lies."""
+    if isinstance(out_placements, tuple) and not all(
+        isinstance(one, Shard | Replicate | Partial) for one in out_placements
+    ):
+        return out_placements
+    return (out_placements,)
+
+
+def _check_placements(placements: Any) -> None:
+    if placements is None:
+        return
+    if not isinstance(placements, Sequence) or not all(
+        isinstance(one, Shard | Replicate | Partial) for one in placements
+    ):
+        raise TypeError(
+            f"local_map wants for each tensor a sequence of placements, one for each axis of the "
+            f"mesh, got {placements!r}"
+        )
+
+
+def _mesh(values: Sequence[Any], mesh: DeviceMesh | None) -> DeviceMesh:
+    for value in values:
+        if isinstance(value, DTensor):
+            mesh = mesh or value.device_mesh
+            if value.device_mesh != mesh:
+                raise ValueError(
+                    f"the tensors of a local_map lie on one mesh, got {mesh} and "
+                    f"{value.device_mesh}"
+                )
+    assert mesh is not None
+    return mesh
+
+
+def _for_each(
+    placements: Sequence[OnePlacements] | None, values: Sequence[Any], name: str
+) -> Sequence[OnePlacements]:
+    if placements is None:
+        return [None] * len(values)
+    if len(placements) != len(values):
+        raise ValueError(f"{name} are for {len(placements)} arguments, got {len(values)}")
+    for i, (value, one) in enumerate(zip(values, placements, strict=True)):
+        if isinstance(value, DTensor) and one is None:
+            raise TypeError(f"argument {i} is a DTensor, so {name} must say how it lies, got None")
+        if not isinstance(value, Tensor) and one is not None:
+            raise TypeError(
+                f"argument {i} is a {type(value).__name__}, for which {name} must be None, got "
+                f"{list(one)}"
+            )
+    return placements
+
+
+def _fitting(value: Any, wanted: OnePlacements, number: int, redistribute: bool) -> Any:
+    """The argument, lying as it is wanted."""
+    if wanted is None or not isinstance(value, DTensor):
+        return value
+    spec = value._spec
+    if spec == spec_of(spec.mesh, wanted, spec.shape, spec.order):
+        return value
+    if not redistribute:
+        raise ValueError(
+            f"argument {number} of a local_map lies as {list(value.placements)}, but its "
+            f"in_placements are {list(wanted)}: redistribute it, or pass redistribute_inputs=True"
+        )
+    return value.redistribute(placements=wanted)
+
+
+def _local(
+    value: DTensor,
+    grad: OnePlacements,
+    inputs: Sequence[Any],
+    outs: Sequence[OnePlacements],
+) -> Tensor:
+    """This rank's part of an input, at a place in the graph where its gradient lies as told."""
+    if grad is None and value.requires_grad and torch.is_grad_enabled():
+        grad = _gradient(value, inputs, outs)
+    local = value.to_local(grad_placements=grad)
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def _gradient(
+    value: DTensor, inputs: Sequence[Any], outs: Sequence[OnePlacements]
+) -> list[Placement]:
+    """How the gradient of an input lies, as far as placements tell."""
+    mesh = value.device_mesh
+    lies = list(value._spec.dual.placements)
+    for axis in range(mesh.ndim):
+        if mesh.shape[axis] == 1 or not isinstance(value.placements[axis], Replicate):
+            continue
+        whole = [isinstance(out[axis], Replicate) for out in outs if out is not None]
+        others = [
+            isinstance(one.placements[axis], Replicate)
+            for one in inputs
+            if isinstance(one, DTensor)
+        ]
+        if not any(whole):
+            lies[axis] = Partial()
+        elif not (all(whole) and all(others)):
+            raise ValueError(
+                f"whether each rank along axis {axis} computes all of the gradient of an input "
+                f"that is replicated there, or a term of it, is not told by the placements of a "
+                f"local_map in which others are not: say it with in_grad_placements (Replicate() "
+                f"or Partial())"
+            )
+    return lies
+
+
+def _joined(value: Any, placements: OnePlacements, mesh: DeviceMesh, func: _Function) -> Any:
+    """A result, as a DTensor."""
+    if isinstance(value, DTensor):
+        raise TypeError(f"{_name(func)} in a local_map must return plain tensors, got {value!r}")
+    if isinstance(value, Tensor) != (placements is not None):
+        raise TypeError(
+            f"{_name(func)} returned a {type(value).__name__}, for which out_placements say "
+            f"{placements!r}: they must be placements for a tensor, and None for anything else"
+        )
+    return value if placements is None else DTensor.from_local(value, mesh, placements)
+
+
+def _name(func: _Function) -> str:
+    return getattr(func, "__name__", repr(func))
