@@ -189,7 +189,7 @@ def test_gradients_of_gradients(lengths: Ints, shape: Ints, choices: list[list[P
         )
     )
 )
-@examples(25)
+@examples(12)
 def test_from_layout_to_layout_on_three_axes(task: tuple[Ints, list[Layout]]) -> None:
     shape, found = task
 
