@@ -1,0 +1,247 @@
+"""Convolutions: cut along the batch, groups, channels, and where windows do not overlap in space.
+
+A spatial dim whose windows overlap is gathered, that dim alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor, factors_of
+from tilework.dtensor.registry import Answer, Arg, MakeRun, native, rule
+from tilework.dtensor.rules.own import tied
+
+_torch: Any = torch
+_nn: Any = torch._C._nn
+
+
+def on_parts(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    dtypes: Sequence[torch.dtype | None] = (None,),
+    local: Callable[[Choice], Mapping[str, Any]] = lambda choice: {},
+    bias: str = "",
+) -> MakeRun:
+    """Runs an operator on parts of its tensors, of which torch takes none that is empty.
+
+    Args:
+        function: The operator.
+        given: Its arguments by name.
+        dtypes: Of its results; None: that of its first tensor.
+        local: What is to be given instead, for a way in which it is run.
+        bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
+    """
+
+    def make(choice: Choice) -> Callable[..., Any]:
+        here = {**given, **local(choice)}
+        specs = choice.outputs
+
+        def run(*tensors: Tensor) -> Any:
+            values = {
+                name: tensors[value.number] if isinstance(value, Arg) else value
+                for name, value in here.items()
+            }
+            needed = [
+                values[name]
+                for name, value in here.items()
+                if isinstance(value, Arg) and name != bias
+            ]
+            if all(one.numel() for one in needed):
+                return function(**values)
+            empty = [
+                torch.zeros(
+                    spec.local_shape, dtype=dtype or needed[0].dtype, device=needed[0].device
+                )
+                for spec, dtype in zip(specs, dtypes, strict=True)
+            ]
+            first = tied(empty[0], *needed)
+            if values.get(bias) is not None:
+                spatial = needed[1].ndim - 2
+                first = first + values[bias].reshape((-1,) + (1,) * spatial)
+            return first if len(empty) == 1 else (first, *empty[1:])
+
+        return run
+
+    return make
+
+
+def each(value: Any, count: int) -> tuple[int, ...] | None:
+    """A parameter for each of so many dims; None if it is not one."""
+    if isinstance(value, int):
+        return (value,) * count
+    if not isinstance(value, (tuple, list)) or len(value) not in (1, count):
+        return None
+    return tuple(value) * (count if len(value) == 1 else 1)
+
+
+def windows(
+    sizes: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> list[tuple[Dim, Dim]]:
+    """What each spatial dim runs over, and the dim of the windows on it."""
+    count = len(sizes)
+    known = [each(one, count) for one in (kernel, stride, padding, dilation)]
+    if any(one is None for one in known):
+        known = [(0,) * count] * 4
+    return [
+        _window(size, *parameters)
+        for size, *parameters in zip(sizes, *known, strict=True)  # type: ignore[arg-type]
+    ]
+
+
+def _window(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[Dim, Dim]:
+    apart = kernel == stride and padding == 0 and (dilation == 1 or kernel == 1)
+    if not apart or kernel < 1 or size % kernel:
+        return (), ()
+    window = Factor(size // kernel, "windows")
+    return (window, Factor(kernel, whole=True)), (window,)
+
+
+# -- convolutions ----------------------------------------------------------------------------
+
+
+def _convolution(function: Any, spatial: int, names: str) -> None:
+    """Register a convolution, or a transposed one, whose parameters after the bias are these."""
+    defaults = {name: int(name not in ("padding", "output_padding")) for name in names.split()}
+    transposed = "output_padding" in defaults
+
+    def answer(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Answer:
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        groups = given["groups"]
+        lead = input.ndim - spatial - 1
+        many = weight.shape[0] if transposed else input.shape[lead]
+        if lead not in (0, 1) or weight.ndim != spatial + 2 or groups < 1 or many % groups:
+            return None
+        group = Factor(groups, "group")
+        i = Factor(input.shape[lead] // groups, "i")
+        o = Factor(weight.shape[1] if transposed else weight.shape[0] // groups, "o")
+        dims = _windows_of(input, weight, given, transposed)
+        batch = factors_of(input.shape[:lead])
+        kernel = [None] * spatial
+        inputs: dict[Arg, Sequence[Any]] = {
+            input: [*batch, (group, i), *(before for before, _ in dims)],
+            weight: [(group, i), o, *kernel] if transposed else [(group, o), i, *kernel],
+        }
+        if bias is not None:
+            inputs[bias] = [(group, o)]
+        return native(
+            inputs,
+            [[*batch, (group, o), *(after for _, after in dims)]],
+            linear=[[input, bias], [weight, bias]],
+            added=[bias],
+            run=on_parts(
+                function,
+                {"input": input, "weight": weight, "bias": bias, **given},
+                local=lambda choice: {"groups": choice.part(group)[1]},
+                bias="bias",
+            ),
+        )
+
+    rule(function)(answer)
+
+
+def _windows_of(
+    input: Arg, weight: Arg, given: Mapping[str, Any], transposed: bool
+) -> list[tuple[Dim, Dim]]:
+    kernel = weight.shape[2:]
+    sizes = input.shape[input.ndim - len(kernel) :]
+    padding = 0 if given["padding"] == "valid" else given["padding"]
+    parameters = kernel, given["stride"], padding, given["dilation"]
+    if not transposed:
+        return windows(sizes, *parameters)
+    if given["output_padding"] not in (0, (0,) * len(kernel), [0] * len(kernel)):
+        return [((), ())] * len(kernel)
+    grown = [size * one for size, one in zip(sizes, kernel, strict=True)]
+    return [(before, after) for after, before in windows(grown, *parameters)]
+
+
+for _n in (1, 2, 3):
+    _convolution(getattr(torch, f"conv{_n}d"), _n, "stride padding dilation groups")
+    _convolution(
+        getattr(torch, f"conv_transpose{_n}d"),
+        _n,
+        "stride padding output_padding groups dilation",
+    )
+
+
+# -- windows as columns ----------------------------------------------------------------------
+
+
+def _columns(function: Any, names: str, back: bool) -> None:
+    """Register what makes a column of each window, or the sum of such columns."""
+
+    def answer(input: Any, *args: Any, **kwargs: Any) -> Answer:
+        given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+        kernel = each(given.get("kernel_size"), 2)
+        lead = input.ndim - (2 if back else 3)
+        if kernel is None or lead not in (0, 1):
+            return None
+        window = kernel[0] * kernel[1]
+        if back and input.shape[lead] % window:
+            return None
+        c = Factor(input.shape[lead] // window if back else input.shape[lead], "c")
+        column: Dim = (c, Factor(window, whole=True))
+        batch = factors_of(input.shape[:lead])
+        ends = [*batch, c, None, None], [*batch, column, None]
+        before, after = ends[::-1] if back else ends
+        run = on_parts(function, {"input": input, **given})
+        return native({input: before}, [after], linear=[[input]], run=run)
+
+    rule(function)(answer)
+
+
+_columns(_nn.im2col, "kernel_size dilation padding stride", back=False)
+_columns(_nn.col2im, "output_size kernel_size dilation padding stride", back=True)
+
+
+# -- between channels and space --------------------------------------------------------------
+
+
+@rule("pixel_shuffle")
+def _pixel_shuffle(input: Any, upscale_factor: int) -> Answer:
+    if input.ndim < 3 or upscale_factor < 1 or input.shape[-3] % upscale_factor**2:
+        return None
+    *batch, many, height, width = input.shape
+    *lead, c, h, w = factors_of([*batch, many // upscale_factor**2, height, width])
+    r, s = [Factor(upscale_factor, whole=True) for _ in "rs"]
+    return native(
+        {input: [*lead, (c, r, s), h, w]},
+        [[*lead, c, (h, r), (w, s)]],
+        moves=True,
+        run=on_parts(_torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}),
+    )
+
+
+@rule("pixel_unshuffle")
+def _pixel_unshuffle(input: Any, downscale_factor: int) -> Answer:
+    if input.ndim < 3 or downscale_factor < 1:
+        return None
+    *batch, many, height, width = input.shape
+    if height % downscale_factor or width % downscale_factor:
+        return None
+    *lead, c, h, w = factors_of(
+        [*batch, many, height // downscale_factor, width // downscale_factor]
+    )
+    r, s = [Factor(downscale_factor, whole=True) for _ in "rs"]
+    return native(
+        {input: [*lead, c, (h, r), (w, s)]},
+        [[*lead, (c, r, s), h, w]],
+        moves=True,
+        run=on_parts(
+            _torch.pixel_unshuffle, {"input": input, "downscale_factor": downscale_factor}
+        ),
+    )
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def _channel_shuffle(input: Any, groups: int) -> Answer:
+    if input.ndim < 3 or groups < 1 or input.shape[1] % groups:
+        return None
+    n, *spatial = factors_of((input.shape[0], *input.shape[2:]))
+    dims = [n, None, *spatial]
+    run = on_parts(_torch.channel_shuffle, {"input": input, "groups": groups})
+    return native({input: dims}, [dims], moves=True, run=run)

@@ -1,0 +1,130 @@
+"""Pooling and resampling: cut along the batch and channels, and between windows that are apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilework.dtensor.factors import Dim, Factor, factors_of
+from tilework.dtensor.registry import Answer, native, rule
+from tilework.dtensor.rules.convolution import on_parts, windows
+
+_functional: Any = F
+_nn: Any = torch._C._nn
+_ADAPTIVE = "input output_size return_indices"
+_AVERAGE = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
+_MAX = "input kernel_size stride padding dilation ceil_mode return_indices"
+_POWER = "input norm_type kernel_size stride ceil_mode"
+
+
+def _pool(name: str, spatial: int, names: str, results: int = 1, linear: bool = False) -> None:
+    """Register an operator on the last dims, so many, of a tensor whose first ones are separate.
+
+    Args:
+        name: What it is called in torch.nn.functional.
+        spatial: How many dims it works on.
+        names: Its parameters.
+        results: How many tensors it gives: with a second one of places in the input's space.
+        linear: Whether it is linear.
+    """
+    function = getattr(_functional, name)
+
+    def answer(input: Any, *args: Any, **kwargs: Any) -> Answer:
+        given = {**dict(zip(names.split(), (input, *args), strict=False)), **kwargs}
+        lead = input.ndim - spatial
+        if lead not in (1, 2) or not set(given) <= set(names.split()):
+            return None
+        given.pop("return_indices", None)
+        batch = factors_of(input.shape[:lead])
+        dims = _windows_of(input.shape[lead:], given, results)
+        out = [*batch, *(after for _, after in dims)]
+        return native(
+            {input: [*batch, *(before for before, _ in dims)]},
+            [out] * results,
+            linear=[[input]] if linear else [],
+            run=on_parts(function, given, [None, torch.int64][:results]),
+        )
+
+    rule(name)(answer)
+
+
+def _windows_of(
+    sizes: Sequence[int], given: dict[str, Any], results: int
+) -> Sequence[tuple[Dim, Dim]]:
+    if "kernel_size" not in given or results > 1:
+        return [((), ())] * len(sizes)
+    kernel = given["kernel_size"]
+    stride = given.get("stride")
+    stride = kernel if stride is None or stride == () or stride == [] else stride
+    return windows(sizes, kernel, stride, given.get("padding", 0), given.get("dilation", 1))
+
+
+for _n in (1, 2, 3):
+    _pool(f"max_pool{_n}d", _n, _MAX)
+    _pool(f"max_pool{_n}d_with_indices", _n, _MAX, results=2)
+    _pool(f"avg_pool{_n}d", _n, _AVERAGE, linear=True)
+    _pool(f"lp_pool{_n}d", _n, _POWER)
+    _pool(f"adaptive_avg_pool{_n}d", _n, _ADAPTIVE, linear=True)
+    _pool(f"adaptive_max_pool{_n}d", _n, _ADAPTIVE)
+    _pool(f"adaptive_max_pool{_n}d_with_indices", _n, _ADAPTIVE, results=2)
+
+
+def _max_unpool(function: Any, spatial: int, names: str) -> None:
+    def answer(input: Any, indices: Any, *args: Any) -> Answer:
+        lead = input.ndim - spatial
+        if lead not in (1, 2) or indices.shape != input.shape:
+            return None
+        batch = factors_of(input.shape[:lead])
+        dims = [*batch, *(None,) * spatial]
+        given = dict(zip(names.split(), (input, indices, *args), strict=True))
+        return native({input: dims, indices: dims}, [dims], run=on_parts(function, given))
+
+    rule(function)(answer)
+
+
+_max_unpool(_nn.max_unpool2d, 2, "input indices output_size")
+_max_unpool(_nn.max_unpool3d, 3, "input indices output_size stride padding")
+
+
+# -- resampling ------------------------------------------------------------------------------
+
+
+@rule("interpolate")
+def _interpolate(input: Any, *args: Any, **kwargs: Any) -> Answer:
+    given = inspect.signature(F.interpolate).bind(input, *args, **kwargs).arguments
+    if input.ndim < 3:
+        return None
+    dims = [*factors_of(input.shape[:2]), *(None,) * (input.ndim - 2)]
+    return native({input: dims}, [dims], linear=[[input]], run=on_parts(F.interpolate, given))
+
+
+@rule("grid_sample")
+def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> Answer:
+    given = inspect.signature(F.grid_sample).bind(input, grid, *args, **kwargs).arguments
+    if input.ndim not in (4, 5) or grid.ndim != input.ndim or grid.shape[0] != input.shape[0]:
+        return None
+    n, c, *places = factors_of((*input.shape[:2], *grid.shape[1:-1]))
+    return native(
+        {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]},
+        [[n, c, *places]],
+        linear=[[input]],
+        run=on_parts(F.grid_sample, given),
+    )
+
+
+@rule("affine_grid")
+def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = None) -> Answer:
+    if theta.ndim != 3 or len(size) not in (4, 5) or size[0] != theta.shape[0]:
+        return None
+    n = Factor(theta.shape[0], "n")
+    given = {"theta": theta, "size": size, "align_corners": align_corners}
+    run = on_parts(
+        F.affine_grid, given, local=lambda choice: {"size": [choice.part(n)[1], *size[1:]]}
+    )
+    return native(
+        {theta: [n, None, None]}, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run
+    )
