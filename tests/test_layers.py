@@ -47,6 +47,10 @@ LATE_IMPORTS = {
     "torch.distributed": "slow, and only torch's own engines need it",
     "tilework._core": "optional: not built on every platform",
     "tilework.store.torch_bridge": "needs torch.distributed",
+    **dict.fromkeys(
+        (f"tilework.dtensor.{name}" for name in ("api", "names", "saving", "showing", "tensor")),
+        "DTensor's methods are one line each, and what they do is written with DTensors",
+    ),
 }
 
 
