@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.extrema import extreme
@@ -24,6 +25,8 @@ _matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
 
 
 def _spread(name: str) -> None:
+    of_part: Callable[..., Any] = getattr(torch, name)
+
     @reduction(name)
     def answer(
         input: Arg,
@@ -38,20 +41,32 @@ def _spread(name: str) -> None:
         dims = dims_of(input.ndim, dim)
         if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
             return None
-        if not any_cut(input, dims):
-            return reduced(input, dims, keepdim, None, results=2 if "mean" in name else 1)
         if correction is None:
             correction = 1 if unbiased is None else int(unbiased)
+
+        def make(choice: Choice, factors: list[Factor]) -> Callable[[Tensor], Any]:
+            left = [one for at, one in enumerate(factors) if at not in dims]
+            if all(choice.part(one)[1] for one in left):
+                return lambda part: of_part(part, dims, correction=correction, keepdim=keepdim)
+
+            def of_nothing(part: Tensor) -> Any:  # torch would warn of few degrees of freedom
+                mean = part.sum(dims, keepdim)
+                spread = mean.real if mean.is_complex() else mean
+                return (spread, mean) if "mean" in name else spread
+
+            return of_nothing
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:
             spread, mean = _var_mean(settled(input), dims, keepdim, correction)
             if name.startswith("std"):
                 spread = _root(spread)
-            dtype = input.dtype
-            spread = spread.to(torch.float16 if dtype is torch.complex32 else dtype.to_real())
-            return (spread, mean.to(dtype)) if "mean" in name else spread
+            spread = spread.to(input.dtype.to_real())
+            return (spread, mean.to(input.dtype)) if "mean" in name else spread
 
-        return Composed(run)
+        if any_cut(input, dims):
+            return Composed(run)
+        results = 2 if "mean" in name else 1
+        return reduced(input, dims, keepdim, None, results=results, run=make)
 
 
 for _name in ("var", "std", "var_mean", "std_mean"):
@@ -72,6 +87,7 @@ def _square(input: Tensor) -> Tensor:
 
 def _root(input: Tensor) -> Tensor:
     """The square root; its gradient at zero is zero, not infinite."""
+    input = settled(input)
     zero = input == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, input).sqrt())
 
@@ -114,7 +130,7 @@ def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
         powers = torch.where(zero, 0.0, torch.where(zero, 1.0, values).pow(order))
     else:
         powers = values.pow(order)
-    total = powers.sum(dims, keepdim)
+    total = settled(powers.sum(dims, keepdim))
     none = total == 0
     return torch.where(none, 0.0, torch.where(none, 1.0, total).pow(1 / order))
 
@@ -230,7 +246,7 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> Answer:
             values = values.to(torch.get_default_dtype())
         kind = values.dtype
         values = values.to(wide(kind))
-        most = extreme(values.detach(), "amax", dims, True)
+        most = settled(extreme(values.detach(), "amax", dims, True))
         most = torch.where(most.isinf(), 0.0, most)
         found = (values - most).exp().sum(dims, keepdim=True).log() + most
         return (found if keepdim else found.sum(dims)).to(kind)
