@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.dtensor.checking import check_op, count_op
@@ -89,3 +91,51 @@ def test_cut_keys_stay() -> None:
     found = count_op(attend(), *heads(length=1, keys=64), layouts=layouts, grads=False)
     assert found.placements == [(P,)]
     assert set(found.forward) == {"all_reduce"}
+
+
+# -- multi-head ------------------------------------------------------------------------------
+
+
+def multihead(**kwargs: Any) -> tuple[Any, list[Tensor]]:
+    """A call of the module as a function of its inputs and parameters; each has a copy of it."""
+    torch.manual_seed(0)
+    width = kwargs.pop("width", 8)
+    calling = {k: kwargs.pop(k) for k in [*kwargs] if k in CALLING}
+    module = nn.MultiheadAttention(width, 4, dtype=torch.float64, **kwargs)
+    names = [name for name, _ in module.named_parameters()]
+
+    def fn(query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor) -> Any:
+        named = dict(zip(names, parameters, strict=True))
+        return functional_call(copy.deepcopy(module), named, (query, key, value), calling)
+
+    return fn, [one.detach() for one in module.parameters()]
+
+
+CALLING = ("need_weights", "attn_mask", "key_padding_mask", "is_causal", "average_attn_weights")
+PADDED = torch.zeros(3, 6, dtype=torch.bool)
+PADDED[1, 4:] = True
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"need_weights": False},
+        {"need_weights": False, "bias": False, "attn_mask": torch.ones(5, 6).tril(1) == 0},
+        {"key_padding_mask": PADDED, "average_attn_weights": False},
+        {
+            "need_weights": False,
+            "key_padding_mask": PADDED * drawn(1) * 9,
+            "attn_mask": drawn(12, 5, 6),
+        },
+        {"kdim": 8, "vdim": 8},
+        {"need_weights": False, "batch_first": True},
+        {"add_zero_attn": True, "add_bias_kv": True},
+    ],
+)
+def test_multi_head_attention(kwargs: dict[str, Any]) -> None:
+    fn, parameters = multihead(**kwargs)
+    inputs = [drawn(5, 3, 8), drawn(6, 3, 8), drawn(6, 3, 8) * 2]
+    if kwargs.get("batch_first"):
+        inputs = [one.transpose(0, 1).contiguous() for one in inputs]
+    check_op(fn, *inputs, *parameters, meshes=[(2,)], most=6)

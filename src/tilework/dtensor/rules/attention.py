@@ -136,10 +136,14 @@ def attention_in_steps(
         attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril()
     if enable_gqa:
         shared = (key.size(-3), query.size(-3) // max(key.size(-3), 1))
-        query, key, value = query.unflatten(-3, shared), key.unsqueeze(-3), value.unsqueeze(-3)
+        query, key, value = (
+            torch.unflatten(query, -3, shared),
+            key.unsqueeze(-3),
+            value.unsqueeze(-3),
+        )
         if attn_mask is not None and attn_mask.dim() > 2:
             many = attn_mask.size(-3) != 1
-            attn_mask = attn_mask.unflatten(-3, shared if many else (1, 1))
+            attn_mask = torch.unflatten(attn_mask, -3, shared if many else (1, 1))
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     weights = _weights(query * factor, key, attn_mask)
     if dropout_p > 0:

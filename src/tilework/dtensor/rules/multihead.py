@@ -1,0 +1,149 @@
+"""``F.multi_head_attention_forward`` with heads in a dim of their own, so that they can be cut."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor.names import body_of
+from tilework.dtensor.registry import Answer, Composed, rule
+from tilework.dtensor.tensor import DTensor
+from tilework.layout import Replicate, Shard, chunk_sizes
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_torchs_own: Any = body_of(F.multi_head_attention_forward)
+
+
+@rule("multi_head_attention_forward")
+def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> Answer:
+    return Composed(multi_head_attention)
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """What torch's own gives, which has batch and heads in one dim where heads cannot be cut."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = SimpleNamespace(**bound.arguments)
+    if not _is_usual(call):
+        found: tuple[Tensor, Tensor | None] = _torchs_own(*args, **kwargs)
+        return found
+    query, key, value = call.query, call.key, call.value
+    if query.dim() == 3:
+        return _attended(call, *_projected(call, query, key, value))
+    projected = _projected(call, *[one.unsqueeze(1) for one in (query, key, value)])
+    out, weights = _attended(call, *projected)
+    return out.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+def _is_usual(call: SimpleNamespace) -> bool:
+    """Whether nothing is added to keys and values, and all shapes fit; else torch says what not."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    length, embed, keys = query.size(0), query.size(-1), key.size(0)
+    batch = query.size(1) if query.dim() == 3 else 1
+    padding = (batch, keys) if query.dim() == 3 else (keys,)
+    return (
+        all(one is None for one in (call.bias_k, call.bias_v, call.static_k, call.static_v))
+        and not call.add_zero_attn
+        and query.dim() in (2, 3)
+        and query.dim() == key.dim() == value.dim()
+        and query.shape[1:-1] == key.shape[1:-1] == value.shape[1:-1]
+        and keys == value.size(0)
+        and embed == call.embed_dim_to_check
+        and embed % call.num_heads == 0
+        and (mask is None or mask.shape in ((length, keys), (batch * call.num_heads, length, keys)))
+        and (mask is not None or not call.is_causal)
+        and (call.key_padding_mask is None or call.key_padding_mask.shape == padding)
+    )
+
+
+# -- queries, keys and values ----------------------------------------------------------------
+
+
+def _projected(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
+    """What is attended, from inputs of shape (length, batch, …), by batch and head."""
+    bias, heads = call.in_proj_bias, call.num_heads
+    biases: Sequence[Any] = [None] * 3 if bias is None else _split(_whole(bias), 3)
+    weights: Sequence[Tensor]
+    if call.use_separate_proj_weight:
+        weights = [call.q_proj_weight, call.k_proj_weight, call.v_proj_weight]
+    else:
+        weights = _weights(call.in_proj_weight, heads)
+    found = [F.linear(*three) for three in zip(inputs, weights, biases, strict=True)]
+    shape = (heads, call.embed_dim_to_check // heads)
+    return [torch.unflatten(one, -1, shape).permute(1, 2, 0, 3) for one in found]
+
+
+def _split(packed: Tensor, parts: int) -> Sequence[Tensor]:
+    return torch.unflatten(packed, 0, (parts, packed.size(0) // parts)).unbind(0)
+
+
+def _weights(packed: Tensor, heads: int) -> Sequence[Tensor]:
+    """The three weights of a packed one; if that is cut along rows, these are by heads."""
+    weights = _split(_whole(packed), 3)
+    if not isinstance(packed, DTensor) or len(packed._spec.axes_of(0)) != 1:
+        return weights
+    (axis,) = packed._spec.axes_of(0)
+    width = packed.size(0) // 3 // heads
+    sizes = [size * width for size in chunk_sizes(heads, packed.device_mesh.shape[axis])]
+    placements = list(packed.placements)
+    placements[axis] = Shard(0, tuple(sizes))
+    return [one.redistribute(placements=placements) for one in weights if isinstance(one, DTensor)]
+
+
+def _whole(packed: Tensor) -> Tensor:
+    """With all rows on each rank."""
+    if not isinstance(packed, DTensor) or not packed._spec.axes_of(0):
+        return packed
+    cutting = packed._spec.axes_of(0)
+    return packed.redistribute(
+        placements=[
+            Replicate() if axis in cutting else one for axis, one in enumerate(packed.placements)
+        ]
+    )
+
+
+# -- attention -------------------------------------------------------------------------------
+
+
+def _attended(
+    call: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    dropout = call.dropout_p if call.training else 0.0
+    causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
+    mask = None if causal else _mask(call, query)
+    if not call.need_weights:
+        out = F.scaled_dot_product_attention(query, key, value, mask, dropout, causal)
+        return _put_together(call, out), None
+    scores = (query * math.sqrt(1 / query.size(-1))) @ key.transpose(-2, -1)
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    if dropout > 0:
+        weights = F.dropout(weights, dropout)
+    out = _put_together(call, weights @ value)
+    return out, weights.mean(1) if call.average_attn_weights else weights
+
+
+def _mask(call: SimpleNamespace, query: Tensor) -> Tensor | None:
+    """What is added to scores, broadcast to (batch, heads, queries, keys)."""
+    mask: Tensor | None = call.attn_mask
+    padding: Tensor | None = call.key_padding_mask
+    other = None if mask is None else mask.dtype
+    padding = F._canonical_mask(padding, "key_padding_mask", other, "attn_mask", query.dtype)
+    mask = F._canonical_mask(mask, "attn_mask", None, "", query.dtype, check_other=False)
+    if mask is not None and mask.dim() == 3:
+        mask = torch.unflatten(mask, 0, (-1, call.num_heads))
+    if padding is None:
+        return mask
+    padding = padding.reshape(-1, 1, 1, padding.size(-1))
+    return padding if mask is None else mask + padding
+
+
+def _put_together(call: SimpleNamespace, attended: Tensor) -> Tensor:
+    joined = attended.permute(2, 0, 1, 3).flatten(2)
+    return F.linear(joined, call.out_proj_weight, call.out_proj_bias)

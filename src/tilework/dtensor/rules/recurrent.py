@@ -1,0 +1,107 @@
+"""Recurrent layers: cut along the batch; time, features and weights are needed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor import explaining, gradients
+from tilework.dtensor.factors import Dim, Factor
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.spec import spec_of
+from tilework.dtensor.tensor import DTensor, wrap
+
+_vf: Any = torch._VF
+_SEQUENCES = (list, tuple)
+
+Dims = Sequence[Factor | Dim | None]
+
+
+def _listed(states: Any) -> list[Any]:
+    return list(states) if isinstance(states, _SEQUENCES) else [states]
+
+
+# -- layers ----------------------------------------------------------------------------------
+
+
+def _layers(kind: str, *args: Any) -> Answer:
+    """``(input, states, weights, …)``, or for packed sequences ``(data, sizes, states, …)``."""
+    packed = isinstance(args[3], _SEQUENCES)
+    given, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
+    if dropout > 0 and train and count > 1:
+        return Composed(partial(_by_layers, getattr(_vf, kind), packed))
+    if packed:  # whole, as packing left them
+        return None
+    batch = Factor(_listed(states)[0].shape[1], "batch")
+    state: Dims = [None, batch, None]
+    data = [batch, None, None] if args[-1] else state
+    inputs: dict[Arg, Dims] = {given: data, **dict.fromkeys(_listed(states), state)}
+    inputs |= {one: [None] * one.ndim for one in weights}
+    return native(inputs, [data, *[state] * len(_listed(states))])
+
+
+def _by_layers(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
+    """One layer after the other: what is dropped between them does not depend on the layout."""
+    (x, *sizes), (states, weights, biases, count, dropout, train, both, *first) = (
+        args[: 1 + packed],
+        args[1 + packed :],
+    )
+    directions, width = 1 + both, len(weights) // count
+    finals = []
+    for layer in range(count):
+        own = [one[layer * directions : (layer + 1) * directions] for one in _listed(states)]
+        its = weights[layer * width : (layer + 1) * width]
+        state = own if isinstance(states, _SEQUENCES) else own[0]
+        if layer > 0:
+            x = F.dropout(x, dropout)
+        x, *final = function(x, *sizes, state, its, biases, 1, 0.0, train, both, *first)
+        finals.append(final)
+    return (x, *[torch.cat(parts) for parts in zip(*finals, strict=True)])
+
+
+for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    rule(_kind)(partial(_layers, _kind))
+
+
+# -- cells -----------------------------------------------------------------------------------
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def _cell(input: Any, hx: Any, *weights: Any) -> Answer:
+    batch = Factor(input.shape[0], "batch")
+    states = _listed(hx)
+    inputs: dict[Arg, Dims] = {one: [batch, None] for one in (input, *states)}
+    inputs |= {one: [None] * one.ndim for one in weights if one is not None}
+    return native(inputs, [[batch, None]] * len(states))
+
+
+# -- packed sequences ------------------------------------------------------------------------
+
+
+@rule("_pack_padded_sequence")
+def _pack(input: Any, lengths: Any, batch_first: bool) -> Answer:
+    return Composed(partial(_on_whole, _vf._pack_padded_sequence))
+
+
+@rule("_pad_packed_sequence")
+def _pad(data: Any, batch_sizes: Any, *args: Any) -> Answer:
+    return Composed(partial(_on_whole, _vf._pad_packed_sequence))
+
+
+def _on_whole(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
+    """Sequences on every rank; their sizes are plain numbers, which torch reads on the host."""
+    if not isinstance(first, DTensor):
+        assert isinstance(sizes, DTensor)
+        return function(first, sizes.full_tensor(), *args)
+    if not first._spec.is_replicated:
+        explaining.gathers(function.__name__, [first._spec], [first.dtype])
+    whole = first.redistribute(placements=first._spec.replicated.placements)
+    if isinstance(sizes, DTensor):
+        sizes = sizes.full_tensor()
+    data, sizes = function(gradients.local_of(whole), sizes, *args)
+    return wrap(data, spec_of(whole.device_mesh, whole.placements, data.shape)), sizes
