@@ -55,12 +55,13 @@ def test_gradients_are_those_of_the_plain_function() -> None:
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        for out, lies in (
+        cases: list[tuple[Any, Any]] = [
             ([Shard(0)], ([Shard(0)], [Replicate()])),
             ([Shard(1)], ([Replicate()], [Shard(1)])),
             ([Replicate()], ([Replicate()], [Replicate()])),
             ([Partial()], ([Shard(1)], [Shard(0)])),
-        ):
+        ]
+        for out, lies in cases:
             leaves = [
                 distribute_tensor(one, mesh, placements).requires_grad_()
                 for one, placements in zip((x, w), lies, strict=True)
@@ -68,7 +69,7 @@ def test_gradients_are_those_of_the_plain_function() -> None:
             found = local_map(product, out)(*leaves)
             found.sin().sum().backward()
             for leaf, one in zip(leaves, expected, strict=True):
-                assert leaf.grad is not None
+                assert isinstance(leaf.grad, DTensor)
                 assert one.grad is not None
                 assert torch.allclose(leaf.grad.full_tensor(), one.grad, atol=1e-5), out
 
@@ -142,11 +143,11 @@ def test_results_are_checked() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+
+        def pair(x: Tensor) -> Any:
+            return x, x
+
         with pytest.raises(ValueError, match="are for 1 results, but pair returned 2"):
-
-            def pair(x: Tensor) -> Any:
-                return x, x
-
             local_map(pair, [Shard(0)])(x)
         with pytest.raises(TypeError, match="must return plain tensors"):
             local_map(lambda _: x, [Shard(0)])(x)

@@ -1,7 +1,7 @@
 """DTensor: one tensor over the ranks of a mesh, with torch's operators on it."""
 
 from tilework.dtensor import dispatch, optimizing, questions, rules
-from tilework.dtensor.api import distribute_tensor
+from tilework.dtensor.distributing import distribute_tensor
 from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.explaining import GatherWarning, explain, strict
 from tilework.dtensor.local_map import local_map

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilework.comm.agreement import agree
 from tilework.dtensor.redistribution import axes_group
 from tilework.mesh import DeviceMesh
+from tilework.sharded.tiled import TiledTensor
 
 
 def check_same(name: str, leaves: Sequence[Tensor], mesh: DeviceMesh) -> None:
@@ -21,9 +22,7 @@ def check_same(name: str, leaves: Sequence[Tensor], mesh: DeviceMesh) -> None:
     Raises:
         ValueError: They are not; on every rank.
     """
-    from tilework.dtensor.tensor import DTensor
-
-    plain = [leaf for leaf in leaves if not isinstance(leaf, DTensor)]
+    plain = [leaf for leaf in leaves if not isinstance(leaf, TiledTensor)]
     if not plain or mesh.size() == 1 or not mesh.here:
         return
     group = axes_group(mesh, tuple(range(mesh.ndim)))

@@ -1,23 +1,99 @@
-"""DTensors in files."""
+"""DTensors in files: each rank saves its own part, and loads it again.
+
+What is saved is plain data and a plain tensor, so that ``torch.load`` takes it with
+``weights_only=True``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import find_or_make
 
 if TYPE_CHECKING:
     from tilework.dtensor.tensor import DTensor
 
+#: Device type, shape, ranks and names of a mesh.
+Mesh = tuple[str, Ints, Ints, tuple[str, ...] | None]
+#: A kind, and its arguments.
+_Placement = tuple[str, tuple[Any, ...]]
+#: Placements, shape and order.
+Layout = tuple[list[_Placement], Ints, Ints | None]
 
-def reduce(tensor: DTensor) -> Any:
-    """What pickle keeps of a DTensor."""
-    return _rebuild, (tensor._local_tensor.detach(), tensor._spec, tensor.requires_grad)
+_KINDS: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
 
 
-def _rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    from tilework.dtensor.tensor import wrap
+def told(tensor: DTensor) -> tuple[Mesh, Layout, Ints | None]:
+    """A tensor's mesh and layout, and where this rank is, as plain data."""
+    spec = tensor._spec
+    mesh = spec.mesh
+    coordinate = mesh.get_coordinate()
+    return (
+        (mesh.device_type, mesh.shape, mesh.spec.ranks, mesh.mesh_dim_names),
+        ([_placement(one) for one in spec.placements], spec.shape, spec.order),
+        None if coordinate is None else tuple(coordinate),
+    )
 
-    return wrap(local.requires_grad_(requires_grad), spec)
+
+def _placement(placement: Placement) -> _Placement:
+    if isinstance(placement, Shard):
+        return "shard", (placement.dim, placement.sizes)
+    return (
+        ("partial", (placement.reduce_op,)) if isinstance(placement, Partial) else ("replicate", ())
+    )
+
+
+def alone(local: Tensor) -> Tensor:
+    """This rank's part, without what else lies in its memory."""
+    local = local.detach()
+    if local.untyped_storage().nbytes() > local.nbytes:
+        return local.clone(memory_format=torch.contiguous_format)
+    return local
+
+
+def spec_of_saved(
+    local: Tensor, mesh: Mesh, layout: Layout, coordinate: Sequence[int] | None
+) -> DTensorSpec:
+    """The layout that was saved, on this rank's mesh.
+
+    Collective over all ranks if the mesh is not there yet.
+
+    Raises:
+        ValueError: The part is that of another place in the mesh.
+    """
+    placements = [_KINDS[kind](*arguments) for kind, arguments in layout[0]]
+    found: DeviceMesh = find_or_make(*mesh)
+    spec = spec_of(found, placements, layout[1], layout[2])
+    here = found.get_coordinate()
+    if _place(here, spec) != _place(coordinate, spec):
+        raise ValueError(
+            f"this is the part that the rank at {_at(coordinate)} of {found} saved, of a tensor of "
+            f"shape {list(spec.shape)} that lies as {placements}; this rank is at {_at(here)}: "
+            f"load what this rank saved, or save full_tensor()"
+        )
+    if spec.takes_part and local.shape != spec.local_shape:
+        raise ValueError(
+            f"a part of {spec} has shape {list(spec.local_shape)} here, the saved one has "
+            f"{list(local.shape)}"
+        )
+    return spec
+
+
+def _place(coordinate: Sequence[int] | None, spec: DTensorSpec) -> list[int] | None:
+    """What tells one part from another."""
+    if coordinate is None:
+        return None
+    return [
+        0 if one.is_replicate() else at for at, one in zip(coordinate, spec.placements, strict=True)
+    ]
+
+
+def _at(coordinate: Sequence[int] | None) -> str:
+    return "no place" if coordinate is None else str(list(coordinate))

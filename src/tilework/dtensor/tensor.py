@@ -9,10 +9,13 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor import gradients
+from tilework.dtensor import explaining, gradients, saving
+from tilework.dtensor.joining import joined_spec
+from tilework.dtensor.redistribution import redistribute_local
+from tilework.dtensor.showing import headline
 from tilework.dtensor.spec import DTensorSpec
-from tilework.layout import Placement, Tiling
-from tilework.mesh import DeviceMesh
+from tilework.layout import Placement, Replicate, Tiling
+from tilework.mesh import DeviceMesh, current_mesh
 from tilework.sharded.tiled import TiledTensor
 
 _make = Tensor._make_wrapper_subclass
@@ -115,18 +118,59 @@ class DTensor(TiledTensor):
         stride: Sequence[int] | None = None,
         order: Sequence[int] | None = None,
     ) -> DTensor:
-        """The DTensor of which ``local_tensor`` is this rank's part."""
-        from tilework.dtensor.api import from_local
+        """The DTensor of which ``local_tensor`` is this rank's part. Shares memory with it.
 
-        return from_local(
-            local_tensor,
-            device_mesh,
-            placements,
-            run_check=run_check,
-            shape=shape,
-            stride=stride,
-            order=order,
-        )
+        Where a mesh axis cuts, ranks tell each other their shapes: collective over the mesh;
+        blocks; what does not fit together raises on all ranks. The parts may be uneven. With
+        ``shape``, or where nothing is cut, it is local.
+
+        Gradients flow back into ``local_tensor``: those of this rank's part; of a value that is
+        replicated, the whole gradient on each rank.
+
+        Args:
+            local_tensor: A plain tensor, alike on all ranks but for its values and sizes.
+            device_mesh: The mesh; None: the innermost of ``with mesh:``.
+            placements: What each axis does; None: all ranks have the same.
+            run_check: Compare also the layout and the values where ranks are to have the same.
+                Collective over the mesh.
+            shape: The global shape.
+            stride: Accepted for torch's sake: strides are those of the parts.
+            order: The axes in the order in which they cut; None: from the first to the last.
+
+        Raises:
+            ValueError: Parts do not fit together or to ``shape``, ranks differ, or this rank is
+                outside the mesh and cannot know the shape.
+            TypeError: It is no plain tensor.
+            RuntimeError: No mesh is given or active.
+
+        Example:
+            >>> import torch
+            >>> from tilework.dtensor import DTensor, Shard, init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (2,))
+            ...     part = torch.full((rank + 1,), float(rank))
+            ...     return DTensor.from_local(part, mesh, [Shard(0)]).full_tensor().tolist()
+            >>> run_ranks(2, program)
+            [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+        """
+        mesh = device_mesh or current_mesh()
+        if not isinstance(local_tensor, Tensor) or isinstance(local_tensor, TiledTensor):
+            raise TypeError(
+                f"from_local takes this rank's part as a plain tensor, got "
+                f"{type(local_tensor).__name__}"
+            )
+        if stride is not None and (shape is None or len(stride) != len(shape)):
+            raise ValueError("pass shape and stride together, with an entry of each for each dim")
+        local = on_device(local_tensor, mesh)
+        if placements is None:
+            placements = (Replicate(),) * mesh.ndim
+        spec = joined_spec(local, mesh, placements, shape, order, run_check)
+        if not spec.takes_part:
+            return wrap(nothing(local), spec)
+        if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
+            local = local.view_as(local)  # what is made of a leaf is none
+        return wrap(local, spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part: a plain tensor, at the same place in the autograd graph.
@@ -162,10 +206,39 @@ class DTensor(TiledTensor):
         order: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> DTensor:
-        """The same value, laid out otherwise. Collective over the mesh; differentiable."""
-        from tilework.dtensor.api import redistribute
+        """The same value, laid out otherwise. Collective over the mesh; blocks; differentiable.
 
-        return redistribute(self, device_mesh, placements, order=order, async_op=async_op)
+        Takes the cheapest sequence of collectives, which
+        :func:`~tilework.dtensor.plan_redistribution` tells beforehand. Shares memory if nothing is
+        to be done. The gradient goes back the same way.
+
+        Args:
+            device_mesh: This tensor's, or None.
+            placements: What each axis is to do.
+            order: The axes in the order in which they are to cut; None: from the first to the last.
+            async_op: Return before the last step is done, where that is long enough; the result
+                waits for it when it is first used.
+
+        Raises:
+            ValueError: Placements do not fit, or it is another mesh.
+        """
+        source = self._spec
+        if device_mesh is not None and device_mesh != source.mesh:
+            raise ValueError(
+                f"a tensor on {source.mesh} cannot go to {device_mesh}: redistribute() changes its "
+                f"placements; for another mesh, distribute_tensor(x.full_tensor(), mesh, …)"
+            )
+        if placements is None:
+            if order is None:
+                raise ValueError("redistribute() needs placements: what each axis is to do")
+            placements = source.placements
+        target = source.with_placements(placements, order)
+        if explaining.watchers:
+            explaining.begins("redistribute")
+        local = redistribute_local(gradients.local_of(self), source, target, async_op=async_op)
+        if explaining.watchers:
+            explaining.tag(local)
+        return wrap(local, target)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -252,8 +325,6 @@ class DTensor(TiledTensor):
     # -- Python's own ------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from tilework.dtensor.showing import headline
-
         return headline(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -271,9 +342,9 @@ class DTensor(TiledTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from tilework.dtensor.saving import reduce
-
-        return reduce(self)
+        attributes = {name: value for name, value in vars(self).items() if name not in _OWN}
+        local = saving.alone(self._local_tensor)
+        return _rebuild, (local, *saving.told(self), self.requires_grad, attributes)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise TypeError(
@@ -287,6 +358,40 @@ class DTensor(TiledTensor):
 
 #: What an instance has of its own, and a copy makes anew.
 _OWN = {"_local_tensor", "_spec", "_grad", "_aliases"}
+
+
+def _rebuild(
+    local: Tensor,
+    mesh: saving.Mesh,
+    layout: saving.Layout,
+    coordinate: tuple[int, ...] | None,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> DTensor:
+    """What was saved, on this rank's mesh."""
+    spec = saving.spec_of_saved(local, mesh, layout, coordinate)
+    made = wrap(local.requires_grad_(requires_grad), spec)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+# torch.load accepts it with weights_only=True.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor where those of the mesh are; a meta tensor as it is."""
+    if tensor.device.type in (mesh.device_type, "meta"):
+        return tensor
+    return tensor.to(mesh.device_type)
+
+
+def nothing(tensor: Tensor) -> Tensor:
+    """What ranks outside a mesh have in place of such a tensor."""
+    return torch.empty(
+        0, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+    )
 
 
 def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:

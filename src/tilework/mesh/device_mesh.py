@@ -320,7 +320,7 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self.spec
-        return _find_or_make, (self.device_type, spec.shape, spec.ranks, spec.names)
+        return find_or_make, (self.device_type, spec.shape, spec.ranks, spec.names)
 
     # -- checks ------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ def current_mesh() -> DeviceMesh:
     return entered[-1]
 
 
-def _find_or_make(
+def find_or_make(
     device_type: str, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str] | None
 ) -> DeviceMesh:
     """The mesh that was pickled: this rank's own, else a new one (collective then)."""

@@ -1,4 +1,4 @@
-"""DTensors from plain tensors, and in other layouts."""
+"""From plain tensors that a rank has whole to DTensors."""
 
 from __future__ import annotations
 
@@ -11,72 +11,13 @@ from torch import Tensor
 from tilework.comm.agreement import agree
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
-from tilework.dtensor import explaining, gradients
-from tilework.dtensor.joining import joined_spec
 from tilework.dtensor.redistribution import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.tensor import DTensor, nothing, on_device, wrap
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
 from tilework.sharded.steps import steps_between, whole_on
 from tilework.sharded.tiled import TiledTensor
-
-
-def from_local(
-    local_tensor: Tensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    run_check: bool = False,
-    shape: Sequence[int] | None = None,
-    stride: Sequence[int] | None = None,
-    order: Sequence[int] | None = None,
-) -> DTensor:
-    """What ``DTensor.from_local`` does."""
-    mesh = device_mesh or current_mesh()
-    placements = _or_replicated(placements, mesh)
-    if not isinstance(local_tensor, Tensor) or isinstance(local_tensor, TiledTensor):
-        raise TypeError(
-            f"from_local takes this rank's part as a plain tensor, got "
-            f"{type(local_tensor).__name__}"
-        )
-    if stride is not None and (shape is None or len(stride) != len(shape)):
-        raise ValueError("pass shape and stride together, with an entry of each for each dim")
-    local = _on_device(local_tensor, mesh)
-    spec = joined_spec(local, mesh, placements, shape, order, run_check)
-    if not spec.takes_part:
-        return wrap(_nothing(local, local.requires_grad), spec)
-    if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
-        local = local.view_as(local)  # what is made of a leaf is none
-    return wrap(local, spec)
-
-
-def redistribute(
-    tensor: DTensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    order: Sequence[int] | None = None,
-    async_op: bool = False,
-) -> DTensor:
-    """What ``DTensor.redistribute`` does."""
-    source = tensor._spec
-    if device_mesh is not None and device_mesh != source.mesh:
-        raise ValueError(
-            f"a tensor on {source.mesh} cannot go to {device_mesh}: redistribute() changes its "
-            f"placements; for another mesh, distribute_tensor(x.full_tensor(), mesh, placements)"
-        )
-    if placements is None:
-        if order is None:
-            raise ValueError("redistribute() needs placements: what each axis of the mesh is to do")
-        placements = source.placements
-    target = source.with_placements(placements, order)
-    if explaining.watchers:
-        explaining.begins("redistribute")
-    local = redistribute_local(gradients.local_of(tensor), source, target, async_op=async_op)
-    if explaining.watchers:
-        explaining.tag(local)
-    return wrap(local, target)
 
 
 def distribute_tensor(
@@ -154,7 +95,7 @@ def distribute_tensor(
         assert isinstance(tensor, DTensor)
         return tensor
     if not spec.takes_part:
-        return wrap(_nothing(tensor, tensor.requires_grad), spec)
+        return wrap(nothing(tensor), spec)
     local = _part(tensor.detach(), spec, source, meta)
     return wrap(local.requires_grad_(tensor.requires_grad), spec)
 
@@ -225,14 +166,14 @@ def _part(whole: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> T
         return torch.empty(spec.local_shape, dtype=whole.dtype, device="meta")
     dual = spec.dual
     if source is None:
-        local = _on_device(whole, spec.mesh)[dual.local_box.slices]
+        local = on_device(whole, spec.mesh)[dual.local_box.slices]
         local = local.clone(memory_format=torch.contiguous_format)
     else:
         mesh, rank = spec.mesh, get_rank()
         local = torch.empty(dual.local_shape, dtype=whole.dtype, device=mesh.device_type)
         run_plan(
             steps_between(whole_on(spec.shape, (source,)), dual.tiling, rank),
-            [_on_device(whole, mesh)] if rank == source else [],
+            [on_device(whole, mesh)] if rank == source else [],
             mesh.axes_group(range(mesh.ndim)),
             out=[local],
         )
@@ -241,15 +182,3 @@ def _part(whole: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> T
 
 def _or_replicated(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
     return (Replicate(),) * mesh.ndim if placements is None else placements
-
-
-def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    if tensor.device.type in (mesh.device_type, "meta"):
-        return tensor
-    return tensor.to(mesh.device_type)
-
-
-def _nothing(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """What ranks outside a mesh have."""
-    device = tensor.device
-    return torch.empty(0, dtype=tensor.dtype, device=device, requires_grad=requires_grad)
