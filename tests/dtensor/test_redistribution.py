@@ -117,35 +117,24 @@ def everywhere(lengths: Ints, program: Callable[[DeviceMesh], Any]) -> list[Any]
 
 @pytest.mark.parametrize(("lengths", "shape", "choices"), MESHES, ids=IDS)
 def test_every_pair_of_layouts(lengths: Ints, shape: Ints, choices: list[list[Placement]]) -> None:
-    def program(mesh: DeviceMesh) -> None:
-        for source, target in pairs(specs_of(mesh, shape, choices)):
-            terms = terms_of(source)
-            local = part_of(source, terms)
-            kept = local.clone()
-            found = redistribute_local(local, source, target)
-            assert found.shape == target.local_shape
-            whole = redistribute_local(found, target, target.replicated)
-            equal(whole, value_of(source, terms), (source, target))
-            if not target.partial_axes:
-                equal(found, part_of(target, value_of(source, terms)[None]), (source, target))
-            equal(local, kept, "the source is left as it is")
+    """Parts, values and gradients."""
 
-    everywhere(lengths, program)
-
-
-@pytest.mark.parametrize(("lengths", "shape", "choices"), MESHES, ids=IDS)
-def test_gradients_of_every_pair(
-    lengths: Ints, shape: Ints, choices: list[list[Placement]]
-) -> None:
     def program(mesh: DeviceMesh) -> None:
         for source, target in pairs(specs_of(mesh, shape, choices)):
             terms = terms_of(source).requires_grad_()
+            value = value_of(source, terms)
             weights = torch.arange(1.0, 1 + math.prod(shape)).double().reshape(shape)
-            (expected,) = torch.autograd.grad((value_of(source, terms) * weights).sum(), terms)
+            (expected,) = torch.autograd.grad((value * weights).sum(), terms)
 
-            local = part_of(source, terms.detach()).requires_grad_()
-            there = redistribute_local(local, source, target)
-            whole = redistribute_local(there, target, target.replicated)
+            kept = part_of(source, terms.detach())
+            local = kept.clone().requires_grad_()
+            found = redistribute_local(local, source, target)
+            assert found.shape == target.local_shape
+            if not target.partial_axes:
+                equal(found, part_of(target, value[None]), (source, target))
+            whole = redistribute_local(found, target, target.replicated)
+            equal(whole, value, (source, target))
+            equal(local, kept, "the source is left as it is")
             (grad,) = torch.autograd.grad((whole * weights).sum(), local)
             equal(grad, part_of(source, expected), (source, target))
 
