@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -173,8 +174,6 @@ class _Unasking:
 
 @cache
 def _globals_of(name: str) -> dict[str, Any]:
-    import sys
-
     found = dict(vars(sys.modules[name]))
     return {**found, **dict.fromkeys(_QUESTIONS, _no)}
 
@@ -203,8 +202,6 @@ def body_of(func: Any) -> Callable[..., Any] | None:
 
 
 def _modules() -> Mapping[str, Any]:
-    import sys
-
     return sys.modules
 
 
