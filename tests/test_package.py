@@ -25,6 +25,7 @@ PUBLIC = (
     "tilework.launch",
     "tilework.layout",
     "tilework.mesh",
+    "tilework.parallel",
     "tilework.rendezvous",
     "tilework.rpc",
     "tilework.sharded",

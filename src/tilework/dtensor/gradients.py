@@ -20,7 +20,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world
-from tilework.dtensor import explaining
+from tilework.dtensor import aliasing, explaining
 from tilework.dtensor.redistribution import axes_group, out_of_terms, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.errors import CollectiveMismatchError
@@ -44,6 +44,8 @@ _BUCKET_BYTES = 64 << 20
 
 def local_of(tensor: DTensor) -> Tensor:
     """This rank's part, at its place in the graph."""
+    if tensor._view_of is not None:
+        aliasing.refresh(tensor)
     local = tensor._local_tensor
     if not local.requires_grad and torch.is_grad_enabled() and _flagged(tensor):
         return _linked(tensor)
@@ -213,18 +215,40 @@ def moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
     return found
 
 
+def lead_terms_back(result: DTensor, tensor: DTensor, axes: Ints) -> None:
+    """Let terms of the gradient of ``result`` go straight to ``tensor``, as :func:`moved` does.
+
+    ``tensor`` was redistributed to ``result``. Of operators that take ``result`` and give each rank
+    along ``axes`` a term of its gradient, all terms are reduced into the layout of ``tensor``,
+    instead of to whole sums of which each rank then takes its part.
+    """
+    local, source = local_of(result), tensor._spec
+    if not (local.requires_grad and torch.is_grad_enabled()) or source.partial_axes:
+        return
+    terms = in_terms(result._spec.dual, axes)
+    made = _MovedInTerms.apply(  # type: ignore[no-untyped-call]
+        local_of(tensor), source, result._spec, terms, local.detach()
+    )
+    result._aliases = {axes: Alias(made, local, local.grad_fn)}
+
+
 class _MovedInTerms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, source: DTensorSpec, target: DTensorSpec, terms: DTensorSpec
+        ctx: Any,
+        local: Tensor,
+        source: DTensorSpec,
+        target: DTensorSpec,
+        terms: DTensorSpec,
+        done: Tensor | None = None,
     ) -> Tensor:
         ctx.terms, ctx.source = terms, source.dual
-        found = redistribute_local(local, source, target)
-        return found.detach() if found is local else found
+        found = redistribute_local(local, source, target) if done is None else done
+        return found.detach() if found is local or found is done else found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return redistribute_local(grad, ctx.terms, ctx.source), None, None, None
+        return redistribute_local(grad, ctx.terms, ctx.source), None, None, None, None
 
 
 class _InTerms(torch.autograd.Function):

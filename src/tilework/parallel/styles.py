@@ -1,0 +1,254 @@
+"""How one module is parallel: which of its parameters are cut, what its inputs and outputs are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from tilework.dtensor import DTensor
+from tilework.layout import Placement, Replicate, Shard
+from tilework.parallel.axis import MeshAxis
+
+
+class ParallelStyle(ABC):
+    """How a module is parallel along one axis of a mesh. A subclass is a style of your own.
+
+    :func:`parallelize_module` first asks all styles of its plan for :meth:`parameter_layouts`,
+    then distributes parameters, then calls :meth:`attach`.
+
+    Example:
+        >>> from tilework.parallel import ColwiseParallel
+        >>> issubclass(ColwiseParallel, ParallelStyle)
+        True
+    """
+
+    @abstractmethod
+    def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
+        """How parameters of ``module`` lie along the axis, by name. Local.
+
+        Raises:
+            NotImplementedError: The style does not know such modules.
+        """
+
+    @abstractmethod
+    def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        """Register what is to happen before and after the module's forward. Local."""
+
+
+class _CutLayer(ParallelStyle):
+    """A layer whose weight is cut: it takes its first input in one layout, and gives another."""
+
+    input_layouts: Placement
+    output_layouts: Placement
+    use_local_output: bool
+
+    def _wanted(self, module: nn.Module) -> Placement:
+        """How the input has to lie for the cut weight."""
+        return Replicate()
+
+    def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        wanted, name = self._wanted(module), type(module).__name__
+        # Where the input is to be cut as the weight is, its size is known from the weight.
+        extent = getattr(module, "in_features", None) if wanted == self.input_layouts else None
+
+        def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            key = None if inputs else "input"
+            if key is not None and key not in kwargs:
+                return None  # the layer itself says what is missing
+            given = kwargs["input"] if key else inputs[0]
+            tensor = axis.annotate(given, self.input_layouts, f"the input of {name}", extent)
+            tensor = axis.move_input(tensor, wanted)
+            if key:
+                return inputs, {**kwargs, key: tensor}
+            return (tensor, *inputs[1:]), kwargs
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
+            moved = axis.move(output, self.output_layouts)
+            return moved.to_local() if self.use_local_output else moved
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class ColwiseParallel(_CutLayer):
+    """Each rank computes some output features of an ``nn.Linear`` or an ``nn.Embedding``.
+
+    A Linear's weight and bias are cut along their rows, an Embedding's along its columns. Without
+    communication in forward; in backward of a Linear the input's gradient is reduced once.
+
+    Args:
+        input_layouts: How the input lies along the axis, if it is a plain tensor; None: replicated.
+        output_layouts: How the output is to lie; None: cut in its last dim, as it comes out. With
+            sizes, as in ``Shard(-1, sizes=(2, 1))``, the layer's features are cut so.
+        use_local_output: Whether the output is this rank's part, a plain tensor; else a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.parallel import ColwiseParallel, parallelize_module
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     linear = parallelize_module(nn.Linear(3, 8), mesh, ColwiseParallel())
+        ...     return linear(torch.ones(5, 3)).shape
+        >>> run_ranks(2, program)[0]
+        torch.Size([5, 4])
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = _layout(input_layouts, Replicate())
+        self.output_layouts = _layout(output_layouts, Shard(-1))
+        self.use_local_output = use_local_output
+
+    def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise _unknown(self, module)
+        sizes = _sizes_of_last(self.output_layouts)
+        dim = 0 if isinstance(module, nn.Linear) else 1
+        return {name: Shard(dim, sizes) for name, _ in module.named_parameters(recurse=False)}
+
+
+class RowwiseParallel(_CutLayer):
+    """Each rank takes some input features of an ``nn.Linear``, or words of an ``nn.Embedding``.
+
+    A Linear's weight is cut along its columns, an Embedding's along its rows (its vocabulary). What
+    comes out are terms, which one reduction adds up, or which stay if ``output_layouts`` is
+    ``Partial()``. A Linear's bias is replicated, and counts once.
+
+    Args:
+        input_layouts: How the input lies along the axis, if it is a plain tensor; None: cut in
+            its last dim, as :class:`ColwiseParallel` gives it. For an Embedding say what is true:
+            mostly ``Replicate()``. With sizes, as in ``Shard(-1, sizes=(2, 1))``, a Linear's
+            columns are cut so.
+        output_layouts: How the output is to lie; None: replicated.
+        use_local_output: Whether the output is this rank's part, a plain tensor; else a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     mlp = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+        ...     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        ...     return parallelize_module(mlp, mesh, plan)(torch.ones(5, 3)).shape
+        >>> run_ranks(2, program)[0]
+        torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = _layout(input_layouts, Shard(-1))
+        self.output_layouts = _layout(output_layouts, Replicate())
+        self.use_local_output = use_local_output
+
+    def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
+        if isinstance(module, nn.Embedding):
+            return {"weight": Shard(0)}
+        if not isinstance(module, nn.Linear):
+            raise _unknown(self, module)
+        found: dict[str, Placement] = {"weight": Shard(1, _sizes_of_last(self.input_layouts))}
+        return found if module.bias is None else {**found, "bias": Replicate()}
+
+    def _wanted(self, module: nn.Module) -> Placement:
+        if isinstance(module, nn.Embedding):
+            return Replicate()
+        return Shard(-1, _sizes_of_last(self.input_layouts))
+
+
+class SequenceParallel(ParallelStyle):
+    """Each rank has a part of the sequence: for norms, dropout, and what else acts place by place.
+
+    Parameters are replicated; their gradients are reduced at the end of backward, together. An
+    input that is a DTensor is moved to lie so; a plain one is this rank's part of the sequence.
+
+    Args:
+        sequence_dim: Which dim of the input the sequence is.
+        use_local_output: Whether the output is this rank's part, a plain tensor; else a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.parallel import SequenceParallel, parallelize_module
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     norm = parallelize_module(nn.LayerNorm(3), mesh, SequenceParallel())
+        ...     return norm(torch.ones(5, 4, 3)).shape  # four of eight places
+        >>> run_ranks(2, program)[0]
+        torch.Size([5, 8, 3])
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.layout = Shard(sequence_dim)
+        self.use_local_output = use_local_output
+
+    def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {name: Replicate() for name, _ in module.named_parameters()}
+
+    def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        what = f"the input of {type(module).__name__}"
+
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            given = inputs[0] if inputs else None
+            tensor = axis.annotate(given, self.layout, what)
+            return axis.move(tensor, self.layout), *inputs[1:]
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
+            return output.to_local() if self.use_local_output else output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceParallel(sequence_dim={self.layout.dim}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+def _layout(given: Placement | None, default: Placement) -> Placement:
+    if given is None:
+        return default
+    if not isinstance(given, Placement):
+        raise TypeError(
+            f"a layout is one placement, Shard(dim), Replicate() or Partial(): what the axis does. "
+            f"Got {given!r}"
+        )
+    return given
+
+
+def _sizes_of_last(layout: Placement) -> tuple[int, ...] | None:
+    """How large the parts of the last dim are to be; None: as ``torch.chunk`` cuts it."""
+    return layout.sizes if isinstance(layout, Shard) and layout.dim == -1 else None
+
+
+def _unknown(style: ParallelStyle, module: nn.Module) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(style).__name__} is for nn.Linear and nn.Embedding, not {type(module).__name__}: "
+        f"name the layers within it in the plan, or write a ParallelStyle of your own"
+    )
