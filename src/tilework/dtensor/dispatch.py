@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor import explaining, gradients
+from tilework.dtensor import aliasing, explaining, gradients
 from tilework.dtensor.choice import Choice, choose
 from tilework.dtensor.foreach import foreach
 from tilework.dtensor.mixing import check_same
@@ -92,6 +93,9 @@ class Decision:
     composed: Callable[..., Any] | None = None
     #: For an operator that writes to its first argument: the result is computed anew, then written.
     rewrite: bool = False
+    #: Whether results share memory with the first argument in torch, and whether they cannot here.
+    view: bool = False
+    copied: bool = False
     #: What ranks outside the mesh get: tensors without memory.
     shown: Any = None
 
@@ -116,6 +120,8 @@ class Operator:
         for arg in args:
             kind = arg.__class__
             if kind is DTensor:
+                if arg._view_of is not None:
+                    aliasing.refresh(arg)
                 local = arg._local_tensor
                 if graded and not local.requires_grad:
                     local = gradients.local_of(arg)
@@ -143,13 +149,17 @@ class Operator:
             decision, key = None, []
         if decision is None:
             decision = self._decide(func, args, kwargs, leaves, mesh)
+            decision.view = self.name in aliasing.VIEWS and decision.composed is None
+            decision.copied = decision.view and _moves(decision, leaves)
             if key:
                 if len(decisions) >= _MOST_DECISIONS:
                     decisions.clear()
                 decisions[tuple(key)] = decision
         if decision.composed is not None:
             result = decision.composed(*args, **kwargs)
-            return args[0].copy_(result) if self.in_place else result
+            if self.in_place and result is not args[0]:
+                return args[0].copy_(result)
+            return result
         if not mesh.here:
             return self._outside(decision, args, mesh)
         if plain and decision.still:
@@ -175,6 +185,9 @@ class Operator:
         if self.in_place:
             return self._written(decision, args[0], result)
         outputs = decision.outputs
+        if decision.view:
+            result = _wrapped(result, outputs, mesh)
+            return aliasing.viewed(result, decision.copied, func, self.name, args, kwargs)
         if outputs is not None and result.__class__ is Tensor:
             if result.requires_grad and not graded:
                 result = result.detach()
@@ -185,6 +198,8 @@ class Operator:
         """Write to ``key`` what the decision depends on; whether there is no tensor in it."""
         kind = arg.__class__
         if kind is DTensor:
+            if arg._view_of is not None:
+                aliasing.refresh(arg)
             leaves.append(arg)
             key.append(arg._spec)
             key.append(arg._local_tensor.dtype)
@@ -207,8 +222,9 @@ class Operator:
             found = [self._read(one, key, leaves) for item in arg.items() for one in item]
             key.append(_END)
             return all(found)
-        if kind is slice:  # slices have no hash
-            arg = arg.start, arg.stop, arg.step
+        if kind is slice:  # slices have no hash, and a tensor in one tells a number
+            ends = (arg.start, arg.stop, arg.step)
+            arg = tuple([one if one is None else index(one) for one in ends])
         key.append(arg)
         return True
 
@@ -259,8 +275,10 @@ class Operator:
             return Decision([], None, composed=answer.run)
         shown = _shown(func, args, kwargs, leaves)
         if isinstance(answer, Placed):
-            needs = zip(answer.inputs, every, strict=True)
-            ways = [None if need == arg.spec else (need, ()) for need, arg in needs]
+            ways: list[tuple[DTensorSpec, Ints] | None] = [
+                None if need == arg.spec else (need, ())
+                for need, arg in zip(answer.inputs, every, strict=True)
+            ]
             return Decision(ways, list(answer.outputs), answer.run, shown=shown)
         if answer is not None:
             decision = self._native(answer, every, shown)
@@ -347,7 +365,7 @@ class Operator:
             )
         if decision.outputs is None and result.shape != target._spec.size:
             return gradients.become(target, _as_before(target, result))
-        if decision.rewrite:
+        if decision.rewrite and result is not target._local_tensor:
             outputs = decision.outputs
             have = (
                 outputs[0]
@@ -357,6 +375,8 @@ class Operator:
             write(target, result, have, self.name)
         if target._local_tensor.requires_grad:
             gradients.flag(target)
+        if target._view_of is not None:
+            aliasing.written(target)
         return target
 
     def _into(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -411,6 +431,14 @@ def _ways(choice: Choice, specs: Sequence[DTensorSpec]) -> list[tuple[DTensorSpe
         None if need == have and not axes else (need, axes)
         for need, have, axes in zip(choice.inputs, specs, choice.partial_grads, strict=True)
     ]
+
+
+def _moves(decision: Decision, leaves: Sequence[Tensor]) -> bool:
+    """Whether elements have to be moved before the operator runs."""
+    return any(
+        way is not None and isinstance(leaf, DTensor) and way[0] != leaf._spec
+        for leaf, way in zip(leaves, decision.ways, strict=True)
+    )
 
 
 def _raised_within(error: TypeError, function: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor import gradients
+from tilework.dtensor import aliasing, gradients
 from tilework.dtensor.names import special
 from tilework.dtensor.tensor import DTensor, wrap
 
@@ -77,7 +77,12 @@ def _of_part(func: Any, args: Any, kwargs: Any) -> Any:
 @special("detach")
 def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
-    return wrap(tensor._local_tensor.detach(), tensor._spec)
+    if tensor._view_of is None:
+        return wrap(tensor._local_tensor.detach(), tensor._spec)
+    aliasing.refresh(tensor)
+    made = wrap(tensor._local_tensor.detach(), tensor._spec)
+    aliasing.mark(made, tensor, torch.Tensor.detach)
+    return made
 
 
 @special("detach_")

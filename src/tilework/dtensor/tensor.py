@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor import explaining, gradients, saving
+from tilework.dtensor import aliasing, explaining, gradients, saving
 from tilework.dtensor.joining import joined_spec
 from tilework.dtensor.redistribution import redistribute_local
 from tilework.dtensor.showing import headline
@@ -45,6 +45,8 @@ class DTensor(TiledTensor):
     _grad: DTensor | None = None
     #: This rank's part at places in the graph where gradients come in terms; by their axes.
     _aliases: dict[tuple[int, ...], gradients.Alias] | None = None
+    #: What it is a view of, if its elements are copies.
+    _view_of: aliasing.View | None = None
     _run: ClassVar[Run]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -357,7 +359,7 @@ class DTensor(TiledTensor):
 
 
 #: What an instance has of its own, and a copy makes anew.
-_OWN = {"_local_tensor", "_spec", "_grad", "_aliases"}
+_OWN = {"_local_tensor", "_spec", "_grad", "_aliases", "_view_of"}
 
 
 def _rebuild(

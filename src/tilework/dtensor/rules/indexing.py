@@ -1,14 +1,232 @@
-"""Indexing of every kind."""
+"""``x[index]`` and ``x[index] = value`` of every kind."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, cast
 
-from tilework.dtensor.registry import Answer, Arg, rule
-from tilework.dtensor.rules.slicing import basic, indexed
+import torch
+from torch import Tensor
+
+from tilework.dtensor.registry import Answer, Arg, Composed, rule
+from tilework.dtensor.rules.putting import never, on_mesh, put_at_, writer
+from tilework.dtensor.rules.slicing import Item, basic, indexed
+from tilework.dtensor.rules.taking import everywhere, take_at, whole
+from tilework.dtensor.tensor import DTensor
 
 
 @rule("__getitem__")
 def _getitem(input: Arg, index: Any) -> Answer:
     items = basic(index, input.shape)
-    return None if items is None else indexed(input, items)
+    return Composed(_get) if items is None else indexed(input, items)
+
+
+def _get(input: Tensor, index: Any) -> Tensor:
+    part, indices = _split(on_mesh(input, index), index)
+    return part if indices is None else take_at(part, indices)
+
+
+@rule("__setitem__")
+def _setitem(input: Arg, index: Any, value: Any) -> Answer:
+    return Composed(_set)
+
+
+def _set(input: Tensor, index: Any, value: Any) -> None:
+    if not isinstance(input, DTensor):
+        raise TypeError(
+            "x[index] = value with DTensors would write to a plain tensor, which has no layout: "
+            "make the DTensors plain with full_tensor(), or x a DTensor"
+        )
+    items = basic(index, input.shape)
+    if items is not None:
+        _set_range(input, items, value)
+        return
+    mask = _only_mask(input, index)
+    if mask is not None and _is_single(value):
+        input.masked_fill_(mask, value)
+        return
+    _put(input, index, _as_values(value, input))
+
+
+def _put(input: DTensor, index: Any, values: Tensor, accumulate: bool = False) -> None:
+    part, indices = _split(input, index)
+    if indices is None:
+        part.copy_(part + values if accumulate else values)
+    else:
+        put_at_(part, indices, values, accumulate)
+
+
+def _index_put(input: Any, indices: Any, values: Tensor, accumulate: bool = False) -> None:
+    _put(input, _as_index(indices), values, accumulate)
+
+
+def _as_index(indices: Any) -> tuple[Any, ...]:
+    return tuple([slice(None) if one is None else one for one in indices])
+
+
+@rule("index")
+def _index(input: Arg, indices: Any) -> Answer:
+    return Composed(lambda input, indices: input[_as_index(indices)])
+
+
+writer("index_put", never, _index_put)
+
+
+def _as_values(value: Any, input: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value if value.dtype == input.dtype else value.to(input.dtype)
+    return torch.tensor(value, dtype=input.dtype)
+
+
+def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
+    """Write to ranges: each rank writes to what it has of them.
+
+    A single element of a cut dim is a range of one element.
+    """
+    axes_of = input._spec.axes_of
+    index: list[Any] = []
+    single: list[int] = []
+    dim = -1
+    out = 0
+    for item in items:
+        dim += item is not None
+        if isinstance(item, int) and axes_of(dim):
+            item = slice(item % input.shape[dim], item % input.shape[dim] + 1)
+            single.append(out)
+        out += not isinstance(item, int)
+        index.append(item)
+    part = input[tuple(index)]
+    if single and isinstance(value, Tensor) and value.dim():
+        shape = [size for i, size in enumerate(part.shape) if i not in single]
+        value = value.expand(shape) if value.dim() <= len(shape) else _without(value, shape)
+        for i in single:
+            value = value.unsqueeze(i)
+    _fill(part, value)
+
+
+def _without(value: Tensor, shape: list[int]) -> Tensor:
+    """A value that has more dims than what it is written to: those are of size 1."""
+    return value.reshape(value.shape[value.dim() - len(shape) :]).expand(shape)
+
+
+def _fill(part: Tensor, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.dim() > part.dim():
+            value = _without(value, list(part.shape))
+        part.copy_(value)
+    elif isinstance(value, (bool, int, float, complex)):
+        part.fill_(value)
+    else:
+        part.copy_(torch.as_tensor(value, dtype=part.dtype))
+
+
+def _only_mask(input: DTensor, index: Any) -> Tensor | None:
+    """The mask, broadcast to the tensor's dims, if the index is nothing but one."""
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if not isinstance(index, Tensor) or index.dtype is not torch.bool or index.dim() == 0:
+        return None
+    if index.shape != input.shape[: index.dim()]:
+        return None
+    return index.reshape(tuple(index.shape) + (1,) * (input.dim() - index.dim()))
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex)) or (
+        isinstance(value, Tensor) and value.dim() == 0
+    )
+
+
+# -- indices of every kind -------------------------------------------------------------------
+
+
+def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
+    """What basic indexing takes, and for each of its dims the tensor that indexes it then.
+
+    As torch does: numbers and ranges first, then all tensors together; masks are where they are
+    True.
+    """
+    given = [_tensor_of(item) for item in _items(index)]
+    used = sum(_width(item) for item in given)
+    if used > input.dim():
+        raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
+    if not any(item is Ellipsis for item in given):
+        given.append(Ellipsis)
+    at = next(i for i, item in enumerate(given) if item is Ellipsis)
+    given[at : at + 1] = [slice(None)] * (input.dim() - used)
+    first: list[Any] = []
+    then: list[Any] = []
+    dim = 0
+    for item in given:
+        if item is None or isinstance(item, bool):
+            first.append(None)
+            then.append(None if item is None else _flag(item, input))
+            continue
+        if isinstance(item, Tensor):
+            places = _places(item, input, input.shape[dim : dim + _width(item)])
+            first += [slice(None)] * len(places)
+            then += places
+            dim += len(places)
+            continue
+        first.append(item)
+        if isinstance(item, slice):
+            then.append(None)
+        dim += 1
+    part = input
+    if any(item != slice(None) for item in first):
+        part = cast(DTensor, input[tuple(first)])
+    return part, then if any(one is not None for one in then) else None
+
+
+def _items(index: Any) -> list[Any]:
+    if isinstance(index, tuple):
+        return list(index)
+    if isinstance(index, list):  # as a tuple, if there is more in it than numbers
+        kinds = (slice, Tensor, type(None), type(Ellipsis))
+        if any(isinstance(one, kinds) for one in index):
+            return list(index)
+    return [index]
+
+
+def _tensor_of(item: Any) -> Any:
+    """An item as a number, a range, None, Ellipsis, True, False, or a tensor with dims."""
+    if item is None or item is Ellipsis or isinstance(item, (bool, slice)):
+        return item
+    if not isinstance(item, Tensor):
+        if hasattr(type(item), "__index__"):
+            return operator.index(item)
+        item = torch.as_tensor(item)
+        if item.numel() == 0 and item.dtype.is_floating_point:  # an empty list
+            item = item.long()
+    if item.dim() == 0:
+        value = whole(item).item()
+        return value if item.dtype is not torch.uint8 else bool(value)
+    return item
+
+
+def _width(item: Any) -> int:
+    """How many dims an item indexes."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, Tensor) and _is_mask(item) else 1
+
+
+def _is_mask(item: Tensor) -> bool:
+    return item.dtype in (torch.bool, torch.uint8)
+
+
+def _flag(value: bool, like: DTensor) -> Tensor:
+    """What indexes the new dim that True or False stands for."""
+    return everywhere(torch.zeros(int(value), dtype=torch.long), like)
+
+
+def _places(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
+    """What indexes each dim that a tensor of an index stands for."""
+    if not _is_mask(item):
+        return [item if item.dtype in (torch.int64, torch.int32) else item.long()]
+    if tuple(item.shape) != tuple(sizes):
+        raise IndexError(
+            f"The shape of the mask {list(item.shape)} does not match the shape of the indexed "
+            f"tensor {list(sizes)}"
+        )
+    return [everywhere(one, like) for one in whole(item).nonzero(as_tuple=True)]

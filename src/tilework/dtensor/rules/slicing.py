@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor import aliasing
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, Placed, native, rule
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -138,7 +139,9 @@ def _two_steps(input: DTensor, index: Any) -> Tensor:
             first[dim], then[place] = slice(at, at + 1), 0
     part = input[tuple(first)]
     assert isinstance(part, DTensor)
-    return whole_dims(part, single)[tuple(then)]
+    found: DTensor = whole_dims(part, single)[tuple(then)]  # type: ignore[assignment]
+    aliasing.mark(found, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value))
+    return found
 
 
 def _places(items: Sequence[Item]) -> list[int]:

@@ -1,0 +1,140 @@
+"""Views that had to move elements: they are copies, but behave as if they shared memory.
+
+In torch ``y = x[0]; y.add_(1)`` changes ``x``. Where a view is computed on this rank's part, its
+part shares memory, and so it is here. Where elements had to be moved first, the view remembers
+what it is one of: what is written to it is written there too, and it is computed anew when it is
+used after that was written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tilework.dtensor.tensor import DTensor
+
+#: Operators whose results share memory with their first argument.
+VIEWS = frozenset({
+    *("view", "reshape", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze", "permute"),
+    *("transpose", "t", "movedim", "adjoint", "expand", "broadcast_to", "diagonal", "unfold"),
+    *("narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "hsplit"),
+    *("vsplit", "dsplit", "unbind", "__getitem__", "as_strided", "real", "imag"),
+    *("view_as_real", "view_as_complex", "alias", "detach"),
+})  # fmt: skip
+#: Those of them that copy where the dims cannot be written with strides.
+_COPY_AT_NEED = frozenset({"reshape", "flatten", "ravel"})
+
+#: A view of a DTensor, and of a plain tensor likewise.
+Redo = Callable[[Any], Any]
+#: Writes a view's value to what it is a view of.
+Write = Callable[["DTensor", "DTensor"], None]
+
+
+class View:
+    """What a tensor is a view of, though its elements are copies."""
+
+    __slots__ = ("base", "graded", "local", "redo", "version", "write")
+
+    def __init__(self, base: DTensor, redo: Redo, write: Write | None) -> None:
+        self.base, self.redo, self.write = base, redo, write
+        self.graded = torch.is_grad_enabled()
+        self.note()
+
+    def note(self) -> None:
+        """The copy is what the base holds now."""
+        self.local = self.base._local_tensor
+        self.version = _version(self.local)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the base was written to since."""
+        local = self.base._local_tensor
+        return local is not self.local or _version(local) != self.version
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def mark(made: Tensor, base: DTensor, redo: Redo, write: Write | None = None) -> None:
+    """Let ``made``, which holds copies, be a view of ``base``. Local.
+
+    Args:
+        made: A DTensor.
+        base: What it is a view of.
+        redo: Makes the view of a tensor again; of a plain one too.
+        write: Writes a value to what the view shows of the base; None: by gathering the base.
+    """
+    made._view_of = View(base, redo, write)  # type: ignore[attr-defined]
+
+
+def viewed(
+    result: Any, copied: bool, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of an operator of :data:`VIEWS`, marked if it has to be."""
+    if args:
+        base, rest, named = args[0], args[1:], kwargs
+    else:
+        named = dict(kwargs)
+        base, rest = named.pop("input"), ()
+    if not hasattr(base, "_view_of"):
+        return result  # of a plain tensor, which counts as replicated
+    if base._view_of is None and (not copied or _torch_copies(base, func, name, rest, named)):
+        return result
+
+    def redo(x: Any) -> Any:
+        return func(x, *rest, **named)
+
+    if isinstance(result, Tensor):
+        mark(result, base, redo)
+        return result
+    for i, one in enumerate(result):
+        mark(one, base, lambda x, i=i: redo(x)[i])  # type: ignore[misc]
+    return result
+
+
+def _torch_copies(
+    base: DTensor, func: Any, name: str, rest: tuple[Any, ...], named: dict[str, Any]
+) -> bool:
+    """Whether the operator gives no view of a plain tensor either."""
+    if name not in _COPY_AT_NEED:
+        return False
+    plain = torch.empty_strided(base.shape, base.stride(), device="meta")
+    return not func(plain, *rest, **named)._is_view()
+
+
+def refresh(tensor: DTensor) -> None:
+    """Compute a view anew if what it is one of was written to. Collective in that case."""
+    view = tensor._view_of
+    assert view is not None
+    if view.base._view_of is not None:
+        refresh(view.base)
+    if view.is_stale:
+        with torch.set_grad_enabled(view.graded):
+            made = view.redo(view.base)
+        tensor._local_tensor, tensor._aliases = made._local_tensor, None
+        view.note()
+
+
+def written(tensor: DTensor) -> None:
+    """Write what was written to a view to what it is one of. Collective."""
+    view = tensor._view_of
+    assert view is not None
+    if view.write is not None:
+        view.write(view.base, tensor)
+    else:
+        _write_whole(view, tensor)
+    view.note()
+
+
+def _write_whole(view: View, tensor: DTensor) -> None:
+    base = view.base
+    whole = base.full_tensor()
+    if whole is base._local_tensor:
+        whole = whole.clone()
+    view.redo(whole).copy_(tensor.full_tensor())
+    base.copy_(whole)
