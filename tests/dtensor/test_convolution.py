@@ -106,7 +106,7 @@ POOLS: dict[str, Callable[[Tensor], Any]] = {
     "adaptive avg": lambda x: F.adaptive_avg_pool2d(x, (2, None)),
     "adaptive max": lambda x: F.adaptive_max_pool2d(x, 3),
     "adaptive max places": lambda x: F.adaptive_max_pool1d(x.flatten(2), 3, return_indices=True),
-    "unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), [2]),
     "unfold": lambda x: F.unfold(x, (2, 3), padding=1),
     "fold": lambda x: F.fold(x.flatten(2), (5, 7), 2),
     "nearest": lambda x: F.interpolate(x, scale_factor=2),

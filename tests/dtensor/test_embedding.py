@@ -73,7 +73,7 @@ def test_sparse_gradients_are_dense() -> None:
 
 
 def test_rows_elsewhere_cost_one_reduction() -> None:
-    layouts = [[Replicate()], [Shard(0)]]
+    layouts: list[Any] = [[Replicate()], [Shard(0)]]
     seen = count_op(lambda i, w: F.embedding(i, w) * 2, indices(3), table(), layouts=layouts)
     assert seen.forward == seen.backward == []
     assert [str(one) for one in seen.placements[0]] == ["Partial(reduce_op='sum')"]

@@ -84,13 +84,8 @@ def windows(
 ) -> list[tuple[Dim, Dim]]:
     """What each spatial dim runs over, and the dim of the windows on it."""
     count = len(sizes)
-    known = [each(one, count) for one in (kernel, stride, padding, dilation)]
-    if any(one is None for one in known):
-        known = [(0,) * count] * 4
-    return [
-        _window(size, *parameters)
-        for size, *parameters in zip(sizes, *known, strict=True)  # type: ignore[arg-type]
-    ]
+    known = [each(one, count) or (0,) * count for one in (kernel, stride, padding, dilation)]
+    return [_window(*one) for one in zip(sizes, *known, strict=True)]
 
 
 def _window(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[Dim, Dim]:

@@ -83,7 +83,7 @@ def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> No
         uncut.update({name: tensors[name].ndim for name in whole.split() if name in tensors})
         shapes = [arg.shape[: arg.ndim - uncut[name]] for name, arg in tensors.items()]
         try:
-            torch.broadcast_shapes(*shapes)
+            _torch.broadcast_shapes(*shapes)
         except RuntimeError:
             return None
         factors, terms = broadcast(shapes)

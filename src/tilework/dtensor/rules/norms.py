@@ -95,7 +95,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _standardized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``x`` with mean 0 and variance 1 over dims; its mean and variance, with dims of size 1."""
     mean = settled(x.mean(dims, keepdim=True))
     centred = x - mean
@@ -128,7 +128,7 @@ def _group_norm(
         return Composed(_composed_group_norm)
     group = Factor(num_groups, "group")
     channel: Dim = (group, *_whole([input.shape[1] // num_groups]))
-    dims = [Factor(input.shape[0], "n"), channel, *_whole(input.shape[2:])]
+    dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *_whole(input.shape[2:])]
     affine = _given(weight, bias)
 
     def run(choice: Choice) -> Callable[..., Tensor]:
@@ -159,7 +159,8 @@ def _composed_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    x = _wide(input).unflatten(1, (num_groups, input.shape[1] // num_groups))
+    x = _wide(input)
+    x = x.reshape(len(x), num_groups, x.shape[1] // num_groups, *x.shape[2:])
     out, _, _ = _standardized(x, tuple(range(2, x.ndim)), eps)
     return _by_channel(out.flatten(1, 2), weight, bias).to(input.dtype)
 

@@ -41,7 +41,7 @@ def _pool(name: str, spatial: int, names: str, results: int = 1, linear: bool = 
         given.pop("return_indices", None)
         batch = factors_of(input.shape[:lead])
         dims = _windows_of(input.shape[lead:], given, results)
-        out = [*batch, *(after for _, after in dims)]
+        out: list[Factor | Dim] = [*batch, *(after for _, after in dims)]
         return native(
             {input: [*batch, *(before for before, _ in dims)]},
             [out] * results,
