@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilework.dtensor.factors import Dim, Factor, factors_of
 from tilework.dtensor.names import body_of
-from tilework.dtensor.registry import Answer, Composed, rule
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.rules.own import operator
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
 
@@ -68,28 +70,56 @@ def _is_usual(call: SimpleNamespace) -> bool:
 
 def _projected(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
     """What is attended, from inputs of shape (length, batch, …), by batch and head."""
-    bias, heads = call.in_proj_bias, call.num_heads
-    biases: Sequence[Any] = [None] * 3 if bias is None else _split(_whole(bias), 3)
-    weights: Sequence[Tensor]
+    packed, bias, heads = call.in_proj_weight, call.in_proj_bias, call.num_heads
+    weights: Sequence[Tensor] | None
     if call.use_separate_proj_weight:
         weights = [call.q_proj_weight, call.k_proj_weight, call.v_proj_weight]
     else:
-        weights = _weights(call.in_proj_weight, heads)
-    found = [F.linear(*three) for three in zip(inputs, weights, biases, strict=True)]
+        weights = _by_heads(packed, heads) if _is_cut(packed) else None
+    if weights is None:
+        found = [_third(one, packed, bias, part) for part, one in enumerate(inputs)]
+    else:
+        biases: Sequence[Any] = [None] * 3 if bias is None else _split(_whole(bias))
+        found = [F.linear(*three) for three in zip(inputs, weights, biases, strict=True)]
     shape = (heads, call.embed_dim_to_check // heads)
     return [torch.unflatten(one, -1, shape).permute(1, 2, 0, 3) for one in found]
 
 
-def _split(packed: Tensor, parts: int) -> Sequence[Tensor]:
-    return torch.unflatten(packed, 0, (parts, packed.size(0) // parts)).unbind(0)
+def _third_rule(input: Any, weight: Any, bias: Any, part: int) -> Answer:
+    (*leading, inner), width = factors_of(input.shape), Factor(weight.shape[0] // 3, "width")
+    rows = (Factor(3, "thirds", whole=True), width)
+    inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
+        input: [*leading, inner],
+        weight: [rows, inner],
+    }
+    if bias is not None:
+        inputs[bias] = [rows]
+    linear = [[input, bias], [weight, bias]]
+    return native(inputs, [[*leading, width]], linear=linear, added=[bias])
 
 
-def _weights(packed: Tensor, heads: int) -> Sequence[Tensor]:
-    """The three weights of a packed one; if that is cut along rows, these are by heads."""
-    weights = _split(_whole(packed), 3)
-    if not isinstance(packed, DTensor) or len(packed._spec.axes_of(0)) != 1:
+@operator(_third_rule)
+def _third(input: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
+    """``F.linear`` with a third of packed weights: one operator, so that these get one gradient."""
+    return F.linear(input, _split(weight)[part], None if bias is None else _split(bias)[part])
+
+
+def _split(packed: Tensor) -> Sequence[Tensor]:
+    return torch.unflatten(packed, 0, (3, packed.size(0) // 3)).unbind(0)
+
+
+def _is_cut(packed: Tensor) -> bool:
+    """Whether ranks have different rows."""
+    return isinstance(packed, DTensor) and bool(packed._spec.axes_of(0))
+
+
+def _by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
+    """The three weights of one that is cut along rows, by heads if one axis cuts it."""
+    assert isinstance(packed, DTensor)
+    weights = _split(_whole(packed))
+    axis, *others = packed._spec.axes_of(0)
+    if others:
         return weights
-    (axis,) = packed._spec.axes_of(0)
     width = packed.size(0) // 3 // heads
     sizes = [size * width for size in chunk_sizes(heads, packed.device_mesh.shape[axis])]
     placements = list(packed.placements)
@@ -99,14 +129,13 @@ def _weights(packed: Tensor, heads: int) -> Sequence[Tensor]:
 
 def _whole(packed: Tensor) -> Tensor:
     """With all rows on each rank."""
-    if not isinstance(packed, DTensor) or not packed._spec.axes_of(0):
+    if not isinstance(packed, DTensor) or not _is_cut(packed):
         return packed
     cutting = packed._spec.axes_of(0)
-    return packed.redistribute(
-        placements=[
-            Replicate() if axis in cutting else one for axis, one in enumerate(packed.placements)
-        ]
-    )
+    placements = [
+        Replicate() if axis in cutting else one for axis, one in enumerate(packed.placements)
+    ]
+    return packed.redistribute(placements=placements)
 
 
 # -- attention -------------------------------------------------------------------------------
