@@ -156,10 +156,9 @@ class Operator:
                     decisions.clear()
                 decisions[tuple(key)] = decision
         if decision.composed is not None:
-            result = decision.composed(*args, **kwargs)
-            if self.in_place and result is not args[0]:
-                return args[0].copy_(result)
-            return result
+            if self.in_place:
+                return _composed_in_place(decision.composed, args, kwargs)
+            return decision.composed(*args, **kwargs)
         if not mesh.here:
             return self._outside(decision, args, mesh)
         if plain and decision.still:
@@ -169,6 +168,9 @@ class Operator:
                 gathers = decision.outputs is None and any(decision.ways)
                 explaining.begins(self.name, gathers)
             locals_ = self._locals(decision, leaves, mesh)
+            if decision.rewrite and graded and locals_[0].requires_grad:
+                # What is kept for its gradient must not be what is then written to.
+                locals_[0] = locals_[0].clone()
             versions = _versions(locals_) if decision.outputs is None else ()
             if decision.run is not None:
                 result = decision.run(*locals_)
@@ -407,6 +409,15 @@ class Operator:
         return _rebuilt(
             decision.shown, iter([wrap(p, s) for p, s in zip(parts, outputs, strict=True)])
         )
+
+
+def _composed_in_place(composed: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Compute anew what an operator writes to its first argument, and write it."""
+    target = args[0]
+    # What is kept for its gradient must not be what is then written to.
+    kept = target.clone() if target.requires_grad and _grad_enabled() else target
+    result = composed(kept, *args[1:], **kwargs)
+    return target if result is target else target.copy_(result)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
