@@ -37,10 +37,10 @@ Write = Callable[["DTensor", "DTensor"], None]
 class View:
     """What a tensor is a view of, though its elements are copies."""
 
-    __slots__ = ("base", "graded", "local", "redo", "version", "write")
+    __slots__ = ("base", "graded", "local", "redo", "shares", "version", "write")
 
-    def __init__(self, base: DTensor, redo: Redo, write: Write | None) -> None:
-        self.base, self.redo, self.write = base, redo, write
+    def __init__(self, base: DTensor, redo: Redo, write: Write | None, shares: bool) -> None:
+        self.base, self.redo, self.write, self.shares = base, redo, write, shares
         self.graded = torch.is_grad_enabled()
         self.note()
 
@@ -60,16 +60,19 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def mark(made: Tensor, base: DTensor, redo: Redo, write: Write | None = None) -> None:
-    """Let ``made``, which holds copies, be a view of ``base``. Local.
+def mark(
+    made: Tensor, base: DTensor, redo: Redo, write: Write | None = None, shares: bool = False
+) -> None:
+    """Let ``made`` be a view of ``base``. Local.
 
     Args:
         made: A DTensor.
         base: What it is a view of.
         redo: Makes the view of a tensor again; of a plain one too.
         write: Writes a value to what the view shows of the base; None: by gathering the base.
+        shares: Whether it shares the base's memory, and the base is such a view itself.
     """
-    made._view_of = View(base, redo, write)  # type: ignore[attr-defined]
+    made._view_of = View(base, redo, write, shares)  # type: ignore[attr-defined]
 
 
 def viewed(
@@ -90,10 +93,10 @@ def viewed(
         return func(x, *rest, **named)
 
     if isinstance(result, Tensor):
-        mark(result, base, redo)
+        mark(result, base, redo, shares=not copied)
         return result
     for i, one in enumerate(result):
-        mark(one, base, lambda x, i=i: redo(x)[i])  # type: ignore[misc]
+        mark(one, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
     return result
 
 
@@ -124,7 +127,10 @@ def written(tensor: DTensor) -> None:
     """Write what was written to a view to what it is one of. Collective."""
     view = tensor._view_of
     assert view is not None
-    if view.write is not None:
+    if view.shares:
+        if view.base._view_of is not None:
+            written(view.base)
+    elif view.write is not None:
         view.write(view.base, tensor)
     else:
         _write_whole(view, tensor)

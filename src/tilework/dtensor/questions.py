@@ -81,7 +81,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
         return wrap(tensor._local_tensor.detach(), tensor._spec)
     aliasing.refresh(tensor)
     made = wrap(tensor._local_tensor.detach(), tensor._spec)
-    aliasing.mark(made, tensor, torch.Tensor.detach)
+    aliasing.mark(made, tensor, torch.Tensor.detach, shares=True)
     return made
 
 

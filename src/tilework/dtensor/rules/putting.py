@@ -16,14 +16,8 @@ from tilework.dtensor.dispatch import replicated, tensors_in
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import Span, operator
-from tilework.dtensor.rules.taking import (
-    Indices,
-    common_shape,
-    found,
-    front_of,
-    narrowed_to,
-    spread,
-)
+from tilework.dtensor.rules.reshaping import common_shape
+from tilework.dtensor.rules.taking import Indices, found, front_of, narrowed_to, spread
 from tilework.dtensor.tensor import DTensor
 
 # -- indexing's own operator -----------------------------------------------------------------

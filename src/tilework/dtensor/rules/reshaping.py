@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor import aliasing, gradients
 from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Dim, Factor
+from tilework.dtensor.names import canonical, special
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.spec import Ints
+from tilework.dtensor.tensor import DTensor
 
 
 def sizes_of(given: Sequence[Any]) -> Ints:
@@ -20,6 +23,11 @@ def sizes_of(given: Sequence[Any]) -> Ints:
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = given[0]
     return tuple(map(int, given))
+
+
+def common_shape(*shapes: Sequence[int]) -> Ints:
+    """What shapes are broadcast to."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def inferred(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
@@ -267,6 +275,16 @@ def _expand(input: Arg, *size: Any, **named: Any) -> Answer:
     return native({input: dims}, [out], moves=True, run=make)
 
 
+@rule("broadcast_tensors")
+def _broadcast_tensors(*tensors: Any) -> Answer:
+    def compute(*tensors: Any) -> tuple[Tensor, ...]:
+        given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
+        shape = common_shape(*[one.shape for one in given])
+        return tuple([one.expand(shape) for one in given])
+
+    return Composed(compute)
+
+
 # -- permutations ----------------------------------------------------------------------------
 
 #: Larger than what strides of a probe are added to, so that no two are alike.
@@ -332,6 +350,21 @@ def atleast_3d(x: Tensor) -> Tensor:
 rule("atleast_1d")(_each(atleast_1d))
 rule("atleast_2d")(_each(atleast_2d))
 rule("atleast_3d")(_each(atleast_3d))
+
+
+@special("transpose_", "t_", "squeeze_", "unsqueeze_")
+def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """Forms in place, which write no element: the tensor itself becomes the view."""
+    tensor, operator = args[0], getattr(Tensor, canonical(func)[0])
+
+    def redo(x: Any) -> Any:
+        return operator(x, *args[1:], **kwargs)
+
+    view = tensor._view_of
+    if view is not None:
+        aliasing.refresh(tensor)
+        before, view.redo, view.write = view.redo, lambda x: redo(before(x)), None
+    return gradients.become(tensor, redo(tensor))
 
 
 @rule("rot90")

@@ -16,7 +16,7 @@ from tilework.dtensor.dispatch import replicated
 from tilework.dtensor.factors import Factor, Term, broadcast
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import Span, operator, tied
-from tilework.dtensor.spec import Ints
+from tilework.dtensor.rules.reshaping import common_shape
 from tilework.dtensor.tensor import DTensor
 
 #: For each dim the tensor that indexes it, or None for one that is taken as it is.
@@ -26,11 +26,6 @@ Indices = Sequence[Any]
 def whole(tensor: Tensor) -> Tensor:
     """The value on every rank, as a plain tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def common_shape(*shapes: Sequence[int]) -> Ints:
-    """What shapes are broadcast to."""
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def everywhere(value: Tensor, like: DTensor) -> DTensor:

@@ -188,13 +188,13 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Answer:
 
 @rule("repeat")
 def _repeat(input: Arg, *repeats: Any, **named: Any) -> Answer:
-    counts = sizes_of(repeats or tuple(named.values()))
+    counts = sizes_of(repeats or tuple(named.values()) or ((),))
     return _repeated(input, counts) if len(counts) >= input.ndim else None
 
 
 @rule("tile")
 def _tile(input: Arg, *dims: Any, **named: Any) -> Answer:
-    counts = sizes_of(dims or tuple(named.values()))
+    counts = sizes_of(dims or tuple(named.values()) or ((),))
     return _repeated(input, (1,) * (input.ndim - len(counts)) + counts)
 
 
