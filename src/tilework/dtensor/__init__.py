@@ -1,8 +1,9 @@
 """DTensor: one tensor over the ranks of a mesh, with torch's operators on it."""
 
-from tilework.dtensor import dispatch, optimizing, questions, rules
-from tilework.dtensor.distributing import distribute_tensor
+from tilework.dtensor import dispatch, optimizing, questions, rules, uncompiled
+from tilework.dtensor.converting import to_dtensor, to_sharded
 from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
+from tilework.dtensor.distributing import distribute_tensor
 from tilework.dtensor.explaining import GatherWarning, explain, strict
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module
@@ -37,7 +38,9 @@ __all__ = [
     "register_rule",
     "show",
     "strict",
+    "to_dtensor",
+    "to_sharded",
     "zeros",
 ]
 
-del dispatch, optimizing, questions, rules
+del dispatch, optimizing, questions, rules, uncompiled

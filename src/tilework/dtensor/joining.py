@@ -149,7 +149,7 @@ def _inferred(
     found = list(placements)
     extents = []
     for dim, axes in cuts.items():
-        extent, sizes = _cut_dim(shapes, mesh, dim, axes)
+        extent, sizes = cut_dim(shapes, mesh, dim, axes)
         extents.append(extent)
         for axis, parts in zip(axes, sizes, strict=True):
             placement = placements[axis]
@@ -161,7 +161,7 @@ def _inferred(
         raise ValueError(f"{_misfit(shapes, placements)}: {error}") from error
 
 
-def _cut_dim(
+def cut_dim(
     shapes: Mapping[int, Ints], mesh: DeviceMesh, dim: int, axes: Sequence[int]
 ) -> tuple[int, list[Ints | None]]:
     """The extent of a dim, and how each axis cuts it, as ranks at the others' beginnings have it.

@@ -1,0 +1,73 @@
+"""What torch.compile makes of functions that use DTensors: in fresh processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.jobs import Job, Rank
+from tilework.dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
+
+Function = Callable[..., Any]
+
+
+def scaled(x: Any) -> Any:
+    x = torch.relu(x) * 2 + 1
+    return x.full_tensor()
+
+
+def summed(x: Any) -> Any:
+    return (x.sum() * 2 + 1).full_tensor()
+
+
+def moved(x: Any) -> Any:
+    return x.redistribute(placements=[Shard(1)]).to_local() - 1
+
+
+def asked(x: Any) -> Any:
+    rows, columns = x.shape
+    return torch.ones(rows, columns) * x.device_mesh.size()
+
+
+def compiled(rank: Rank) -> None:
+    dist.init_process_group(
+        "shm", init_method=f"file://{rank.folder}/store", rank=rank.number, world_size=rank.size
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(12.0).view(4, 3) - 5, mesh, [Shard(0)])
+    for function in (scaled, summed, moved, asked):
+        eager = function(x)
+        assert torch.equal(torch.compile(function, backend="aot_eager")(x), eager), function
+    module: Any = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    truth = distribute_module(module, mesh)(x).full_tensor()
+    found = torch.compile(module, backend="aot_eager")(x)  # type: ignore[no-untyped-call]
+    assert torch.allclose(found.full_tensor(), truth)
+    found.sum().backward()
+    weight = module[0].weight
+    assert isinstance(weight.grad, DTensor)
+    expected = weight.grad.full_tensor()
+    weight.grad = None
+    module(x).sum().backward()
+    assert weight.grad.placements == (Replicate(),)
+    assert torch.allclose(weight.grad.full_tensor(), expected)
+    with pytest.raises(Exception, match="operators on DTensors are not traced"):
+        torch.compile(lambda x: torch.relu(x), backend="aot_eager", fullgraph=True)(x)
+    dist.destroy_process_group()
+
+
+def test_what_is_between_operators_is_compiled(tmp_path: Path) -> None:
+    with Job(tmp_path, 2, compiled) as job:
+        for number in range(2):
+            job.hear(number)
