@@ -165,6 +165,13 @@ def test_norms_of_vectors() -> None:
         partial=(),
         most=6,
     )
+    check_op(
+        together(lambda x: vector_norm(x, -1, 0), lambda x: vector_norm(x, -2)),
+        *(TIES,),
+        gathers=False,
+        partial=(),
+        most=6,
+    )
     check_op(lambda x: vector_norm(x, -1, 0), A, gathers=False, most=8)
     check_op(lambda x: vector_norm(x, 2, 0), torch.complex(A, A + 1), gathers=False, most=8)
 
@@ -187,7 +194,7 @@ def test_distances() -> None:
         together(
             *(torch.dist, F.pairwise_distance, lambda x, y: torch.dist(x, y, 1)),
             *(F.cosine_similarity, lambda x, y: F.cosine_similarity(x, y, 0)),
-            *(lambda x, y: F.normalize(x * y, dim=0), lambda x, y: torch.renorm(x * y, 2, 0, 1.0)),
+            *(lambda x, y: F.normalize(x * y, dim=0), lambda x, y: (x * y).renorm_(2, 0, 1.0)),
         ),
         *(A, A.flip(0) + 0.25),
         gathers=False,
@@ -238,7 +245,8 @@ def test_rows_along_a_dim(dim: int) -> None:
             *(lambda x: x.sort(stable=True, dim=dim, descending=True), torch.msort),
             *(lambda x: torch.trapezoid(x, dim=dim), lambda x: x.quantile(0.3, dim, True)),
             lambda x: torch.cumulative_trapezoid(x, dx=0.5, dim=dim),
-            lambda x: (x * 1).cumsum_(dim),
+            *(lambda x: (x * 1).cumsum_(dim), lambda x: (x * 1).cumprod_(dim)),
+            *(lambda x: x.long().cumsum(dim), lambda x: torch.gradient(x, dim=dim)),
         ),
         *(A,),
         gathers=False,
@@ -343,6 +351,8 @@ def test_the_rest_stays_cut() -> None:
         (lambda x: x.log_softmax(0), 2),
         (lambda x: x.logsumexp(0), 2),
         (lambda x: x.norm(dim=0), 1),
+        (lambda x: x.cumsum(0), 1),
+        (lambda x: x.cumprod(0), 1),
     ],
 )
 def test_few_small_reductions(function: Callable[..., Any], count: int) -> None:

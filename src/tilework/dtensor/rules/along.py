@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, factors_of
+from tilework.dtensor.factors import Dim, Factor, broadcast, factors_of
 from tilework.dtensor.registry import Answer, Arg, native, rule
 from tilework.dtensor.rules.own import tied
 from tilework.dtensor.rules.reducing import dims_of, left_of, reduced, reduction
@@ -34,13 +34,8 @@ def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> Answer
     return native({input: factors}, [factors] * results, linear=[[input]] if linear else [])
 
 
-@rule("cumsum")
-def _cumsum(input: Arg, dim: int, dtype: Any = None) -> Answer:
-    return _kept(input, dim, 1, linear=True)
-
-
-@rule("cumprod", "logcumsumexp")
-def _cumulative(input: Arg, dim: int, dtype: Any = None) -> Answer:
+@rule("logcumsumexp")
+def _logcumsumexp(input: Arg, dim: int) -> Answer:
     return _kept(input, dim, 1)
 
 
@@ -158,16 +153,33 @@ def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> Answer:
     dims = dims_of(y.ndim, dim)
     if dims is None:
         return None
-    factors = [Factor(size, f"d{at}", whole=at in dims) for at, size in enumerate(y.shape)]
-    left = left_of(factors, dims, False)
-    out = [None if at in dims else one for at, one in enumerate(factors)] if keeps else left
-    if not isinstance(x, Arg):
-        return native({y: factors}, [out], linear=[[y]])
-    if x.shape == y.shape:
-        return native({y: factors, x: factors}, [out], linear=[[y]])
-    if x.ndim == 1:
-        return native({y: factors, x: [None]}, [out], linear=[[y]])
-    return None
+    # One point for each place along the dim, or one for each element.
+    for_each = isinstance(x, Arg) and x.ndim != 1
+    if for_each and x.ndim > y.ndim:
+        return None
+    factors, terms = broadcast([y.shape, x.shape] if for_each else [y.shape])
+    whole = [None if at in dims else one for at, one in enumerate(factors)]
+    out = whole if keeps else left_of(factors, dims, False)
+    gone = {factors[at] for at in dims}
+    inputs = {y: [None if gone & set(one) else one for one in terms[0]]}
+    if isinstance(x, Arg):
+        inputs[x] = [None if gone & set(one) else one for one in terms[1]] if for_each else [None]
+    return native(inputs, [out], linear=[[y]])
+
+
+@rule("gradient")
+def _gradient(
+    input: Arg, *, spacing: Any = 1, dim: int | Sequence[int] | None = None, edge_order: int = 1
+) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    loops = _loops(input.shape, dims)
+    inputs: dict[Arg, list[Factor | Dim | None]] = {input: loops}
+    for one in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
+        if isinstance(one, Arg):
+            inputs[one] = [None] * one.ndim
+    return native(inputs, [loops] * len(dims), linear=[[input]])
 
 
 @rule("searchsorted")

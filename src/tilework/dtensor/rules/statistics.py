@@ -126,11 +126,14 @@ def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
     zero = values.detach() == 0
     if order == 0:
         return torch.where(zero, values * 0, 1.0).sum(dims, keepdim)
-    if 0 < order < 1:  # there the slope at zero is infinite; torch takes zero
-        powers = torch.where(zero, 0.0, torch.where(zero, 1.0, values).pow(order))
+    if order < 1:  # there the slope at zero is infinite; torch takes zero
+        powers = torch.where(zero, 1.0, values).pow(order)
+        powers = torch.where(zero, 0.0 if order > 0 else math.inf, powers)
     else:
         powers = values.pow(order)
     total = settled(powers.sum(dims, keepdim))
+    if order < 0:
+        return total.pow(1 / order)
     none = total == 0
     return torch.where(none, 0.0, torch.where(none, 1.0, total).pow(1 / order))
 
@@ -192,7 +195,7 @@ def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> Answer:
 
 
 def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    input = settled(input)
+    input = settled(input).clone()  # for the backward pass, where it is written to in place
     others = [one for one in range(input.ndim) if one != dim % input.ndim]
     norm = _vector_norm_of(input, p, others, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)

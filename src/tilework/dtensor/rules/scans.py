@@ -1,0 +1,111 @@
+"""Running sums and products: along a cut dim ranks exchange what their parts come to, no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.choice import Choice
+from tilework.dtensor.factors import Dim, Factor, factors_of
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.rules.own import operator, settled, tied
+from tilework.dtensor.rules.reducing import dims_of
+
+#: Of a running operator, what a part comes to, and what combines that with the parts after it.
+_KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "cumsum": (torch.sum, torch.add),
+    "cumprod": (torch.prod, torch.mul),
+}
+
+
+def _place(choice: Choice, factor: Factor) -> int:
+    """Which of the parts of a factor this rank has, in their order."""
+    coordinate, place = choice.mesh.get_coordinate(), 0
+    for axis in choice.axes(factor):
+        place = place * choice.mesh.shape[axis] + (coordinate[axis] if coordinate else 0)
+    return place
+
+
+def _parts_rule(input: Arg, name: str, dim: int) -> Answer:
+    lengths = [input.spec.mesh.shape[axis] for axis in input.spec.axes_of(dim)]
+    count = math.prod(lengths)
+    factors = factors_of(input.shape)
+    out: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
+    shape = tuple(count if at == dim else size for at, size in enumerate(input.shape))
+
+    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+        place = _place(choice, factors[dim])
+
+        def run(part: Tensor) -> Tensor:
+            total = _KINDS[name][0](part, dim, keepdim=True)
+            none = torch.zeros_like(total)
+            return torch.cat([none] * place + [total] + [none] * (count - place - 1), dim)
+
+        return run
+
+    return native({input: factors}, [out], run=make, shapes=[shape])
+
+
+@operator(_parts_rule)
+def _parts(input: Tensor, name: str, dim: int) -> Tensor:
+    """What the parts of ranks come to, along the dim; of a whole tensor there is one."""
+    return _KINDS[name][0](input, dim, keepdim=True)
+
+
+def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> Answer:
+    factors = factors_of(input.shape)
+    others: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
+
+    def make(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+        place = _place(choice, factors[dim])
+        fold, combine = _KINDS[name]
+
+        def run(part: Tensor, parts: Tensor) -> Tensor:
+            found: Tensor = getattr(torch, name)(part, dim)
+            if place == 0:
+                return tied(found, parts)
+            return combine(found, fold(parts.narrow(dim, 0, place), dim, keepdim=True))
+
+        return run
+
+    return native({input: factors, parts: others}, [factors], run=make)
+
+
+@operator(_running_rule)
+def _running(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
+    """The running sums or products, from what all parts come to."""
+    found: Tensor = getattr(torch, name)(input, dim)
+    return found
+
+
+def _register(name: str) -> None:
+    @rule(name)
+    def answer(input: Arg, dim: int, *, dtype: Any = None) -> Answer:
+        dims = dims_of(input.ndim, dim)
+        if dims is None:
+            return None
+        if not dims or not input.is_cut(dims[0]):
+            factors = factors_of(input.shape)
+            loops: list[Factor | Dim | None] = [
+                None if at in dims else one for at, one in enumerate(factors)
+            ]
+            return native({input: loops}, [loops], linear=[[input]] if name == "cumsum" else [])
+        kind = dtype or input.dtype
+        if not (kind.is_floating_point or kind.is_complex):
+            kind = dtype or torch.int64
+
+        def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+            values = settled(input).to(kind)
+            if name == "cumprod":  # its backward needs them after they were written to in place
+                values = values.clone()
+            return _running(values, _parts(values, name, dims[0]), name, dims[0])
+
+        return Composed(run)
+
+
+_register("cumsum")
+_register("cumprod")
