@@ -154,19 +154,19 @@ def _term(whole: Tensor, spec: DTensorSpec, seed: int) -> Tensor:
     for axis in spec.partial_axes:
         here = here * spec.mesh.shape[axis] + coordinate[axis]
     generator = torch.Generator().manual_seed(seed)
-    drawn = [
-        torch.randint(1, 4, whole.shape, generator=generator).to(whole.dtype) for _ in range(count)
-    ]
-    op = spec.reduce_op
+    holder = torch.randint(0, count, whole.shape, generator=generator)
+    holds, other = holder == here, (holder + 1) % count == here
+    op, zero = spec.reduce_op, torch.zeros_like(whole)
     if op in ("sum", "avg"):
-        drawn[0] = whole * (count if op == "avg" else 1) - sum(drawn[1:], torch.zeros_like(whole))
-        return drawn[here]
+        # Terms that add up exactly, and of which no function but a linear one does so.
+        total = whole * count if op == "avg" else whole
+        twice = torch.where(total.isfinite() & (total * 2).isfinite(), total * 2, total)
+        return torch.where(holds, twice, torch.where(other, total - twice, zero).nan_to_num())
     if op == "product":
         two = torch.full_like(whole, 2)
         return whole / two ** (count - 1) if here == 0 else two
-    holder = torch.randint(0, count, whole.shape, generator=generator)
-    off = -drawn[here] if op == "max" else drawn[here]
-    return torch.where(holder == here, whole, whole + off)
+    off = torch.ones_like(whole) if op == "min" else -torch.ones_like(whole)
+    return torch.where(holds, whole, whole + off)
 
 
 @dataclass

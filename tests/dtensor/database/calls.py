@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from tilework.layout import Partial, Placement, Replicate, Shard
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
+
+for _module in [one for one in sys.modules.values() if hasattr(one, "wrapper_set_seed")]:
+    # Else random operators seem to give the same values every time.
+    vars(_module)["wrapper_set_seed"] = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 #: What is in memory that was not written to is anything.
 _UNWRITTEN = ("empty", "resize_")
@@ -110,13 +115,13 @@ def cases(
         seed: For layouts.
         only: The forms.
     """
-    chosen = spread(_samples(info, dtype), samples)
+    chosen = spread(_samples(info, dtype, 8 * samples), samples)
     for form in forms(info):
         if only is not None and form.name not in only:
             continue
         # Forms differ in how they are called: a few samples of each will do.
         its = chosen if form.name == "function" else spread(chosen, max(1, samples // 2))
-        for number, sample in enumerate(its):
+        for number, sample in enumerate(its, seed % 4):
             call = _call(form, sample)
             if call is None:
                 continue
@@ -129,14 +134,14 @@ def cases(
                 yield Case(named(info), form.name, dtype, call, mesh, layouts, compare)
 
 
-def _samples(info: Any, dtype: torch.dtype) -> list[Any]:
+def _samples(info: Any, dtype: torch.dtype, most: int) -> list[Any]:
     torch.manual_seed(0)
     found: list[Any] = []
     with _quiet(), contextlib.suppress(Exception):
         for sample in info.sample_inputs("cpu", dtype, requires_grad=False):
             if sum(t.numel() for t in _tensors(sample)) <= 20_000:
                 found.append(sample)
-            if len(found) >= 200:
+            if len(found) >= most:
                 break
     return found
 
@@ -165,9 +170,17 @@ def _call(form: Form, sample: Any) -> Call | None:
                 args.append(_outputs(plain, args))
             torch.manual_seed(0)
             call = Call(form.fn, args, form.grads)
+            if form.name == "out=" and not _agree(call, Call(plain.fn, args[:3], grads=False)):
+                return None
         except Exception:  # torch cannot do it either
             return None
     return call
+
+
+def _agree(one: Call, other: Call) -> bool:
+    """Whether two forms give the same in torch itself, which those of fft.ihfft2 do not."""
+    pairs = zip(one.expected.results, other.expected.results, strict=True)
+    return all(torch.equal(_plain(a), _plain(b)) for a, b in pairs if isinstance(a, Tensor))
 
 
 def _outputs(form: Form, args: Sequence[Any]) -> Any:
@@ -202,7 +215,9 @@ def _gives_again(call: Call, seed: int) -> bool:
 
 def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.nan_to_num() if tensor.is_floating_point() or tensor.is_complex() else tensor
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).nan_to_num()
+    return tensor.to(torch.float64).nan_to_num() if tensor.is_floating_point() else tensor
 
 
 def some_layouts(
@@ -220,7 +235,7 @@ def some_layouts(
             continue
         dims = one.dim()
         ways: list[Placement] = [Replicate(), *map(Shard, range(dims)), *map(Shard, range(dims))]
-        if one.is_floating_point():
+        if one.is_floating_point() and one.dtype.itemsize > 1:
             ways.append(Partial("sum"))
         if number < 2 and len(mesh) == 1:
             first = Shard(0 if number == 0 else dims - 1) if dims else Replicate()
