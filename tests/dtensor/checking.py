@@ -129,7 +129,8 @@ def backward(results: Sequence[Any], cotangents: Sequence[Tensor | None]) -> Non
     """The gradients of all leaves."""
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None]
     for i, (result, cotangent) in enumerate(pairs):
-        result.backward(cotangent, retain_graph=i + 1 < len(pairs))
+        # A view of a leaf would hand its memory on as the leaf's gradient.
+        result.backward(cotangent.clone(), retain_graph=i + 1 < len(pairs))
 
 
 # -- the same on DTensors --------------------------------------------------------------------
