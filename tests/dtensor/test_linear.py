@@ -58,6 +58,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "vecdot": (torch.linalg.vecdot, [(2, 3, 4), (3, 1)]),
     "vecdot along 0": (lambda x, y: torch.linalg.vecdot(x, y, dim=0), [(4, 3), (4, 1)]),
     "cross": (lambda x, y: torch.cross(x, y, dim=1), [(2, 3, 2), (2, 3, 1)]),
+    "cross of parts as large as 3": (lambda x, y: torch.cross(x, y, dim=-1), [(5, 3), (5, 3)]),
     "linalg.cross": (torch.linalg.cross, [(2, 4, 3), (1, 4, 3)]),
     "rmatmul": (lambda x, y: x.__rmatmul__(y), [(4, 3), (5, 4)]),
     "@": (lambda x, y: x @ y, [(4, 3), (3, 2)]),
@@ -181,3 +182,8 @@ def test_columns_then_rows_communicate_once() -> None:
         lambda *args: layers(*args).sum(1).relu(), tensors, R, Shard(0), Shard(0), Shard(1), R
     )
     assert whole.forward == ["all_reduce"]
+
+
+@pytest.mark.filterwarnings("ignore:Using torch.cross without")
+def test_cross_along_the_first_dim_of_3_of_the_whole() -> None:
+    check_op(torch.cross, *products((5, 3), (5, 3)), meshes=[(2,)], most=8, gathers=False)

@@ -16,6 +16,10 @@ from tilework.dtensor.rules.nothing import on_nothing_too
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 
 
+def _listed(given: Any) -> Sequence[int]:
+    return [given] if isinstance(given, int) else given
+
+
 def _transformed(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> Answer:
     """Dims keep their places; how large they become is what torch says."""
     factors = factors_of(input.shape)
@@ -34,13 +38,14 @@ def _register(kind: str) -> None:
 
     @rule(f"fft_{kind}2")
     def _along_two(
-        input: Any, s: Any = None, dim: Sequence[int] = (-2, -1), norm: str | None = None
+        input: Any, s: Any = None, dim: Any = (-2, -1), norm: str | None = None
     ) -> Answer:
-        return _transformed(input, dim, partial(two, s=s, dim=dim, norm=norm))
+        return _transformed(input, _listed(dim), partial(two, s=s, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}n")
     def _along_many(input: Any, s: Any = None, dim: Any = None, norm: str | None = None) -> Answer:
-        dims = range(-(input.ndim if s is None else len(s)), 0) if dim is None else dim
+        last = range(-(input.ndim if s is None else len(_listed(s))), 0)
+        dims = last if dim is None else _listed(dim)
         return _transformed(input, dims, partial(many, s=s, dim=dim, norm=norm))
 
 
@@ -50,9 +55,8 @@ for _kind in _KINDS:
 
 @rule("fft_fftshift", "fft_ifftshift")
 def _shift(input: Any, dim: Any = None) -> Answer:
-    dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     factors = factors_of(input.shape)
-    for one in dims:
+    for one in range(input.ndim) if dim is None else _listed(dim):
         factors[one].whole = True
     return native({input: factors}, [factors], moves=True)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilework.dtensor.factors import Factor, factors_of
 from tilework.dtensor.registry import Answer, Arg, native, patterned, rule
@@ -74,21 +76,31 @@ def _lu(A: Any, pivot: bool = True, get_infos: bool = False) -> Answer:
 
 @rule("linalg_solve")
 def _solve(A: Any, B: Any, *, left: bool = True) -> Answer:
-    return _solved(A, B, left, "k", "")
+    return _solved(torch.linalg.solve, A, B, left, "k", "")
 
 
 @rule("linalg_solve_ex")
 def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Answer:
-    return _solved(A, B, left, "k!", ", b*")
+    solve = partial(torch.linalg.solve_ex, check_errors=check_errors)
+    return _solved(solve, A, B, left, "k!", ", b*")
 
 
-def _solved(A: Arg, B: Any, left: bool, columns: str, more: str) -> Answer:
+def _solved(
+    function: Callable[..., Any], A: Arg, B: Any, left: bool, columns: str, more: str
+) -> Answer:
     if B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1]):
-        shown = "b* n!"
-    else:
-        shown = f"b* n! {columns}" if left else f"b* {columns} n!"
+        return patterned(f"b* n! n!, b* n! -> b* n!{more}", [A, B])
+    shown = f"b* n! {columns}" if left else f"b* {columns} n!"
+    missing = A.ndim - B.ndim
+
+    def run(A: Tensor, B: Tensor) -> Any:
+        """One matrix for a batch is no batch of vectors, whatever the size of a part."""
+        return function(A, B[(None,) * missing], left=left)
+
     return patterned(
-        f"b* n! n!, {shown} -> {shown}{more}", [A, B], linear=[[B]] if not more else []
+        f"b* n! n!, {shown} -> {shown}{more}",
+        [A, B],
+        run=None if missing <= 0 else lambda choice: run,
     )
 
 
@@ -125,6 +137,8 @@ def _lu_unpack(
 
 @rule("linalg_vander")
 def _vander(x: Any, *, N: int | None = None) -> Answer:
-    powers = Factor(x.shape[-1] if N is None else N, "powers", whole=True)
-    dims = factors_of(x.shape)
-    return native({x: dims}, [[*dims, powers]])
+    count = x.shape[-1] if N is None else N
+    dims, powers = factors_of(x.shape), Factor(count, "powers", whole=True)
+    return native(
+        {x: dims}, [[*dims, powers]], run=lambda choice: partial(torch.linalg.vander, N=count)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,14 +78,14 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> Answer:
 def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Answer:
     factors, terms = broadcast([input.shape, other.shape])
     factors[dim].whole = True
-    return native(
-        dict(zip([input, other], terms, strict=True)), [factors], linear=[[input], [other]]
-    )
+    given = dict(zip([input, other], terms, strict=True))
+    run = partial(torch.linalg.cross, dim=dim)
+    return native(given, [factors], linear=[[input], [other]], run=lambda choice: run)
 
 
 @rule("cross")
 def _cross(input: Any, other: Any, dim: int | None = None) -> Answer:
-    """Without a dim it is the first of size 3."""
+    """Without a dim it is the first of size 3: of the whole tensor."""
     threes = (at for at, size in enumerate(input.shape) if size == 3)
     return _cross_along(input, other, dim=next(threes, -1) if dim is None else dim)
 
