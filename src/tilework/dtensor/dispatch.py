@@ -183,8 +183,8 @@ class Operator:
                 else:
                     result = func(*told, **named)
             if decision.outputs is None:
-                self._write_back(decision, leaves, locals_, versions)
-        if self.in_place:
+                self._write_back(decision, leaves, locals_, versions, result)
+        if self.in_place and result is not None:
             return self._written(decision, args[0], result)
         outputs = decision.outputs
         if decision.view:
@@ -347,10 +347,11 @@ class Operator:
         leaves: Sequence[Tensor],
         locals_: Sequence[Tensor],
         versions: Sequence[int],
+        result: Any,
     ) -> None:
-        """Give tensors what the operator wrote to whole copies of them; the first it returns."""
+        """Give tensors what the operator wrote to whole copies of them, but what it returns."""
         now = _versions(locals_)
-        for number in range(1 if self.in_place else 0, len(leaves)):
+        for number in range(1 if self.in_place and result is not None else 0, len(leaves)):
             way, leaf = decision.ways[number], leaves[number]
             # Running statistics are written to without being counted as written to.
             quietly = "batch_norm" in self.name and not leaf.requires_grad
