@@ -213,4 +213,5 @@ GETTERS: dict[str, Callable[[Tensor], Any]] = {
     "mH.__get__": lambda x: x.transpose(-2, -1).conj(),
     "real.__get__": torch.real,
     "imag.__get__": torch.imag,
+    "nbytes.__get__": lambda x: x.numel() * x.element_size(),
 }

@@ -212,7 +212,7 @@ def _softmax(name: str) -> None:
         dims = dims_of(input.ndim, along)
         if dims is None:
             return None
-        if not any_cut(input, dims):
+        if not any_cut(input, dims) or not all(input.shape[one] for one in dims):
             factors = [
                 None if at in dims else Factor(size, f"d{at}")
                 for at, size in enumerate(input.shape)
