@@ -12,7 +12,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.dtensor.checking import check_op, count_op
+from tilework.dtensor import distribute_tensor, init_device_mesh, manual_seed
 from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.testing import run_ranks
 
 R, P = Replicate(), Partial()
 
@@ -139,3 +141,47 @@ def test_multi_head_attention(kwargs: dict[str, Any]) -> None:
     if kwargs.get("batch_first"):
         inputs = [one.transpose(0, 1).contiguous() for one in inputs]
     check_op(fn, *inputs, *parameters, meshes=[(2,)], most=6)
+
+
+# -- what is drawn ---------------------------------------------------------------------------
+
+
+def test_what_is_dropped_does_not_depend_on_the_layout() -> None:
+    q, k, v = heads()
+
+    def program(rank: int) -> list[Tensor]:
+        found = []
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (R, Shard(0), Shard(1), Shard(2)):
+            manual_seed(7, mesh)
+            given: list[Any] = [distribute_tensor(one, mesh, [placement]) for one in (q, k, v)]
+            found.append(attend(dropout_p=0.5)(*given).full_tensor())
+        return found
+
+    whole, *others = run_ranks(2, program)[0]
+    assert (whole != F.scaled_dot_product_attention(q, k, v)).any()
+    for other in others:
+        torch.testing.assert_close(other, whole)
+
+
+def test_the_fast_path_of_inference_is_not_taken_but_right() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    x = torch.randn(4, 3, 8)
+
+    def program(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        mine = copy.deepcopy(encoder)
+        for owner in mine.modules():
+            for name, one in list(owner.named_parameters(recurse=False)):
+                given = distribute_tensor(one.detach(), mesh, [R])
+                setattr(owner, name, nn.Parameter(given))
+        with torch.no_grad():
+            out = mine(distribute_tensor(x, mesh, [Shard(0)]))
+        assert out.placements == (Shard(0),)
+        found: Tensor = out.full_tensor()
+        return found
+
+    with torch.no_grad():
+        want = encoder(x)
+    torch.testing.assert_close(run_ranks(2, program)[0], want)

@@ -175,3 +175,8 @@ def test_a_block_of_cut_weights_reduces_once_between_its_halves() -> None:
     """What it gives is in terms still; gradients are reduced before each of its norms."""
     forward, backward = check(Block(), [drawn(4, 5, 8)], (2,), [R], GPT)
     assert (forward, backward) == (["all_reduce"], ["all_reduce", "all_reduce"])
+
+
+def test_cut_batch_and_cut_weights_reduce_gradients_of_parameters_once() -> None:
+    _, backward = check(Block(), [drawn(4, 5, 8)], (2, 2), [Shard(0), R], GPT)
+    assert backward == ["all_reduce"] * 3

@@ -12,7 +12,9 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.dtensor.checking import Layouts, check_op, count_op
+from tilework.dtensor import distribute_tensor, init_device_mesh, manual_seed
 from tilework.layout import Replicate, Shard
+from tilework.testing import run_ranks
 
 R = Replicate()
 
@@ -118,4 +120,32 @@ def test_packed_sequences(kind: Any) -> None:
         out, last = inner(packed, *parameters)
         return *pad_packed_sequence(out), last
 
+    check_op(fn, drawn(5, 3, 3), *parameters, meshes=[(2,)], layouts=batch_cut(1, parameters))
+
+
+def test_what_is_dropped_between_layers_does_not_depend_on_the_layout() -> None:
+    module = nn.GRU(3, 4, num_layers=3, dropout=0.5, bidirectional=True, batch_first=True)
+    x, modules = torch.randn(4, 5, 3), [copy.deepcopy(module) for _ in range(2)]
+
+    def program(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2,))
+        found = []
+        for placement in (R, Shard(0), Shard(1)):
+            manual_seed(7, mesh)
+            out, last = modules[rank](distribute_tensor(x, mesh, [placement]))
+            found.append(torch.cat([out.full_tensor().flatten(), last.full_tensor().flatten()]))
+        return found
+
+    whole, *others = run_ranks(2, program)[0]
+    for other in others:
+        torch.testing.assert_close(other, whole)
+    plain = torch.cat([one.flatten() for one in module.eval()(x)])
+    assert whole.shape == plain.shape
+    assert (whole != plain).any()
+
+
+def test_dropout_between_layers_that_keeps_all_changes_nothing() -> None:
+    """Layers one by one give what they give together."""
+    module = nn.LSTM(3, 4, num_layers=2, dropout=1e-12, proj_size=2, dtype=torch.float64)
+    fn, parameters = called(module)
     check_op(fn, drawn(5, 3, 3), *parameters, meshes=[(2,)], layouts=batch_cut(1, parameters))

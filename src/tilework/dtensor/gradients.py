@@ -209,6 +209,8 @@ def moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
         return _alias(
             redistribute_local(local, source, target), in_terms(target.dual, axes), target.dual
         )
+    if target.dual == source:  # one rank's term is the value: its gradient may wait for others'
+        return redistribute_local(alias(tensor, axes), source, target)
     found: Tensor = _MovedInTerms.apply(  # type: ignore[no-untyped-call]
         local, source, target, in_terms(target.dual, axes)
     )
