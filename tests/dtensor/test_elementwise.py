@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ A = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.fl
 ROW = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
 COLUMN = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)[:, None]
 
+#: Against the plain operator, on some layouts; nothing may be gathered.
+check = partial(check_op, meshes=((3,), (2, 2)), most=4, gathers=False)
+
 
 def together(*functions: Callable[..., Any]) -> Callable[..., list[Any]]:
     """All of these, in one call."""
@@ -32,7 +36,7 @@ def test_torchs_own_list_of_them() -> None:
 
 
 def test_one_tensor() -> None:
-    check_op(
+    check(
         together(
             *(torch.exp, torch.sin, torch.abs, torch.neg, torch.sgn, torch.erf, torch.frac),
             *(torch.isnan, torch.signbit, torch.logical_not, torch.square, torch.special.i0e),
@@ -41,14 +45,12 @@ def test_one_tensor() -> None:
             *(lambda x: x.clamp(-1, 1), lambda x: x.clamp(min=0.1), torch.nan_to_num),
             *(lambda x: x.round(decimals=1), lambda x: torch.polygamma(1, x.abs() + 1)),
         ),
-        *(A,),
-        gathers=False,
-        most=6,
+        A,
     )
 
 
 def test_several_tensors() -> None:
-    check_op(
+    check(
         together(
             *(torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.fmin),
             *(torch.atan2, torch.hypot, torch.logaddexp, torch.copysign, torch.eq, torch.lt),
@@ -60,51 +62,43 @@ def test_several_tensors() -> None:
             *(torch.max, torch.min, torch.isclose),
         ),
         *(A, ROW),
-        gathers=False,
-        most=6,
     )
-    check_op(
+    check(
         together(
             *(torch.addcmul, torch.addcdiv, torch.lerp),
             lambda x, y, z: torch.addcmul(x, y, z, value=0.5),
         ),
         *(A, ROW, COLUMN),
-        gathers=False,
-        most=6,
     )
 
 
 def test_integers_and_bools() -> None:
     numbers = torch.arange(12).reshape(4, 3)
-    check_op(
+    check(
         together(
             *(torch.bitwise_and, torch.bitwise_xor, torch.gcd, torch.remainder),
             *(lambda x, y: x << y, lambda x, y: x >> y, lambda x, y: x | y, lambda x, y: x / y),
             *(lambda x, y: x.bool() & y.bool(), lambda x, y: torch.logical_xor(x, y)),
         ),
         *(numbers, torch.tensor([1, 2, 3])),
-        gathers=False,
-        most=6,
     )
 
 
 def test_complex() -> None:
     pairs = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    check_op(
+    check(
         together(
             lambda x: torch.view_as_real(torch.view_as_complex(x) * (1 + 2j)),
             lambda x: torch.complex(x, x + 1).conj().imag,
             lambda x: torch.polar(x.abs(), x).real,
             lambda x: torch.angle(torch.complex(x, -x)).resolve_conj(),
         ),
-        *(pairs,),
-        gathers=False,
-        most=6,
+        pairs,
     )
 
 
 def test_casts() -> None:
-    check_op(
+    check(
         together(
             *(Tensor.float, Tensor.half, Tensor.double, Tensor.to, lambda x: x.cdouble()),
             *(lambda x: x.to(torch.float32), lambda x: x.to("cpu", torch.bfloat16)),
@@ -112,9 +106,7 @@ def test_casts() -> None:
             *(lambda x: x.type(torch.float32), lambda x: x.type(), lambda x: x.cpu()),
             *(lambda x: (x * 2).long(), lambda x: (x > 0).int(), lambda x: x.bool()),
         ),
-        *(A,),
-        gathers=False,
-        most=6,
+        A,
         rtol=1e-2,
         atol=1e-2,
     )
@@ -132,22 +124,20 @@ def test_activations(inplace: bool) -> None:
         y = x * 1
         return function(y, inplace=inplace), y
 
-    check_op(lambda x: [call(x, function) for function in functions], A, gathers=False, most=8)
+    check(lambda x: [call(x, function) for function in functions], A)
 
 
 def test_other_activations() -> None:
-    check_op(
+    check(
         together(
             *(F.gelu, F.softplus, F.logsigmoid, F.softsign, F.tanhshrink, F.hardshrink),
             *(F.softshrink, lambda x: F.gelu(x, approximate="tanh")),
         ),
-        *(A,),
-        gathers=False,
-        most=6,
+        A,
     )
-    check_op(F.prelu, A, ROW, gathers=False, most=8)
-    check_op(F.prelu, A, ROW[:1], gathers=False, most=8)
-    check_op(together(F.glu, lambda x: F.glu(x, 0)), torch.randn(4, 6), gathers=False, most=8)
+    check(F.prelu, A, ROW)
+    check(F.prelu, A, ROW[:1])
+    check(together(F.glu, lambda x: F.glu(x, 0)), torch.randn(4, 6))
 
 
 def test_writing() -> None:
@@ -160,7 +150,7 @@ def test_writing() -> None:
         filled = torch.empty_like(x).fill_(3.0)
         return [x, other, filled, torch.mul(x, y, out=filled), torch.zeros_like(x).zero_()]
 
-    check_op(write, A, ROW, gathers=False, grads=False)
+    check(write, A, ROW, grads=False)
 
 
 def test_writing_what_is_larger_raises_and_changes_nothing() -> None:

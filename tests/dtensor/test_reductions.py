@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.checking import check_op, count_op
-from tests.dtensor.test_elementwise import together
+from tests.dtensor.checking import count_op
+from tests.dtensor.test_elementwise import check, together
 from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -42,16 +42,14 @@ def over_dims(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_sums(shape: Sequence[int]) -> None:
     names = ("sum", "nansum", "mean", "nanmean")
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    check_op(
+    check(
         together(*[over_dims(getattr(torch, name)) for name in names]),
-        *(tensor,),
-        gathers=False,
-        most=6,
+        tensor,
     )
 
 
 def test_sums_of_other_kinds() -> None:
-    check_op(
+    check(
         together(
             lambda x: x.sum(0, dtype=torch.float32),
             lambda x: x.sum(axis=1, keepdims=True),
@@ -60,64 +58,55 @@ def test_sums_of_other_kinds() -> None:
             *(torch.prod, lambda x: torch.prod(x, 0), lambda x: x.prod(1, keepdim=True)),
             *(torch.trace, lambda x: torch.trace(x.T), lambda x: torch.trace((4 * x).long())),
         ),
-        *(A,),
-        gathers=False,
-        most=6,
+        A,
     )
-    check_op(over_dims(torch.all), TIES > 0, gathers=False, most=8)
-    check_op(over_dims(torch.any), TIES, gathers=False, most=8)
-    check_op(
-        together(torch.count_nonzero, lambda x: x.count_nonzero(0)), TIES, gathers=False, most=8
-    )
+    check(over_dims(torch.all), TIES > 0)
+    check(over_dims(torch.any), TIES)
+    check(together(torch.count_nonzero, lambda x: x.count_nonzero(0)), TIES)
 
 
 def test_a_product_with_zeros_has_gradients() -> None:
-    check_op(together(torch.prod, lambda x: x.prod(0)), TIES, gathers=False)
+    check(together(torch.prod, lambda x: x.prod(0)), TIES)
 
 
 def test_a_mean_of_half_precision_does_not_overflow() -> None:
     tensor = torch.full((6, 3), 40_000.0).half()
-    check_op(together(torch.mean, lambda x: x.mean(0)), tensor, gathers=False, partial=(), most=6)
+    check(together(torch.mean, lambda x: x.mean(0)), tensor, partial=())
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_extrema_share_gradients_as_plain_torch(name: str) -> None:
     one = getattr(torch, name)
-    check_op(
+    check(
         together(
             *(over_dims(getattr(torch, f"a{name}")), one),
             *(lambda x: one(x, 0), lambda x: one(x, dim=1, keepdim=True)),
             *(lambda x: torch.aminmax(x), lambda x: torch.aminmax(x, dim=0, keepdim=True)),
             *(lambda x: one(x.long(), 0), lambda x: one(x > 0, 1), lambda x: one(x > 0)),
         ),
-        *(TIES,),
-        gathers=False,
-        most=6,
+        TIES,
     )
 
 
 def test_where_extrema_are() -> None:
-    check_op(
+    check(
         together(
             *(torch.argmax, torch.argmin, lambda x: x.argmax(keepdim=True)),
             *(lambda x: x.argmax(0), lambda x: x.argmin(1, keepdim=True)),
             lambda x: x.long().argmax(0),
         ),
-        *(TIES,),
-        gathers=False,
-        most=6,
+        TIES,
     )
 
 
 def test_extrema_of_nan() -> None:
     nan = torch.tensor([[1, math.nan, 0], [2, 2, 0], [2, math.nan, -math.inf]])
-    check_op(
+    check(
         together(
             *(torch.amax, lambda x: x.amax(0), torch.max, lambda x: x.max(0), torch.argmax),
             *(lambda x: x.min(1), lambda x: x.argmin(0)),
         ),
-        *(nan,),
-        gathers=False,
+        nan,
         partial=(),
     )
 
@@ -125,25 +114,22 @@ def test_extrema_of_nan() -> None:
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("tensor", [A, A[:1], TIES])
 def test_spread(tensor: Tensor) -> None:
-    check_op(
+    check(
         together(
             over_dims(torch.var),
             *(torch.std, lambda x: x.std(0, keepdim=True), lambda x: x.var(False)),
             *(lambda x: x.var(0, correction=0), lambda x: x.var(1, False, True)),
             *(lambda x: torch.var_mean(x, 0), lambda x: torch.std_mean(x, (0, 1), keepdim=True)),
         ),
-        *(tensor,),
-        gathers=False,
-        most=6,
+        tensor,
     )
 
 
 def test_spread_of_complex_and_of_low_precision() -> None:
-    check_op(lambda x: torch.var(x, 0), torch.complex(A, A + 1), gathers=False, most=8)
-    check_op(
+    check(lambda x: torch.var(x, 0), torch.complex(A, A + 1))
+    check(
         together(lambda x: x.var(0), lambda x: x.std()),
-        *(A.bfloat16(),),
-        gathers=False,
+        A.bfloat16(),
         partial=(),
         rtol=2e-2,
         atol=2e-2,
@@ -152,7 +138,7 @@ def test_spread_of_complex_and_of_low_precision() -> None:
 
 def test_norms_of_vectors() -> None:
     orders = (2, 1, 0, 0.5, 3, math.inf, -math.inf)
-    check_op(
+    check(
         together(
             *[lambda x, order=order: vector_norm(x, order, 0) for order in orders],
             *[lambda x, order=order: vector_norm(x, order, keepdim=True) for order in orders],
@@ -160,51 +146,43 @@ def test_norms_of_vectors() -> None:
             *(lambda x: torch.linalg.norm(x), lambda x: torch.linalg.norm(x, dim=0)),
             lambda x: vector_norm(x.float(), dtype=torch.float64),
         ),
-        *(TIES,),
-        gathers=False,
+        TIES,
         partial=(),
-        most=6,
     )
-    check_op(
+    check(
         together(lambda x: vector_norm(x, -1, 0), lambda x: vector_norm(x, -2)),
-        *(TIES,),
-        gathers=False,
+        TIES,
         partial=(),
-        most=6,
     )
-    check_op(lambda x: vector_norm(x, -1, 0), A, gathers=False, most=8)
-    check_op(lambda x: vector_norm(x, 2, 0), torch.complex(A, A + 1), gathers=False, most=8)
+    check(lambda x: vector_norm(x, -1, 0), A)
+    check(lambda x: vector_norm(x, 2, 0), torch.complex(A, A + 1))
 
 
 def test_norms_of_matrices() -> None:
     orders = ("fro", "nuc", 1, -1, 2, -2, math.inf, -math.inf)
-    check_op(
+    check(
         together(
             *[lambda x, order=order: matrix_norm(x, order) for order in orders],
             *[lambda x, order=order: torch.linalg.norm(x, order, (0, 1), True) for order in orders],
         ),
-        *(CUBE,),
-        gathers=False,
-        most=6,
+        CUBE,
     )
 
 
 def test_distances() -> None:
-    check_op(
+    check(
         together(
             *(torch.dist, F.pairwise_distance, lambda x, y: torch.dist(x, y, 1)),
             *(F.cosine_similarity, lambda x, y: F.cosine_similarity(x, y, 0)),
             *(lambda x, y: F.normalize(x * y, dim=0), lambda x, y: (x * y).renorm_(2, 0, 1.0)),
         ),
         *(A, A.flip(0) + 0.25),
-        gathers=False,
-        most=6,
     )
 
 
 @pytest.mark.parametrize("dim", [0, -1])
 def test_softmax(dim: int) -> None:
-    check_op(
+    check(
         together(
             *(
                 lambda x: F.softmax(x, dim),
@@ -215,15 +193,12 @@ def test_softmax(dim: int) -> None:
             *(lambda x: x.logsumexp(dim), lambda x: torch.logsumexp(x, (0, 1), keepdim=True)),
         ),
         *(A * 100,),
-        gathers=False,
-        most=6,
     )
     rows = torch.tensor([[-math.inf, math.inf, 1], [-math.inf, 2, 3], [-math.inf, 0, 1]])
-    check_op(lambda x: torch.logsumexp(x, dim), rows, gathers=False, partial=())
-    check_op(
+    check(lambda x: torch.logsumexp(x, dim), rows, partial=())
+    check(
         lambda x: F.softmax(x, dim),
-        *(A.bfloat16(),),
-        gathers=False,
+        A.bfloat16(),
         partial=(),
         rtol=2e-2,
         atol=2e-2,
@@ -232,7 +207,7 @@ def test_softmax(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_along_a_dim(dim: int) -> None:
-    check_op(
+    check(
         together(
             *[
                 lambda x, name=name: getattr(torch, name)(x, dim=dim)
@@ -248,14 +223,12 @@ def test_rows_along_a_dim(dim: int) -> None:
             *(lambda x: (x * 1).cumsum_(dim), lambda x: (x * 1).cumprod_(dim)),
             *(lambda x: x.long().cumsum(dim), lambda x: torch.gradient(x, dim=dim)),
         ),
-        *(A,),
-        gathers=False,
-        most=6,
+        A,
     )
 
 
 def test_rows_with_other_tensors() -> None:
-    check_op(
+    check(
         together(
             *(lambda x, q: x.quantile(q, 0), lambda x, q: x.nanquantile(q, 1, keepdim=True)),
             lambda x, q: torch.trapezoid(x, torch.cat([q, q.sum()[None]]), dim=1),
@@ -264,27 +237,22 @@ def test_rows_with_other_tensors() -> None:
             lambda x, q: torch.searchsorted(x.sort(1)[0], x),
         ),
         *(A, torch.tensor([0.1, 0.7], dtype=torch.float64)),
-        gathers=False,
-        most=6,
     )
 
 
 def test_counts() -> None:
     numbers, weights = torch.tensor([3, 1, 5, 1, 0, 3, 3]), torch.rand(7, dtype=torch.float64)
-    check_op(
-        together(torch.bincount, lambda x: torch.bincount(x, minlength=9)), numbers, gathers=False
-    )
-    check_op(torch.bincount, numbers, weights, gathers=False, partial=(), most=6)
-    check_op(
+    check(together(torch.bincount, lambda x: torch.bincount(x, minlength=9)), numbers)
+    check(torch.bincount, numbers, weights, partial=())
+    check(
         together(lambda x: x.histc(4), lambda x: x.histc(4, 0, 3)),
-        *(TIES,),
-        gathers=False,
+        TIES,
         partial=(),
     )
 
 
 def test_one_answer() -> None:
-    check_op(
+    check(
         together(
             *(torch.equal, torch.allclose, lambda x, y: torch.equal(x, y[:2])),
             *(lambda x, y: torch.allclose(x, y + 1e-9), lambda x, y: torch.equal(x, y + 1)),
@@ -296,10 +264,8 @@ def test_one_answer() -> None:
             ),
         ),
         *(TIES, TIES.clone()),
-        gathers=False,
         grads=False,
         partial=(),
-        most=6,
     )
 
 
@@ -328,7 +294,7 @@ def test_the_rest_stays_cut() -> None:
             ),
             *(lambda x: x.softmax(1), lambda x: x.norm(dim=1), lambda x: x.argmax(1)),
         ),
-        *(A,),
+        A,
         layouts=[[Shard(0)]],
     )
     assert seen.forward == seen.backward == []
@@ -364,7 +330,7 @@ def test_few_small_reductions(function: Callable[..., Any], count: int) -> None:
 def test_sums_pass_through_what_is_linear() -> None:
     seen = count_op(
         together(lambda x: x.sum(0), torch.mean, lambda x: x.cumsum(0), torch.trace, torch.diff),
-        *(A,),
+        A,
         layouts=[[Partial()]],
     )
     assert seen.forward == []

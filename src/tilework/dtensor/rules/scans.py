@@ -100,8 +100,6 @@ def _register(name: str) -> None:
 
         def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
             values = settled(input).to(kind)
-            if name == "cumprod":  # its backward needs them after they were written to in place
-                values = values.clone()
             return _running(values, _parts(values, name, dims[0]), name, dims[0])
 
         return Composed(run)

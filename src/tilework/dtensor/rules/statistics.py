@@ -195,7 +195,7 @@ def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> Answer:
 
 
 def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    input = settled(input).clone()  # for the backward pass, where it is written to in place
+    input = settled(input)
     others = [one for one in range(input.ndim) if one != dim % input.ndim]
     norm = _vector_norm_of(input, p, others, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
@@ -217,7 +217,7 @@ def _softmax(name: str) -> None:
                 None if at in dims else Factor(size, f"d{at}")
                 for at, size in enumerate(input.shape)
             ]
-            return native({input: factors}, [factors])
+            return native({input: factors}, [factors], shapes=[input.shape])
         return Composed(lambda input, *_, **__: _exponentials(name, input, dims, kind))
 
 
