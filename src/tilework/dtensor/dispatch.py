@@ -275,7 +275,9 @@ class Operator:
         answer = self._ask(args, kwargs, every)
         if isinstance(answer, Composed):
             return Decision([], None, composed=answer.run)
-        shown = _shown(func, args, kwargs, leaves)
+        # Tensors without memory cost torch slow imports, at times: only where nothing else tells.
+        known = not (isinstance(answer, Native) and answer.shapes is None and _vague(answer))
+        shown = None if known and mesh.here else _shown(func, args, kwargs, leaves)
         if isinstance(answer, Placed):
             ways: list[tuple[DTensorSpec, Ints] | None] = [
                 None if need == arg.spec else (need, ())
@@ -308,10 +310,8 @@ class Operator:
             shapes = [tuple(one.shape) for one in tensors_in(shown)]
             if len(shapes) != len(answer.map.outputs):
                 return None
-        if shapes is None and any(
-            not dim or any(one.whole for one in dim) for out in answer.map.outputs for dim in out
-        ):
-            return None  # how large such dims are nobody knows
+        if shapes is None and _vague(answer):
+            return None
         if [len(term) for term in answer.map.inputs] != [arg.ndim for arg in every]:
             return None  # a tensor where the rule takes a number
         specs = [arg.spec for arg in every]
@@ -461,6 +461,13 @@ def _raised_within(error: TypeError, function: Any) -> bool:
         if trace.tb_frame.f_code is getattr(function, "__code__", None):
             return True
     return False
+
+
+def _vague(answer: Native) -> bool:
+    """Whether the factors do not tell how large each dim of each result is."""
+    return any(
+        not dim or any(factor.whole for factor in dim) for out in answer.map.outputs for dim in out
+    )
 
 
 def _shown(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:

@@ -108,6 +108,21 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[Term]
     return factors, terms
 
 
+def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that shapes are broadcast to (torch's own function is slow to import).
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    factors, _ = broadcast(shapes)
+    sizes = tuple(factor.size for factor in factors)
+    for shape in shapes:
+        for size, whole in zip(reversed(shape), reversed(sizes), strict=False):
+            if size not in (1, whole):
+                raise ValueError(f"shapes {list(map(tuple, shapes))} do not broadcast together")
+    return sizes
+
+
 # -- the language ----------------------------------------------------------------------------
 
 _TOKEN = re.compile(r"([A-Za-z_]\w*)([*!]?)$")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.factors import Dim, Factor, broadcast
+from tilework.dtensor.factors import Dim, Factor, broadcast, broadcast_shape
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.sharded.pointwise import pointwise_names
 
@@ -67,8 +67,8 @@ def pointwise(
     """
     shapes = [arg.shape for arg in given]
     try:
-        torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # torch will say so of the whole tensors
+        broadcast_shape(shapes)
+    except ValueError:  # torch will say so of the whole tensors
         return None
     factors, terms = broadcast(shapes)
     sets = [one for one in linear if all(map(_may_be_in_terms, one))]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, broadcast
+from tilework.dtensor.factors import Dim, Factor, broadcast, broadcast_shape
 from tilework.dtensor.registry import Answer, Arg, Native, native, rule
 from tilework.dtensor.rules.own import tied
 
@@ -77,14 +77,14 @@ def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> No
         if set(given) != set(names):
             return None
         tensors = {name: given[name] for name in names if isinstance(given[name], Arg)}
-        if any(arg.ndim == 0 for name, arg in tensors.items() if name in rows.split()):
+        if any(arg.ndim < 2 for name, arg in tensors.items() if name in rows.split()):
             return None
         uncut = {name: int(name in rows.split()) for name in tensors}
         uncut.update({name: tensors[name].ndim for name in whole.split() if name in tensors})
         shapes = [arg.shape[: arg.ndim - uncut[name]] for name, arg in tensors.items()]
         try:
-            _torch.broadcast_shapes(*shapes)
-        except RuntimeError:
+            broadcast_shape(shapes)
+        except ValueError:
             return None
         factors, terms = broadcast(shapes)
         dims = {

@@ -61,7 +61,7 @@ def _over_last(
         return Composed(composed)
     last = _whole(shape)
     dims = [*factors_of(input.shape[:lead]), *last]
-    return native({input: dims, **dict.fromkeys(affine, last)}, [dims])
+    return native({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
 
 
 def _composed_layer_norm(

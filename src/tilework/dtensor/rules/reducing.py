@@ -67,8 +67,15 @@ def reduced(
         for dim, size in enumerate(input.shape)
     ]
     make: MakeRun | None = None if run is None else lambda choice: run(choice, factors)
-    left = [left_of(factors, dims, keepdim)] * results
-    return native({input: factors}, left, linear=[[input]] if linear else [], run=make)
+    left = left_of(factors, dims, keepdim)
+    shape = tuple(one.size if isinstance(one, Factor) else 1 for one in left)
+    return native(
+        {input: factors},
+        [left] * results,
+        linear=[[input]] if linear else [],
+        run=make,
+        shapes=[shape] * results,
+    )
 
 
 def left_of(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Factor | Dim | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.dtensor import aliasing, gradients
 from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor
+from tilework.dtensor.factors import Dim, Factor, broadcast_shape
 from tilework.dtensor.names import canonical, special
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.spec import Ints
@@ -27,7 +27,7 @@ def sizes_of(given: Sequence[Any]) -> Ints:
 
 def common_shape(*shapes: Sequence[int]) -> Ints:
     """What shapes are broadcast to."""
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return broadcast_shape(shapes)
 
 
 def inferred(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:

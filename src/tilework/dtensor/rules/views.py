@@ -55,9 +55,10 @@ def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> Answer:
     for one in tensors:
         dims[one] = list(factors)
         dims[one][dim] = Factor(one.shape[dim], whole=True)
+    shape = _joined_shape(tensors, dim)
     out = list(factors)
-    out[dim] = Factor(_joined_shape(tensors, dim)[dim], whole=True)
-    return native(dims, [out], moves=True)
+    out[dim] = Factor(shape[dim], whole=True)
+    return native(dims, [out], moves=True, shapes=[tuple(shape)])
 
 
 def _cat_cut(tensors: Sequence[Arg], dim: int) -> Answer:
@@ -208,7 +209,7 @@ def _repeated(input: Arg, counts: Sequence[int]) -> Answer:
     out: list[Dim] = [(Factor(count, whole=True),) for count in counts[:new]]
     for factor, count in zip(dims, counts[new:], strict=True):
         out.append((factor,) if count == 1 else (Factor(count, whole=True), factor))
-    return native({input: dims}, [out], moves=True, run=lambda _: lambda x: x.repeat(*counts))
+    return native({input: dims}, [out], moves=True, run=lambda _: lambda x: x.repeat(counts))
 
 
 @rule("repeat_interleave")
@@ -333,6 +334,9 @@ rule("diag")(
         )
     )
 )
+
+
+rule("diagflat")(_composed(lambda input, offset=0: torch.diag(input.flatten(), offset)))
 
 
 @rule("diag_embed")
