@@ -14,6 +14,7 @@ from tilework.dtensor import Replicate, Shard, distribute_tensor
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 
+FEW: dict[str, Any] = {"meshes": [(2,), (2, 2)], "most": 4, "partial": (), "gathers": False}
 ROWS = 7
 
 
@@ -32,9 +33,7 @@ def test_embedding(shape: tuple[int, ...], padding: int | None) -> None:
     check_op(
         lambda i, w: F.embedding(i, w, padding),
         *(indices(*shape), table()),
-        partial=(),
-        most=12,
-        gathers=False,
+        **FEW,
     )
 
 
@@ -42,9 +41,7 @@ def test_frequencies_count_over_all_indices() -> None:
     check_op(
         lambda i, w: F.embedding(i, w, scale_grad_by_freq=True),
         *(indices(3, 5), table()),
-        partial=(),
-        most=12,
-        gathers=False,
+        **FEW,
     )
 
 
@@ -52,9 +49,7 @@ def test_rows_are_renormed_in_place() -> None:
     check_op(
         lambda i, w: F.embedding(i, w, max_norm=0.7),
         *(indices(3), table()),
-        partial=(),
-        most=16,
-        gathers=False,
+        **FEW,
     )
 
 
@@ -96,9 +91,7 @@ def test_embedding_bag(mode: str, padding: int | None) -> None:
     check_op(
         lambda i, w: F.embedding_bag(i, w, mode=mode, padding_idx=padding),
         *(indices(4, 3), table()),
-        partial=(),
-        most=12,
-        gathers=False,
+        **FEW,
     )
     offsets = torch.tensor([0, 3, 3, 7])
     for last in (False, True):
@@ -107,9 +100,7 @@ def test_embedding_bag(mode: str, padding: int | None) -> None:
                 i, w, o, mode=mode, padding_idx=padding, include_last_offset=last
             ),
             *(indices(7), table(), offsets),
-            partial=(),
-            most=10,
-            gathers=False,
+            **FEW,
         )
 
 
@@ -118,19 +109,15 @@ def test_weighted_bags() -> None:
     check_op(
         lambda i, w, p: F.embedding_bag(i, w, per_sample_weights=p, mode="sum"),
         *(indices(4, 3), table(), weights),
-        partial=(),
-        most=16,
-        gathers=False,
+        **FEW,
     )
     check_op(
         lambda i, w: F.embedding_bag(i, w, max_norm=0.5, mode="sum", scale_grad_by_freq=True),
         *(indices(4, 3), table()),
-        partial=(),
-        most=12,
-        gathers=False,
+        **FEW,
     )
 
 
 def test_one_hot() -> None:
-    check_op(lambda i: F.one_hot(i, ROWS), indices(3, 2), partial=(), gathers=False)
-    check_op(lambda i: F.one_hot(i), indices(3, 2), partial=(), most=8)
+    check_op(lambda i: F.one_hot(i, ROWS), indices(3, 2), **FEW)
+    check_op(lambda i: F.one_hot(i), indices(3, 2), **FEW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,27 @@ from tilework.dtensor import Replicate, Shard, distribute_tensor
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 
+FEW: dict[str, Any] = {"meshes": [(2,), (2, 2)], "most": 5, "gathers": False}
+
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype)
 
 
-@pytest.mark.parametrize("shape", [(5, 4, 6), (1, 3, 2), (0, 2, 3)])
+@pytest.mark.parametrize("shape", [(5, 2, 6), (1, 3, 2), (0, 2, 3)])
 def test_layer_norm(shape: tuple[int, ...]) -> None:
     weight, bias = randn(*shape[1:]), randn(*shape[1:]) + 1
-    check_op(lambda x: F.layer_norm(x, shape[2:]), randn(*shape), gathers=False)
+    check_op(lambda x: F.layer_norm(x, shape[2:]), randn(*shape), **FEW)
     check_op(
         lambda x, w, b: F.layer_norm(x, shape[1:], w, b),
         *(randn(*shape), weight, bias),
-        gathers=False,
+        **FEW,
     )
 
 
 def test_rms_norm() -> None:
-    check_op(lambda x, w: F.rms_norm(x, (6,), w), randn(5, 6), randn(6), gathers=False)
-    check_op(lambda x: F.rms_norm(x, (4, 6), eps=0.1), randn(5, 4, 6), gathers=False)
+    check_op(lambda x, w: F.rms_norm(x, (6,), w), randn(5, 6), randn(6), **FEW)
+    check_op(lambda x: F.rms_norm(x, (4, 6), eps=0.1), randn(5, 4, 6), **FEW)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,20 +61,19 @@ def test_group_norm(groups: int) -> None:
     check_op(
         lambda x, w, b: F.group_norm(x, groups, w, b),
         *(randn(3, 8, 2, 3), weight, bias),
-        most=16,
-        gathers=False,
+        **FEW,
     )
 
 
 def test_instance_norm() -> None:
     x, weight, bias = randn(3, 4, 5), randn(4), randn(4) + 1
-    check_op(lambda x: F.instance_norm(x), x, gathers=False)
-    check_op(lambda x, w, b: F.instance_norm(x, None, None, w, b), x, weight, bias, gathers=False)
+    check_op(lambda x: F.instance_norm(x), x, **FEW)
+    check_op(lambda x, w, b: F.instance_norm(x, None, None, w, b), x, weight, bias, **FEW)
 
     def written(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         return F.instance_norm(x, mean, var, momentum=0.3)
 
-    check_op(written, x, randn(4), randn(4).abs(), grads=None, partial=(), gathers=False)
+    check_op(written, x, randn(4), randn(4).abs(), grads=None, partial=(), **FEW)
 
 
 def test_batch_norm() -> None:
@@ -84,9 +86,9 @@ def test_batch_norm() -> None:
             *(x, weight, bias, mean, var),
             grads=None,
             partial=(),
-            gathers=False,
+            **FEW,
         )
-    check_op(lambda x: F.batch_norm(x, None, None, training=True), x, gathers=False)
+    check_op(lambda x: F.batch_norm(x, None, None, training=True), x, **FEW)
 
 
 def test_statistics_are_of_the_whole_batch() -> None:
@@ -129,4 +131,4 @@ def test_cut_features_take_two_small_reductions() -> None:
 
 
 def test_local_response_norm() -> None:
-    check_op(lambda x: F.local_response_norm(x, 3), randn(4, 5, 3).abs(), gathers=False)
+    check_op(lambda x: F.local_response_norm(x, 3), randn(4, 5, 3).abs(), **FEW)
