@@ -1,0 +1,143 @@
+"""Rules of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilework.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    register_rule,
+    strict,
+)
+from tilework.dtensor.names import forget
+from tilework.dtensor.registry import RULES
+from tilework.testing import run_ranks
+
+
+@torch.library.custom_op("own::weighted", mutates_args=())
+def weighted(x: Tensor, w: Tensor) -> Tensor:
+    """Rows are weighted and summed."""
+    return w @ x
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    return w[:, None] * grad, x @ grad
+
+
+weighted.register_autograd(
+    _gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@torch.library.custom_op("own::largest", mutates_args=())
+def largest(x: Tensor) -> Tensor:
+    return x.amax(-1)
+
+
+@torch.library.custom_op("own::ordered", mutates_args=())
+def ordered(x: Tensor) -> Tensor:
+    return x.sort(-1).values
+
+
+@ordered.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture
+def rules() -> Iterator[None]:
+    before = dict(RULES)
+    yield
+    for own in set(RULES) - set(before):
+        del RULES[own]
+        forget(own)
+    RULES.update(before)
+
+
+@pytest.mark.usefixtures("rules")
+def test_a_line_is_all_that_is_needed() -> None:
+    register_rule(torch.ops.own.weighted, "r c, r -> c", linear=[[0], [1]])
+    x, w = torch.randn(7, 4), torch.randn(7)
+    expected = [one.clone().requires_grad_() for one in (x, w)]
+    torch.autograd.backward((expected[1] @ expected[0]).sin().sum())
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        cases: list[tuple[Any, Any]] = [
+            (([Shard(0)], [Shard(0)]), Partial()),
+            (([Shard(1)], [Replicate()]), Shard(0)),
+            (([Replicate()], [Shard(0)]), Partial()),
+            (([Replicate()], [Replicate()]), Replicate()),
+        ]
+        for placements, lies in cases:
+            leaves = [
+                distribute_tensor(one, mesh, where).requires_grad_()
+                for one, where in zip((x, w), placements, strict=True)
+            ]
+            with strict():
+                found: Any = torch.ops.own.weighted(*leaves)
+                assert found.placements == (lies,)
+                torch.autograd.backward(found.sin().sum())
+            assert torch.allclose(found.full_tensor(), w @ x, atol=1e-5)
+            for leaf, one in zip(leaves, expected, strict=True):
+                assert isinstance(leaf.grad, DTensor)
+                assert one.grad is not None
+                assert torch.allclose(leaf.grad.full_tensor(), one.grad, atol=1e-5)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.usefixtures("rules")
+def test_other_reductions_and_dims_that_stay_whole() -> None:
+    register_rule(torch.ops.own.largest, "b* i -> b*", reduce_ops={"i": "max"})
+    register_rule(torch.ops.own.ordered, "b* i! -> b* i")
+    x = torch.randn(6, 5)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        columns = distribute_tensor(x, mesh, [Shard(1)])
+        with strict():
+            found: Any = torch.ops.own.largest(columns)
+            assert found.placements == (Partial("max"),)
+            assert torch.equal(found.full_tensor(), x.amax(-1))
+            found = torch.ops.own.ordered(columns)
+            assert torch.equal(found.full_tensor(), x.sort(-1).values)
+            rows: Any = torch.ops.own.ordered(distribute_tensor(x, mesh, [Shard(0)]))
+            assert rows.placements == (Shard(0),)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.usefixtures("rules")
+def test_a_new_rule_takes_the_place_of_the_old_at_once() -> None:
+    x = torch.randn(4, 4)
+
+    def lies() -> Any:
+        def program(rank: int) -> Any:
+            mesh = init_device_mesh("cpu", (2,))
+            found: Any = torch.ops.own.ordered(distribute_tensor(x, mesh, [Shard(0)]))
+            return found.placements
+
+        return run_ranks(2, program)[0]
+
+    assert lies() == (Replicate(),)
+    register_rule(torch.ops.own.ordered, "b i! -> b i")
+    assert lies() == (Shard(0),)
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a -> b -> c"])
+def test_what_is_no_line_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        register_rule(torch.ops.own.ordered, text)
+    assert torch.ops.own.ordered not in RULES
