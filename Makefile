@@ -1,4 +1,4 @@
-# make demo    train a small GPT on all cores         make test    run all tests
+# make demo    train a small GPT, 4 ranks or more     make test    run all tests
 # make bench   measure the collectives                make lint    ruff and mypy
 # make sanitize   the core under sanitizers       make chaos   ranks killed, stopped, at odds
 # make fuzz       garbage in the core's memory    make clean   remove what was built
@@ -25,10 +25,11 @@ core_sources := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
-# One rank for each core, but no more than the sequences in the example's default batch.
+# One rank for each core, but at least 4, for both axes of the example's mesh to have several, and no
+# more than the sequences in its default batch.
 demo: install
 	@ranks=$(RANKS); ranks=$${ranks:-$$($(bin)/python -c 'from tilework.launch.cores import usable_cores; \
-	    print(min(usable_cores(), 32))')}; \
+	    print(max(4, min(usable_cores(), 32)))')}; \
 	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
 
 test: install

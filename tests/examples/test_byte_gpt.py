@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from tests.examples.scripts import FOLDER, load, run
+from tilework.dtensor import init_device_mesh, strict
+from tilework.parallel import parallelize_module
+from tilework.testing import run_ranks
 
 SCRIPT = FOLDER / "byte_gpt.py"
 SMALL = ["--steps", "4", "--batch", "6", "--context", "16", "--width", "32", "--layers", "1"]
@@ -58,6 +61,9 @@ def text(tmp_path: Path) -> str:
         ("--layers 0", "argument --layers: expected"),
         ("--width 33", "--width 33 is not a multiple of 32"),
         ("--batch 2 --ranks 3", "--batch 2 is less than one sequence for each of 3 ranks"),
+        ("--dp 2 --tp 2 --ranks 5", "--dp 2 times --tp 2 is not the number of ranks, 5"),
+        ("--tp 0", "argument --tp: expected a whole number of at least 1, got '0'"),
+        ("--tp 3 --width 64", "--tp 3 is more than the 2 attention heads"),
         ("--stepz 3", "unrecognized arguments: --stepz 3"),
     ],
 )
@@ -78,6 +84,26 @@ def test_the_launcher_decides_the_number_of_ranks(
     with pytest.raises(SystemExit):
         options("--ranks", "2")
     assert "--ranks 2, but the launcher started 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh"),
+    [
+        ("--ranks 4", (2, 2)),
+        ("--ranks 3", (3, 1)),
+        ("--ranks 4 --width 32", (4, 1)),
+        ("--dp 2 --tp 2", (2, 2)),
+        ("--tp 3", (1, 3)),
+        ("--dp 3", (3, 1)),
+        ("--ranks 6 --dp 3", (3, 2)),
+        ("--ranks 6 --tp 3", (2, 3)),
+    ],
+)
+def test_the_mesh_follows_from_what_is_said(
+    options: Any, flags: str, mesh: tuple[int, int]
+) -> None:
+    found = options(*flags.split())
+    assert (found.dp, found.tp, found.ranks) == (*mesh, mesh[0] * mesh[1])
 
 
 def test_only_rank_0_tells_of_a_wrong_flag(
@@ -126,17 +152,33 @@ def test_the_standard_library_is_several_megabytes(example: ModuleType, options:
     assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
 
 
-# -- data parallelism --------------------------------------------------------------------------
+# -- on a mesh ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_rows_of_all_ranks_weigh_as_much_as_the_batch(example: ModuleType, ranks: int) -> None:
-    batch = torch.arange(14.0).reshape(7, 2)
-    means = [
-        rows.mean() * weight
-        for rows, weight in (example.rows_of(batch, rank, ranks) for rank in range(ranks))
-    ]
-    torch.testing.assert_close(sum(means) / ranks, batch.mean())
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 3), (3, 1)])
+def test_a_step_is_that_of_one_process_and_gathers_nothing(
+    example: ModuleType, options: Any, dp: int, tp: int
+) -> None:
+    """Seven rows, four heads: neither is even on all these meshes."""
+    flags = ["--batch", "7", "--context", "6", "--width", "128", "--layers", "2"]
+    asked = options("--dp", str(dp), "--tp", str(tp), *flags)
+    batch = torch.randint(256, (7, 7))
+    plain = example.build(asked)
+    wanted = example.loss_of(plain, batch)
+    wanted.backward()
+    models = [example.build(asked) for _ in range(dp * tp)]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        model: Any = parallelize_module(models[rank], mesh, example.plan(asked))
+        with strict():
+            loss = example.loss_of(model, example.on_mesh(batch, mesh))
+            loss.backward()
+        torch.testing.assert_close(loss.full_tensor().detach(), wanted.detach())
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+
+    run_ranks(dp * tp, program)
 
 
 def test_batches_do_not_depend_on_the_number_of_ranks(example: ModuleType, options: Any) -> None:
@@ -151,17 +193,21 @@ def test_batches_do_not_depend_on_the_number_of_ranks(example: ModuleType, optio
 # -- as a user runs it ---------------------------------------------------------------------------
 
 
-def test_ranks_that_share_rows_unevenly_train_as_one_process(text: str) -> None:
-    """Without a launcher: the script starts its four ranks itself."""
-    done = run(str(SCRIPT), "--ranks", "4", "--check", "--text", text, *SMALL)
+@pytest.mark.parametrize(("dp", "tp", "width"), [(4, 1, 32), (2, 2, 96)])
+def test_ranks_train_as_one_process(text: str, dp: int, tp: int, width: int) -> None:
+    """Without a launcher: the script starts its four ranks itself. Rows or heads are uneven."""
+    mesh = ["--dp", str(dp), "--tp", str(tp), "--width", str(width)]
+    done = run(str(SCRIPT), "--check", "--text", text, *SMALL, *mesh)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    keys = "ranks steps loss_first loss_last tokens_per_s comm_share max_rel_diff"
-    assert list(result) == keys.split()
-    assert (result["ranks"], result["steps"]) == (4, 4)
-    assert result["max_rel_diff"] < 1e-4
+    assert list(result) == [
+        *("ranks", "dp", "tp", "steps", "loss_first", "loss_last", "tokens_per_s"),
+        *("messages_per_step", "mb_per_step", "max_rel_diff_early", "max_rel_diff"),
+    ]
+    assert [result[name] for name in ("ranks", "dp", "tp", "steps")] == [4, dp, tp, 4]
+    assert result["max_rel_diff_early"] <= result["max_rel_diff"] < 1e-4
     assert result["loss_last"] < result["loss_first"]
-    assert 0 <= result["comm_share"] <= 1
+    assert result["messages_per_step"] > 0
 
 
 def test_under_the_launcher_the_last_line_is_bare_json(text: str) -> None:
