@@ -8,11 +8,13 @@ used after that was written to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from tilework.comm.agreement import agree
 
 if TYPE_CHECKING:
     from tilework.dtensor.tensor import DTensor
@@ -37,11 +39,13 @@ Write = Callable[["DTensor", "DTensor"], None]
 class View:
     """What a tensor is a view of, though its elements are copies."""
 
-    __slots__ = ("base", "graded", "local", "redo", "shares", "version", "write")
+    __slots__ = ("base", "doubt", "graded", "local", "redo", "shares", "version", "write")
 
     def __init__(self, base: DTensor, redo: Redo, write: Write | None, shares: bool) -> None:
         self.base, self.redo, self.write, self.shares = base, redo, write, shares
         self.graded = torch.is_grad_enabled()
+        #: The base's strides, where these tell whether torch makes a view at all.
+        self.doubt: Sequence[int] | None = None
         self.note()
 
     def note(self) -> None:
@@ -86,7 +90,7 @@ def viewed(
         base, rest = named.pop("input"), ()
     if not hasattr(base, "_view_of"):
         return result  # of a plain tensor, which counts as replicated
-    if base._view_of is None and (not copied or _torch_copies(base, func, name, rest, named)):
+    if base._view_of is None and not copied:
         return result
 
     def redo(x: Any) -> Any:
@@ -94,20 +98,27 @@ def viewed(
 
     if isinstance(result, Tensor):
         mark(result, base, redo, shares=not copied)
+        if copied and name in _COPY_AT_NEED:
+            result._view_of.doubt = base.stride()  # type: ignore[attr-defined]
         return result
     for i, one in enumerate(result):
         mark(one, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
     return result
 
 
-def _torch_copies(
-    base: DTensor, func: Any, name: str, rest: tuple[Any, ...], named: dict[str, Any]
-) -> bool:
-    """Whether the operator gives no view of a plain tensor either."""
-    if name not in _COPY_AT_NEED:
+def _is_copy(view: View) -> bool:
+    """Whether torch's operator gives no view of such a tensor either. Collective if unknown."""
+    base, mine = view.base, view.doubt
+    if mine is None:
         return False
-    plain = torch.empty_strided(base.shape, base.stride(), device="meta")
-    return not func(plain, *rest, **named)._is_view()
+    view.doubt = None
+    # Strides of a part that has one row could be in another order.
+    told = min(base._local_tensor.shape, default=2) > 1
+    mesh = base._spec.mesh
+    every = agree(lambda: (told, mine), mesh.axes_group(tuple(range(mesh.ndim))))
+    strides = next((its for told, its in every if told), every[0][1])
+    plain = torch.empty_strided(base.shape, strides, device="meta")
+    return not view.redo(plain)._is_view()
 
 
 def refresh(tensor: DTensor) -> None:
@@ -117,6 +128,9 @@ def refresh(tensor: DTensor) -> None:
     if view.base._view_of is not None:
         refresh(view.base)
     if view.is_stale:
+        if _is_copy(view):
+            tensor._view_of = None
+            return
         with torch.set_grad_enabled(view.graded):
             made = view.redo(view.base)
         tensor._local_tensor, tensor._aliases = made._local_tensor, None
@@ -127,6 +141,9 @@ def written(tensor: DTensor) -> None:
     """Write what was written to a view to what it is one of. Collective."""
     view = tensor._view_of
     assert view is not None
+    if _is_copy(view):
+        tensor._view_of = None
+        return
     if view.shares:
         if view.base._view_of is not None:
             written(view.base)

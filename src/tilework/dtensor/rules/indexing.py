@@ -168,6 +168,7 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
             then += places
             dim += len(places)
             continue
+        _check(item, dim, input.shape[dim])
         first.append(item)
         if isinstance(item, slice):
             then.append(None)
@@ -176,6 +177,14 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     if any(item != slice(None) for item in first):
         part = cast(DTensor, input[tuple(first)])
     return part, then if any(one is not None for one in then) else None
+
+
+def _check(item: Any, dim: int, size: int) -> None:
+    if isinstance(item, slice):
+        if item.step is not None and operator.index(item.step) <= 0:
+            raise ValueError(f"step must be greater than zero, got {item.step} for dim {dim}")
+    elif not -size <= item < size:
+        raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
 
 
 def _items(index: Any) -> list[Any]:

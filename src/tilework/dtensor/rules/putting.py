@@ -184,28 +184,26 @@ def _along_dim(linear: bool) -> Callable[..., Answer]:
     return here
 
 
-def _at(input: Tensor, dim: int, index: Tensor) -> list[Any]:
+def _write_lines(input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool) -> None:
+    """Write to what an index of one dim, or a number, names along a dim."""
+    if input.dim() == 0:
+        input = input.view(1)
     places: list[Any] = [None] * input.dim()
     places[dim] = index.reshape(-1)
-    return places
-
-
-def _lined_up(input: Tensor, source: Tensor) -> Tensor:
-    return source if source.dim() == input.dim() else source.reshape(1)
+    put_at_(input, places, source, accumulate)
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> None:
-    source = source if alpha == 1 else source * alpha
-    put_at_(input, _at(input, dim, index), source, True)
+    _write_lines(input, dim, index, source if alpha == 1 else source * alpha, True)
 
 
 def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    put_at_(input, _at(input, dim, index), source, False)
+    _write_lines(input, dim, index, source, False)
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> None:
     value = value if isinstance(value, Tensor) else torch.tensor(value)
-    put_at_(input, _at(input, dim, index), value.to(input.dtype), False)
+    _write_lines(input, dim, index, value.to(input.dtype), False)
 
 
 def _index_reduce(
@@ -217,6 +215,8 @@ def _index_reduce(
     *,
     include_self: bool = True,
 ) -> None:
+    if input.dim() == 0:
+        input, source = input.view(1), source.reshape(1)
     shape = [1] * input.dim()
     shape[dim] = -1
     places = index.reshape(shape).expand(source.shape)

@@ -213,11 +213,6 @@ def _narrow(input: Arg, dim: int, start: Any, length: int) -> Answer:
     return sliced(input, _one(dim, _all(input.ndim), slice(start, start + length, 1)))
 
 
-@rule("narrow_copy")
-def _narrow_copy(input: Arg, dim: int, start: Any, length: int) -> Answer:
-    return Composed(lambda input, dim, start, length: input.narrow(dim, start, length).clone())
-
-
 @rule("select")
 def _select(input: Arg, dim: int, index: Any) -> Answer:
     if isinstance(index, Arg):
@@ -311,3 +306,24 @@ def _unbind(input: Arg, dim: int = 0) -> Answer:
         [kept] * input.shape[dim],
         moves=True,
     )
+
+
+# -- copies of views -------------------------------------------------------------------------
+
+
+def _copied(name: str) -> None:
+    """Register the rule of the operator that copies what a view shows."""
+    view: Any = getattr(Tensor, name)
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        made = view(*args, **kwargs)
+        return made.clone() if isinstance(made, Tensor) else tuple([one.clone() for one in made])
+
+    rule(f"{name}_copy")(lambda *_, **__: Composed(compute))
+
+
+for _name in (
+    *("narrow", "select", "split", "split_with_sizes", "unbind", "diagonal", "expand", "permute"),
+    *("squeeze", "unsqueeze", "t", "transpose", "unfold", "view"),
+):
+    _copied(_name)
