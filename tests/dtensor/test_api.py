@@ -368,3 +368,21 @@ def test_what_is_left_is_replicated_and_ties_are_kept() -> None:
         assert len(list(model.parameters())) == 5
 
     run_ranks(2, program)
+
+
+def test_recurrent_modules_run_with_what_replaced_their_parameters() -> None:
+    torch.manual_seed(0)
+    plain = [nn.LSTM(3, 4) for _ in range(2)]
+    x = torch.randn(5, 2, 3)
+    with torch.no_grad():
+        expected = plain[0](x)[0]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model = distribute_module(plain[rank], mesh)  # values are those of the first rank
+        found = model(distribute_tensor(x, mesh))[0]
+        assert torch.allclose(found.full_tensor(), expected, atol=1e-6)
+        found.sum().backward()
+        assert all(isinstance(one.grad, DTensor) for one in model.parameters())
+
+    run_ranks(2, program)

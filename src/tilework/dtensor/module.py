@@ -104,9 +104,10 @@ def _replicate(
     module: nn.Module, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
     """Replace what is plain in this very module. ``shared`` knows what was replaced by what."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in list(module._parameters.items()):
         if parameter is not None and not isinstance(parameter, DTensor):
-            module._parameters[name] = _replica(parameter, mesh, shared)  # type: ignore[assignment]
+            # Not behind the module's back: nn.LSTM keeps a list of its parameters, too.
+            setattr(module, name, _replica(parameter, mesh, shared))
     for name, buffer in module._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
             module._buffers[name] = _replica(buffer, mesh, shared)
