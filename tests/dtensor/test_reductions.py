@@ -180,6 +180,11 @@ def test_distances() -> None:
     )
 
 
+def test_likeness_of_what_is_broadcast() -> None:
+    x, y = A[None], A[:2, None] + 0.5
+    check(together(F.cosine_similarity, lambda x, y: F.cosine_similarity(x, y, dim=0)), *(x, y))
+
+
 @pytest.mark.parametrize("dim", [0, -1])
 def test_softmax(dim: int) -> None:
     check(

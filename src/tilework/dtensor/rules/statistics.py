@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Factor
+from tilework.dtensor.factors import Factor, broadcast_shape
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.extrema import extreme
 from tilework.dtensor.rules.own import settled
@@ -267,7 +267,8 @@ def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> Ans
 
 def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     kind = torch.promote_types(x1.dtype, x2.dtype)
-    x1, x2 = x1.to(kind), x2.to(kind)
+    shape = broadcast_shape([x1.shape, x2.shape])
+    x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
     norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
     # What is below eps is constant, but has a gradient as if it were not, as in torch.
     a, b = (
