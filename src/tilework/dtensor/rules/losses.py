@@ -45,20 +45,28 @@ def reduced(
         mine = choice.local_size(tuple(out))
         # A part's mean, weighted: no sum overflows that is none in torch.
         share = mine / count if how == MEAN and mine < count else None
-        here = dict(given) if mine or share is None else {**given, "reduction": SUM}
 
         def loss(*tensors: Tensor) -> Tensor:
-            found = function(
-                **{
-                    name: tensors[value.number] if isinstance(value, Arg) else value
-                    for name, value in here.items()
-                }
-            )
+            if how != NONE and mine == 0 < count:  # of which torch leaves some undefined
+                dtypes = [one.dtype for one in tensors if one.is_floating_point()]
+                return tied(
+                    torch.zeros((), dtype=max(dtypes, key=_width), device=tensors[0].device),
+                    *tensors,
+                )
+            values = {
+                name: tensors[value.number] if isinstance(value, Arg) else value
+                for name, value in given.items()
+            }
+            found = function(**values)
             return found if share is None else found * share
 
         return loss
 
     return native(dims, [out if how == NONE else []], run=run)
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> None:
