@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.dtensor.database import table
+
 _SECONDS = 120
 
 
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="for layouts")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--results", default="database.jsonl", help="a file for what is found")
+    parser.add_argument("--table", action="store_true", help="write docs/operators.md (of all)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -139,6 +142,8 @@ def _supervise(options: Any) -> int:
         time.sleep(0.2)
     found = [one for worker in workers for one in worker.found]
     Path(options.results).write_text("".join(json.dumps(one) + "\n" for one in found))
+    if options.table:
+        table.write(every, found)
     bad = [one for one in found if one["state"] != "right"]
     for one in bad:
         print(one["text"])

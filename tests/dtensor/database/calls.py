@@ -135,7 +135,7 @@ def cases(
 
 
 def _samples(info: Any, dtype: torch.dtype, most: int) -> list[Any]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     found: list[Any] = []
     with _quiet(), contextlib.suppress(Exception):
         for sample in info.sample_inputs("cpu", dtype, requires_grad=False):
@@ -165,10 +165,10 @@ def _call(form: Form, sample: Any) -> Call | None:
     with _quiet():
         try:
             if form.name == "out=":
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 plain = Form("function", lambda i, a, k: form.fn(i, a, k, None), grads=False)
                 args.append(_outputs(plain, args))
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             call = Call(form.fn, args, form.grads)
             if form.name == "out=" and not _agree(call, Call(plain.fn, args[:3], grads=False)):
                 return None
@@ -197,7 +197,7 @@ def _repeats(call: Call) -> bool:
 
 def _gives_again(call: Call, seed: int) -> bool:
     with _quiet():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         try:
             leaves = call.leaves()
             again = tree_flatten(call.on(leaves))[0]

@@ -1,21 +1,15 @@
-"""``docs/operators.md``: which operators run on cut tensors as they are, and which gather them.
-
-``python -m tests.dtensor.database.table`` writes it anew.
-"""
+"""``docs/operators.md``: which operators run on cut tensors, and which gather them."""
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
-
-from tests.dtensor.database.calls import Case, cases, dtypes_of, forms, named, operators
-from tests.dtensor.database.running import Result, run_cases
+from typing import Any
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "operators.md"
-NATIVE, PARTLY, GATHERED = "never gathered", "some calls are gathered", "gathered"
+NEVER, PARTLY, ALWAYS = "never gathered", "some calls are gathered", "gathered"
+NOT_CALLED = "no sample that torch itself runs"
 
 _HEAD = """\
 # Operators
@@ -23,13 +17,14 @@ _HEAD = """\
 DTensor takes all operators. Most run on each rank's part of the tensors, or are composed of
 operators that do. For the others the tensors are gathered: the result is right, but every rank
 gets all of the bytes, and a `GatherWarning` tells so once. Which is which was found by calling
-each operator of the database that torch has for its own tests ({count} operators) with its sample
-arguments, cut along their first dim, their last, and at random; all gave what plain tensors give.
+each of the {count} operators of the database that torch has for its own tests with its sample
+arguments, in each of its forms (function, method, in place, `out=`), on meshes of 2 and of 2 x 2
+ranks, cut along the first dim, the last, and at random.
 
 {never} operators were never gathered (a dim that an operator needs whole is, but not the others),
-{partly} for some calls, {gathered} always.
+{partly} for some calls, {always} always; {none} have no samples that can be called here.
 
-This file is written by `python -m tests.dtensor.database.table`.
+`python -m tests.dtensor.database --table` writes this file.
 
 | operator | calls | |
 |---|---|---|
@@ -42,40 +37,27 @@ def read(document: Path = DOCUMENT) -> dict[str, str]:
     return {row[1].strip().strip("`"): row[3].strip() for row in rows}
 
 
-def samples_of(info: object) -> list[Case]:
-    """The calls that the table is made from."""
-    (dtype, *_) = dtypes_of(info, [torch.float64])
-    only = [form.name for form in forms(info) if form.name != "out="]
-    return list(cases(info, dtype, 4, meshes=[(2,)], only=only))
-
-
-def row(name: str, results: list[Result]) -> tuple[str, int, str]:
-    """An operator's row."""
-    gathered = sum(bool(result.gathered) for result in results)
-    told = NATIVE if not gathered else GATHERED if gathered == len(results) else PARTLY
-    return name, len(results), told if results else "no sample that torch can run here"
-
-
-def main() -> int:
-    """Write the document; print what is not right."""
-    rows, bad = [], 0
-    for info in operators():
-        chosen = samples_of(info)
-        results = run_cases(chosen) if chosen else []
-        for result in results:
-            if result.outcome != "right":
-                bad += 1
-                print(result)
-        rows.append(row(named(info), results))
-    counts = Counter(told for _, _, told in rows)
-    head = _HEAD.format(
-        count=len(rows), never=counts[NATIVE], partly=counts[PARTLY], gathered=counts[GATHERED]
+def write(
+    names: Sequence[str], found: Sequence[Mapping[str, Any]], document: Path = DOCUMENT
+) -> None:
+    """Write the document anew, from what calls of all operators came to."""
+    calls: dict[str, list[bool]] = defaultdict(list)
+    for one in found:
+        calls[one["operator"]].append(bool(one.get("gathered")))
+    told = {name: _told(calls[name]) for name in names}
+    counts = Counter(told.values())
+    text = _HEAD.format(
+        count=len(names),
+        never=counts[NEVER],
+        partly=counts[PARTLY],
+        always=counts[ALWAYS],
+        none=counts[NOT_CALLED],
     )
-    DOCUMENT.write_text(
-        head + "".join(f"| `{n}` | {count} | {told} |\n" for n, count, told in rows)
-    )
-    return 1 if bad else 0
+    rows = [f"| `{name}` | {len(calls[name])} | {what} |\n" for name, what in told.items()]
+    document.write_text(text + "".join(rows))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _told(gathered: Sequence[bool]) -> str:
+    if not gathered:
+        return NOT_CALLED
+    return PARTLY if any(gathered) and not all(gathered) else ALWAYS if any(gathered) else NEVER
