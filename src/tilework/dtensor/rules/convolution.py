@@ -36,6 +36,8 @@ def on_parts(
         local: What is to be given instead, for a way in which it is run.
         bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
     """
+    # Then torch says whether that may be.
+    nothing = any(0 in value.shape for value in given.values() if isinstance(value, Arg))
 
     def make(choice: Choice) -> Callable[..., Any]:
         here = {**given, **local(choice)}
@@ -51,7 +53,7 @@ def on_parts(
                 for name, value in here.items()
                 if isinstance(value, Arg) and name != bias
             ]
-            if all(one.numel() for one in needed):
+            if nothing or all(one.numel() for one in needed):
                 return function(**values)
             empty = [
                 torch.zeros(

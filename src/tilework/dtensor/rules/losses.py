@@ -47,26 +47,19 @@ def reduced(
         share = mine / count if how == MEAN and mine < count else None
 
         def loss(*tensors: Tensor) -> Tensor:
-            if how != NONE and mine == 0 < count:  # of which torch leaves some undefined
-                dtypes = [one.dtype for one in tensors if one.is_floating_point()]
-                return tied(
-                    torch.zeros((), dtype=max(dtypes, key=_width), device=tensors[0].device),
-                    *tensors,
-                )
             values = {
                 name: tensors[value.number] if isinstance(value, Arg) else value
                 for name, value in given.items()
             }
+            if how != NONE and mine == 0 < count:
+                found = function(**{**values, "reduction": SUM})  # of nothing: maybe undefined
+                return found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0)
             found = function(**values)
             return found if share is None else found * share
 
         return loss
 
     return native(dims, [out if how == NONE else []], run=run)
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> None:
