@@ -284,10 +284,9 @@ def plan(options: Options) -> dict[str, ParallelStyle]:
     ``Shard(1)`` is the sequence. A layer that takes it so gathers it; one that gives it so adds up
     what the ranks have computed, and leaves each its part.
     """
-    heads = [len(part) for part in torch.arange(options.width // HEAD_WIDTH).chunk(options.tp)]
-    heads += [0] * (options.tp - len(heads))
-    qkv = Shard(-1, sizes=tuple(3 * HEAD_WIDTH * count for count in heads))
-    mixed = Shard(-1, sizes=tuple(HEAD_WIDTH * count for count in heads))
+    heads = torch.arange(options.width // HEAD_WIDTH).tensor_split(options.tp)  # 4 over 3: 2, 1, 1
+    qkv = Shard(-1, sizes=tuple(3 * HEAD_WIDTH * len(part) for part in heads))
+    mixed = Shard(-1, sizes=tuple(HEAD_WIDTH * len(part) for part in heads))
     sequence = Shard(1)
     columns = partial(ColwiseParallel, input_layouts=sequence, use_local_output=False)
     rows = partial(RowwiseParallel, output_layouts=sequence, use_local_output=False)
