@@ -128,7 +128,7 @@ CASES = RESHAPING | JOINING | TAKING_APART | MOVING
 def test_it_is_what_plain_torch_gives(name: str) -> None:
     fn, args = CASES[name]
     mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
-    check_op(fn, *args, meshes=[mesh], most=6, gathers=False)
+    check_op(fn, *args, meshes=[mesh], most=4, gathers=False)
 
 
 def test_other_dtypes_of_the_same_bytes() -> None:
@@ -136,7 +136,7 @@ def test_other_dtypes_of_the_same_bytes() -> None:
         check_op(lambda x, d=dtype: x.view(d), A, most=5, grads=False, partial=(), gathers=False)
 
 
-@examples(20)
+@examples(15)
 @given(st.data())
 def test_any_reshape(data: st.DataObject) -> None:
     """Sizes with and without factors in common, and of 1; then cut in any way."""
@@ -150,7 +150,7 @@ def test_any_reshape(data: st.DataObject) -> None:
         lambda x: x.reshape(new) * 2,
         torch.arange(float(total)).reshape(old),
         meshes=[mesh],
-        most=3,
+        most=2,
         seed=seed,
         gathers=False,
     )
@@ -273,7 +273,7 @@ def test_views_share_memory(name: str) -> None:
     for fn in (to_view, to_base):
         # Torch refuses gradients where one of several results is written to.
         grads = not name.startswith("one of")
-        check_op(fn, A, meshes=[(2,), (2, 2)], most=4, seed=len(name), grads=grads)
+        check_op(fn, A, meshes=[(2, 2)], most=5, seed=len(name), grads=grads)
 
 
 def test_a_view_that_moved_of_a_parameter_cannot_be_written_to() -> None:

@@ -448,7 +448,7 @@ def _ways(choice: Choice, specs: Sequence[DTensorSpec]) -> list[tuple[DTensorSpe
 def _moves(decision: Decision, leaves: Sequence[Tensor]) -> bool:
     """Whether elements have to be moved before the operator runs."""
     return any(
-        way is not None and isinstance(leaf, DTensor) and way[0] != leaf._spec
+        way is not None and isinstance(leaf, DTensor) and way[0].tiling != leaf._spec.tiling
         for leaf, way in zip(leaves, decision.ways, strict=True)
     )
 

@@ -18,7 +18,26 @@ from tilework.dtensor.tensor import DTensor
 @rule("__getitem__")
 def _getitem(input: Arg, index: Any) -> Answer:
     items = basic(index, input.shape)
-    return Composed(_get) if items is None else indexed(input, items)
+    if items is not None:
+        return indexed(input, items)
+    return Composed(_get_at if _is_plain(index) else _get)
+
+
+def _is_plain(index: Any) -> bool:
+    """Whether there are only tensors of integers, and dims that are taken as they are."""
+    return all(
+        (isinstance(item, Arg) and item.ndim > 0 and item.dtype is torch.int64)
+        or (isinstance(item, slice) and item == slice(None))
+        for item in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def _get_at(input: Tensor, index: Any) -> Tensor:
+    given = index if isinstance(index, tuple) else (index,)
+    if len(given) > input.dim():
+        raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
+    indices = [item if isinstance(item, Tensor) else None for item in given]
+    return take_at(input, indices + [None] * (input.dim() - len(given)))
 
 
 def _get(input: Tensor, index: Any) -> Tensor:

@@ -48,7 +48,8 @@ def sliced(input: Arg, items: Sequence[Item]) -> Answer:
         input: The tensor.
         items: For all dims, in order, what is taken; and where new dims are.
     """
-    spec = input.spec
+    # An axis of one rank cuts nothing.
+    spec = uncut(input.spec, [dim for dim, item in _by_dim(items) if isinstance(item, int)])
     spans = {
         dim: item.indices(input.shape[dim])
         for dim, item in _by_dim(items)
@@ -118,7 +119,7 @@ def whole_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
 
 def indexed(input: Arg, items: Sequence[Item]) -> Answer:
     """Any basic indexing, where a call's arguments are the tensor and the index."""
-    if any(isinstance(item, int) and input.spec.axes_of(dim) for dim, item in _by_dim(items)):
+    if any(isinstance(item, int) and input.is_cut(dim) for dim, item in _by_dim(items)):
         return Composed(_two_steps)
     return sliced(input, items)
 
@@ -219,7 +220,7 @@ def _select(input: Arg, dim: int, index: Any) -> Answer:
         return Composed(lambda input, dim, index: input.select(dim, int(index.item())))
     if not -input.shape[dim] <= index < input.shape[dim]:
         return None
-    if input.spec.axes_of(dim % input.ndim):
+    if input.is_cut(dim):
         return Composed(
             lambda input, dim, index: input[
                 tuple(_one(dim, _all(input.dim()), operator.index(index)))

@@ -360,7 +360,8 @@ def _unfold(input: Arg, dimension: int, size: int, step: int) -> Answer:
         dims[dimension] = Factor(input.shape[dimension], whole=True)
     out: list[Factor] = list(factors)
     if input.ndim:
-        out[dimension] = Factor(0, whole=True)
+        count = (input.shape[dimension] - size) // step + 1
+        out[dimension] = Factor(max(count, 0), whole=True)
     return native({input: dims}, [[*out, Factor(size, whole=True)]], moves=True)
 
 
@@ -381,7 +382,7 @@ def _pad(input: Arg, pad: Any, mode: str = "constant", value: Any = None) -> Ans
     # Elements are repeated at the ends, so each rank has to have padded dims whole.
     factors = [Factor(size, whole=dim in by_dim) for dim, size in enumerate(input.shape)]
     out = [
-        Factor(factor.size, whole=True) if dim in by_dim else factor
+        Factor(factor.size + sum(by_dim[dim]), whole=True) if dim in by_dim else factor
         for dim, factor in enumerate(factors)
     ]
 
