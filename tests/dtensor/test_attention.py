@@ -17,6 +17,7 @@ from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.testing import run_ranks
 
 R, P = Replicate(), Partial()
+MESHES = [(3,), (2, 2)]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -41,37 +42,43 @@ def attend(**kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.3}])
 def test_attention_of_parts(kwargs: dict[str, Any]) -> None:
-    check_op(attend(**kwargs), *heads(), most=20, gathers=False)
+    check_op(attend(**kwargs), *heads(), meshes=MESHES, most=6, gathers=False)
 
 
 def test_attention_without_batch_or_heads() -> None:
-    check_op(attend(is_causal=True), *[one[0, 0] for one in heads()], most=8, gathers=False)
-    check_op(attend(), *[one[0] for one in heads()], most=8, gathers=False)
+    check_op(
+        attend(is_causal=True),
+        *[one[0, 0] for one in heads()],
+        meshes=MESHES,
+        most=3,
+        gathers=False,
+    )
+    check_op(attend(), *[one[0] for one in heads()], meshes=MESHES, most=2, gathers=False)
 
 
 def test_more_queries_than_keys() -> None:
-    check_op(attend(is_causal=True), *heads(length=7, keys=3), most=8, gathers=False)
+    check_op(attend(is_causal=True), *heads(length=7, keys=3), meshes=MESHES, most=2, gathers=False)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (4, 1, 6), (2, 1, 5, 6), (2, 4, 5, 6)])
 def test_masks_are_broadcast(shape: tuple[int, ...]) -> None:
-    check_op(attend(), *heads(), drawn(*shape), most=8, gathers=False)
-    check_op(attend(), *heads(), drawn(*shape) > -1, most=8, gathers=False)
+    check_op(attend(), *heads(), drawn(*shape), meshes=MESHES, most=2, gathers=False)
+    check_op(attend(), *heads(), drawn(*shape) > -1, meshes=MESHES, most=2, gathers=False)
 
 
 def test_a_row_of_masked_keys_is_nothing() -> None:
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[2] = False
-    check_op(attend(), *heads(), mask, most=12, gathers=False)
+    check_op(attend(), *heads(), mask, meshes=MESHES, most=4, gathers=False)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}])
 def test_heads_share_keys(kwargs: dict[str, Any]) -> None:
     q, k, v = heads(heads=6)
     fn = attend(enable_gqa=True, **kwargs)
-    check_op(fn, q, k[:, :2], v[:, :2], most=12, gathers=False)
+    check_op(fn, q, k[:, :2], v[:, :2], meshes=MESHES, most=4, gathers=False)
     if not kwargs:
-        check_op(fn, q, k[:, :2], v[:, :2], drawn(6, 1, 6), most=8, gathers=False)
+        check_op(fn, q, k[:, :2], v[:, :2], drawn(6, 1, 6), meshes=MESHES, most=2, gathers=False)
 
 
 def test_heads_need_not_communicate() -> None:
@@ -140,7 +147,7 @@ def test_multi_head_attention(kwargs: dict[str, Any]) -> None:
     inputs = [drawn(5, 3, 8), drawn(6, 3, 8), drawn(6, 3, 8) * 2]
     if kwargs.get("batch_first"):
         inputs = [one.transpose(0, 1).contiguous() for one in inputs]
-    check_op(fn, *inputs, *parameters, meshes=[(2,)], most=6)
+    check_op(fn, *inputs, *parameters, meshes=[(2,)], most=3)
 
 
 # -- what is drawn ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.dtensor.checking import Layout, check_op, count_op
 from tilework.layout import Partial, Placement, Replicate, Shard
 
 R, P = Replicate(), Partial()
+MESHES = [(3,), (2, 2)]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -43,7 +44,7 @@ def products(*shapes: tuple[int, ...]) -> list[Tensor]:
     ],
 )
 def test_matmul_of_any_ranks(shapes: list[tuple[int, ...]]) -> None:
-    check_op(torch.matmul, *products(*shapes), most=8, gathers=False)
+    check_op(torch.matmul, *products(*shapes), meshes=MESHES, most=2, gathers=False)
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
@@ -90,7 +91,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_those_of_plain_tensors(name: str) -> None:
     fn, shapes = PRODUCTS[name]
-    check_op(fn, *products(*shapes), most=10, gathers=False)
+    check_op(fn, *products(*shapes), meshes=MESHES, most=2, gathers=False)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,8 @@ def test_products_are_those_of_plain_tensors(name: str) -> None:
     ],
 )
 def test_an_equation_is_its_rule(equation: str, shapes: list[tuple[int, ...]]) -> None:
-    check_op(lambda *x: torch.einsum(equation, *x), *products(*shapes), most=8, gathers=False)
+    tensors = products(*shapes)
+    check_op(lambda *x: torch.einsum(equation, *x), *tensors, meshes=MESHES, most=2, gathers=False)
 
 
 def test_einsum_of_sublists() -> None:
@@ -141,14 +143,23 @@ def test_addmm_in_place() -> None:
     def added(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return (out * 1).addmm_(a, b, beta=0.5)
 
-    check_op(added, *products((4, 5), (4, 3), (3, 5)), most=8, gathers=False)
+    check_op(added, *products((4, 5), (4, 3), (3, 5)), meshes=MESHES, most=2, gathers=False)
 
 
 def test_nothing_else_of_what_is_ignored() -> None:
     """With ``beta=0`` what is added may be anything."""
     a, b = products((4, 4), (4, 4))
     nan = torch.full((4,), torch.nan, dtype=a.dtype)
-    check_op(lambda i, a, b: torch.addmm(i, a, b, beta=0), nan, a, b, grads=False, partial=())
+    check_op(
+        lambda i, a, b: torch.addmm(i, a, b, beta=0),
+        nan,
+        a,
+        b,
+        grads=False,
+        meshes=MESHES,
+        most=4,
+        partial=(),
+    )
 
 
 # -- what moves ------------------------------------------------------------------------------

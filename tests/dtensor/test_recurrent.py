@@ -78,7 +78,7 @@ def test_projections_and_states() -> None:
         fn,
         *[drawn(5, 4, 3), drawn(1, 4, 2), drawn(1, 4, 4)],
         *parameters,
-        meshes=[(2,), (2, 2)],
+        meshes=[(2, 2)],
         layouts=batch_cut(1, parameters, 1, 1),
         gathers=False,
     )
@@ -86,7 +86,7 @@ def test_projections_and_states() -> None:
 
 def test_any_layout_of_inputs_and_weights() -> None:
     fn, parameters = called(nn.GRU(3, 4, dtype=torch.float64), states=1)
-    check_op(fn, drawn(5, 4, 3), drawn(1, 4, 4), *parameters, meshes=[(2,)], most=8, gathers=False)
+    check_op(fn, drawn(5, 4, 3), drawn(1, 4, 4), *parameters, meshes=[(2,)], most=4, gathers=False)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
