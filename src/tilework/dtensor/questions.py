@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -131,3 +131,15 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
     tensor, spec = args
     return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
 
+
+
+@special(
+    *("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
+    *("_make_dual", "make_dual", "share_memory_"),
+)
+def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    name = getattr(func, "__name__", str(func))
+    raise TypeError(
+        f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
+        f"it plain with full_tensor(), or take this rank's part with to_local()"
+    )
