@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm.collectives import all_reduce
+from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor import gradients
+from tilework.dtensor.names import special
+from tilework.dtensor.redistribution import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
 
@@ -41,6 +45,20 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [
         one if spec is None else wrap(one, spec) for one, spec in zip(result, layouts, strict=True)
     ]
+
+
+@special("_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients in place, as ``GradScaler`` does; all ranks learn what one rank finds."""
+    grads, found, scale = args
+    if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
+        raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
+    func(_local(grads), *map(gradients.plain, (found, scale)), **kwargs)
+    meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
+    for mesh in meshes:
+        if mesh.here:
+            group = axes_group(mesh, tuple(range(mesh.ndim)))
+            all_reduce(gradients.plain(found), ReduceOp.MAX, group)
 
 
 def _is_list(arg: Any) -> bool:

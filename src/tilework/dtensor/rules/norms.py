@@ -13,6 +13,7 @@ from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Dim, Factor, factors_of
 from tilework.dtensor.registry import Answer, Arg, Composed, line, native, rule
 from tilework.dtensor.rules.own import settled, tied
+from tilework.dtensor.tensor import DTensor
 
 line(
     "local_response_norm(input, size, alpha=0.0001, beta=0.75, k=1.0)",
@@ -235,8 +236,12 @@ def _unbiased(var: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    if running is not None:
-        running.mul_(1 - momentum).add_(settled(value.detach() * momentum))
+    if running is None:
+        return
+    change = settled(value.detach() * momentum)
+    if not isinstance(running, DTensor) and isinstance(change, DTensor):
+        change = change.full_tensor()  # what a plain module keeps is plain on every rank
+    running.mul_(1 - momentum).add_(change)
 
 
 @rule(torch.batch_norm)
