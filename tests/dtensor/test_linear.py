@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.dtensor.checking import Layout, check_op, count_op
+from tests.dtensor.checking import Layout, check_op, count_op, noting_gatherings
+from tilework.dtensor import distribute_tensor, init_device_mesh
 from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.testing import run_ranks
 
 R, P = Replicate(), Partial()
 MESHES = [(3,), (2, 2)]
@@ -206,3 +208,28 @@ def test_axes_that_cut_a_sum_in_different_orders() -> None:
     found = count_op(torch.mm, *products((3, 8), (8, 5)), layouts=[straight, crossed], mesh=(2, 2))
     assert found.placements == [(P, P)]
     assert len(found.forward) == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(4, 6), (3, 5)]),
+        (torch.matmul, [(4, 2), (1, 5)]),
+        (F.linear, [(4, 2), (5, 1)]),
+    ],
+)
+def test_sizes_that_fit_by_parts_alone_are_refused(
+    fn: Callable[..., Any], shapes: list[tuple[int, ...]]
+) -> None:
+    tensors = products(*shapes)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        first = distribute_tensor(tensors[0], mesh, [Shard(1)])
+        with pytest.raises(RuntimeError):
+            fn(first, distribute_tensor(tensors[1], mesh, [R]))
+
+    with pytest.raises(RuntimeError):
+        fn(*tensors)
+    with noting_gatherings():
+        run_ranks(2, program)

@@ -149,7 +149,8 @@ class Pattern:
     Terms are separated by commas: one for each tensor argument, in their order, then after ``->``
     one for each tensor of the result. A term names what each dim runs over. ``b*`` stands for any
     number of dims, which are broadcast as torch does it; ``i!`` for a dim that each rank needs
-    whole; a term that ends in ``?`` for an argument that may be None.
+    whole; a term that ends in ``?`` for an argument that may be None, all of whose dims are
+    broadcast.
 
     A factor that no output has is reduced: by a sum, unless ``reduce_ops`` says otherwise.
 
@@ -223,7 +224,11 @@ class Pattern:
             ]
             for name, its in sizes.items()
         }
-        inputs = [self._term(span, factors) for span in spans if span is not None]
+        inputs = [
+            self._term(slot, span, factors)
+            for slot, span in zip(slots, spans, strict=True)
+            if span is not None
+        ]
         outputs = [
             term([factor for token in slot.tokens for factor in factors[token.name]])
             for slot in self.outputs
@@ -273,11 +278,17 @@ class Pattern:
                 found.setdefault(token.name, [])
         return found
 
-    def _term(self, span: list[tuple[str, list[int]]], factors: Mapping[str, list[Factor]]) -> Term:
+    def _term(
+        self, slot: _Slot, span: list[tuple[str, list[int]]], factors: Mapping[str, list[Factor]]
+    ) -> Term:
         dims: list[Factor | None] = []
-        for name, sizes in span:
+        for token, (name, sizes) in zip(slot.tokens, span, strict=True):
             its = factors[name]
             for factor, size in zip(its[len(its) - len(sizes) :], sizes, strict=True):
+                if factor.size != size and not (token.many or slot.optional):
+                    raise ValueError(
+                        f"{name!r} in {self.text!r} has sizes {factor.size} and {size}"
+                    )
                 dims.append(factor if factor.size == size else None)
         return term(dims)
 

@@ -213,6 +213,8 @@ def _einsum(equation: str, *operands: Any) -> Answer:
     names = [_names(word, width) for word, width in zip(words, widths, strict=True)]
     result = _names(out, max(widths)) if arrow else _implied(names)
     factors = _factors(names, tensors)
+    if factors is None or not factors.keys() >= set(result):
+        return None
     terms = [
         term([
             factors[name] if factors[name].size == size else None
@@ -235,12 +237,17 @@ def _implied(names: Sequence[Names]) -> Names:
     return [*dots, *sorted(n for n in found if isinstance(n, str) and found.count(n) == 1)]
 
 
-def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor]:
-    """A factor for each name; what one tensor has twice, its diagonal, is needed whole."""
+def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor] | None:
+    """A factor for each name; what one tensor has twice, its diagonal, is needed whole.
+
+    None if sizes do not fit, which parts of them might.
+    """
     found: dict[str | int, Factor] = {}
     for its, one in zip(names, tensors, strict=True):
         for name, size in zip(its, one.shape, strict=True):
             factor = found.setdefault(name, Factor(size, str(name)))
+            if factor.size != size and 1 not in (factor.size, size):
+                return None
             factor.size = size if factor.size == 1 else factor.size
             factor.whole |= its.count(name) > 1
     return found
