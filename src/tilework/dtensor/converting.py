@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations, product
 
 from tilework.comm.world import AnyGroup, get_rank
-from tilework.dtensor import gradients
+from tilework.dtensor import linking
 from tilework.dtensor.joining import cut_dim
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, nothing, wrap
@@ -153,7 +153,7 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
         shard = ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{tensor.device.type}")
         listed.append(shard)
         if rank == here:
-            mine.append(LocalShard(gradients.local_of(tensor), shard))
+            mine.append(LocalShard(linking.local_of(tensor), shard))
     properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
     return ShardedTensor.from_local_shards_and_global_metadata(
         mine,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor import aliasing, explaining, gradients
+from tilework.dtensor import aliasing, explaining, gradients, linking, terms
 from tilework.dtensor.choice import Choice, choose
 from tilework.dtensor.foreach import foreach
 from tilework.dtensor.mixing import check_same
@@ -63,14 +63,14 @@ def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
         rule = RULES.get(name)
     body = None if in_place else body_of(func)
     # With inplace= it calls one of two operators, of which each has a rule.
-    if body is not None and (rule is None or "inplace" in body.__code__.co_varnames):  # type: ignore[attr-defined]
+    if body is not None and (rule is None or "inplace" in body.__code__.co_varnames):
         return lambda func, args, kwargs: body(*args, **kwargs)
     return Operator(name, in_place, rule)
 
 
 def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A property that is the same for the local tensor."""
-    return func(*[gradients.plain(arg) for arg in args], **kwargs)
+    return func(*[linking.plain(arg) for arg in args], **kwargs)
 
 
 DTensor._run = staticmethod(run)
@@ -124,7 +124,7 @@ class Operator:
                     aliasing.refresh(arg)
                 local = arg._local_tensor
                 if graded and not local.requires_grad:
-                    local = gradients.local_of(arg)
+                    local = linking.local_of(arg)
                 leaves.append(arg)
                 key.append(arg._spec)
                 key.append(local.dtype)
@@ -245,7 +245,7 @@ class Operator:
                 continue
             local = leaf._local_tensor
             if graded and not local.requires_grad:
-                local = gradients.local_of(leaf)
+                local = linking.local_of(leaf)
             locals_.append(local)
         return locals_
 
@@ -253,11 +253,11 @@ class Operator:
         """The part of a tensor in another layout, or with a gradient in terms."""
         source = leaf._spec
         if target is source or target == source:
-            made = gradients.alias(leaf, axes)
+            made = terms.alias(leaf, axes)
         elif axes:
-            made = gradients.moved(leaf, target, axes)
+            made = terms.moved(leaf, target, axes)
         else:
-            made = redistribute_local(gradients.local_of(leaf), source, target)
+            made = redistribute_local(linking.local_of(leaf), source, target)
         if explaining.watchers:
             explaining.tag(made)
         return made
@@ -377,7 +377,7 @@ class Operator:
             )
             write(target, result, have, self.name)
         if target._local_tensor.requires_grad:
-            gradients.flag(target)
+            linking.flag(target)
         if target._view_of is not None:
             aliasing.written(target)
         return target

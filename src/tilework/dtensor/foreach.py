@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilework.comm.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
-from tilework.dtensor import gradients
+from tilework.dtensor import linking
 from tilework.dtensor.names import special
 from tilework.dtensor.redistribution import axes_group
 from tilework.dtensor.spec import DTensorSpec
@@ -40,7 +40,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             for one in lists[0]:
                 if isinstance(one, DTensor):
-                    gradients.flag(one)
+                    linking.flag(one)
         return None
     return [
         one if spec is None else wrap(one, spec) for one, spec in zip(result, layouts, strict=True)
@@ -53,12 +53,12 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads, found, scale = args
     if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
         raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
-    func(_local(grads), *map(gradients.plain, (found, scale)), **kwargs)
+    func(_local(grads), *map(linking.plain, (found, scale)), **kwargs)
     meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
     for mesh in meshes:
         if mesh.here:
             group = axes_group(mesh, tuple(range(mesh.ndim)))
-            all_reduce(gradients.plain(found), ReduceOp.MAX, group)
+            all_reduce(linking.plain(found), ReduceOp.MAX, group)
 
 
 def _is_list(arg: Any) -> bool:
@@ -91,7 +91,7 @@ def _local(arg: Any) -> Any:
     kind = arg.__class__
     if kind is list or kind is tuple:
         if torch.is_grad_enabled():
-            return [gradients.plain(one) for one in arg]
+            return [linking.plain(one) for one in arg]
         return [one._local_tensor if one.__class__ is DTensor else one for one in arg]
     if kind is DTensor:  # a number in a tensor, the same for all
         return arg.full_tensor()

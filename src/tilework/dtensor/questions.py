@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tilework.dtensor import aliasing, gradients
+from tilework.dtensor import aliasing, gradients, linking
 from tilework.dtensor.names import special
 from tilework.dtensor.tensor import DTensor, wrap
 
@@ -71,7 +71,7 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
 )
 def _of_part(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*[gradients.plain(arg) for arg in args], **kwargs)
+    return func(*[linking.plain(arg) for arg in args], **kwargs)
 
 
 @special("detach")
@@ -89,7 +89,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
 def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
     tensor._local_tensor = tensor._local_tensor.detach_()
-    gradients.flag(tensor)
+    linking.flag(tensor)
     return tensor  # type: ignore[no-any-return]
 
 
@@ -130,7 +130,6 @@ def _repr(func: Any, args: Any, kwargs: Any) -> str:
 def _format(func: Any, args: Any, kwargs: Any) -> str:
     tensor, spec = args
     return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
-
 
 
 @special(

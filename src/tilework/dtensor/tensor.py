@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor import aliasing, explaining, gradients, saving
+from tilework.dtensor import aliasing, explaining, gradients, linking, saving, terms
 from tilework.dtensor.joining import joined_spec
 from tilework.dtensor.redistribution import redistribute_local
 from tilework.dtensor.showing import headline
@@ -44,7 +44,7 @@ class DTensor(TiledTensor):
     #: The gradient as it was last asked for.
     _grad: DTensor | None = None
     #: This rank's part at places in the graph where gradients come in terms; by their axes.
-    _aliases: dict[tuple[int, ...], gradients.Alias] | None = None
+    _aliases: dict[tuple[int, ...], terms.Alias] | None = None
     #: What it is a view of, if its elements are copies.
     _view_of: aliasing.View | None = None
     _run: ClassVar[Run]
@@ -188,7 +188,7 @@ class DTensor(TiledTensor):
             ValueError: Gradients that lie so cannot become this tensor's.
         """
         if grad_placements is None:
-            return gradients.local_of(self)
+            return linking.local_of(self)
         return gradients.local_with_grad(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -237,7 +237,7 @@ class DTensor(TiledTensor):
         target = source.with_placements(placements, order)
         if explaining.watchers:
             explaining.begins("redistribute")
-        local = redistribute_local(gradients.local_of(self), source, target, async_op=async_op)
+        local = redistribute_local(linking.local_of(self), source, target, async_op=async_op)
         if explaining.watchers:
             explaining.tag(local)
         return wrap(local, target)
@@ -246,24 +246,24 @@ class DTensor(TiledTensor):
 
     @property
     def requires_grad(self) -> bool:
-        return gradients.local_of(self).requires_grad
+        return linking.local_of(self).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        gradients.local_of(self).requires_grad_(requires_grad)
-        gradients.flag(self)
+        linking.local_of(self).requires_grad_(requires_grad)
+        linking.flag(self)
         return self
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return gradients.local_of(self).is_leaf
+        return linking.local_of(self).is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return gradients.grad_fn_of(self)
+        return linking.grad_fn_of(self)
 
     @property
     def grad(self) -> DTensor | None:
@@ -318,7 +318,7 @@ class DTensor(TiledTensor):
         return local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def retain_grad(self) -> None:
-        gradients.local_of(self).retain_grad()
+        linking.local_of(self).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]

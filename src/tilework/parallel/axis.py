@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.dtensor import DTensor, gradients
+from tilework.dtensor import DTensor, terms
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
 
@@ -88,5 +88,5 @@ class MeshAxis:
         """:meth:`move`; of its gradient's terms each rank then gets only what it needs."""
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
-            gradients.lead_terms_back(moved, tensor, (self.number,))
+            terms.lead_terms_back(moved, tensor, (self.number,))
         return moved

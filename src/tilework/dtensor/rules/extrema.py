@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor import gradients
+from tilework.dtensor import linking
 from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native
@@ -154,7 +154,7 @@ def _best(input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = F
 
 def _part(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
-    return gradients.local_of(tensor)
+    return linking.local_of(tensor)
 
 
 def _spec(tensor: Tensor) -> DTensorSpec:

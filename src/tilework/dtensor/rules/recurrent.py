@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor import explaining, gradients
+from tilework.dtensor import explaining, linking
 from tilework.dtensor.factors import Dim, Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.spec import spec_of
@@ -103,5 +103,5 @@ def _on_whole(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args:
     whole = first.redistribute(placements=first._spec.replicated.placements)
     if isinstance(sizes, DTensor):
         sizes = sizes.full_tensor()
-    data, sizes = function(gradients.local_of(whole), sizes, *args)
+    data, sizes = function(linking.local_of(whole), sizes, *args)
     return wrap(data, spec_of(whole.device_mesh, whole.placements, data.shape)), sizes
