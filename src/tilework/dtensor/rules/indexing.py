@@ -227,6 +227,8 @@ def _tensor_of(item: Any) -> Any:
         if item.numel() == 0 and item.dtype.is_floating_point:  # an empty list
             item = item.long()
     if item.dim() == 0:
+        if item.dtype.is_floating_point or item.dtype.is_complex:
+            raise IndexError(f"tensors used as indices must be whole numbers or masks, got {item}")
         value = whole(item).item()
         return value if item.dtype is not torch.uint8 else bool(value)
     return item
@@ -251,6 +253,8 @@ def _flag(value: bool, like: DTensor) -> Tensor:
 def _places(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
     """What indexes each dim that a tensor of an index stands for."""
     if not _is_mask(item):
+        if item.dtype.is_floating_point or item.dtype.is_complex:
+            raise IndexError(f"tensors used as indices are of whole numbers, not {item.dtype}")
         return [item if item.dtype in (torch.int64, torch.int32) else item.long()]
     if tuple(item.shape) != tuple(sizes):
         raise IndexError(

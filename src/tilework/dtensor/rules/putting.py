@@ -5,6 +5,7 @@ Into a cut dim each rank writes what falls into its part; the written tensor sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from tilework.dtensor.dispatch import replicated, tensors_in
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import Span, operator
-from tilework.dtensor.rules.reshaping import common_shape
+from tilework.dtensor.rules.reshaping import common_shape, dim_at
 from tilework.dtensor.rules.taking import Indices, found, front_of, narrowed_to, spread
 from tilework.dtensor.tensor import DTensor
 
@@ -188,6 +189,14 @@ def _write_lines(input: Tensor, dim: int, index: Tensor, source: Tensor, accumul
     """Write to what an index of one dim, or a number, names along a dim."""
     if input.dim() == 0:
         input = input.view(1)
+    if source.dim():
+        wanted = [*input.shape]
+        wanted[dim] = index.numel()
+        if source.numel() != math.prod(wanted) or (source.dim() > 1 and [*source.shape] != wanted):
+            raise RuntimeError(
+                f"the source has shape {list(source.shape)}, for this index of {index.numel()} "
+                f"along dim {dim} of a tensor of shape {list(input.shape)} it must be {wanted}"
+            )
     places: list[Any] = [None] * input.dim()
     places[dim] = index.reshape(-1)
     put_at_(input, places, source, accumulate)
@@ -239,7 +248,7 @@ def _scatter_rule(name: str) -> Callable[..., Answer]:
     def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:
         if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
             return None
-        dim %= input.ndim
+        dim = dim_at(dim, input.ndim)
         source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Arg)), None)
         if source is not None and source.shape != index.shape:
             return None
@@ -337,7 +346,7 @@ rule("diagonal_scatter")(_into(torch.diagonal))
 def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> Answer:
     def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
         made = on_mesh(input, src).clone()
-        made[(slice(None),) * (dim % input.dim()) + (index,)] = src
+        made[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
         return made
 
     return Composed(compute)
@@ -356,7 +365,7 @@ def _slice_scatter(
         step: int = 1,
     ) -> Tensor:
         made = on_mesh(input, src).clone()
-        made[(slice(None),) * (dim % input.dim()) + (slice(start, end, step),)] = src
+        made[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
         return made
 
     return Composed(compute)

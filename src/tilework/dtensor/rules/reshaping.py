@@ -25,6 +25,21 @@ def sizes_of(given: Sequence[Any]) -> Ints:
     return tuple(map(int, given))
 
 
+def dim_at(dim: int, ndim: int) -> int:
+    """A dim counted from the first one, when negative ones count from the last.
+
+    Raises:
+        IndexError: There is no such dim.
+    """
+    count = max(ndim, 1)
+    if not -count <= dim < count:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], "
+            f"but got {dim})"
+        )
+    return dim % count
+
+
 def common_shape(*shapes: Sequence[int]) -> Ints:
     """What shapes are broadcast to."""
     return broadcast_shape(shapes)
@@ -202,7 +217,7 @@ def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Answ
         return None  # names
     if not input.ndim:
         return reshaped(input, (1,))
-    start, end = start_dim % input.ndim, end_dim % input.ndim
+    start, end = dim_at(start_dim, input.ndim), dim_at(end_dim, input.ndim)
     if start > end:
         return None
     return reshaped(
@@ -224,7 +239,7 @@ def _ravel(input: Arg) -> Answer:
 def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> Answer:
     if not isinstance(dim, int):
         return None  # names
-    dim %= input.ndim
+    dim = dim_at(dim, input.ndim)
     parts = inferred(input.shape[dim : dim + 1], sizes_of((sizes,)))
     if parts is None:
         return None
@@ -236,7 +251,8 @@ def _squeeze(input: Arg, dim: Any = None) -> Answer:
     if dim is None:
         chosen = set(range(input.ndim))
     else:
-        chosen = {one % max(input.ndim, 1) for one in (dim if isinstance(dim, Sequence) else [dim])}
+        dims = dim if isinstance(dim, Sequence) else [dim]
+        chosen = {dim_at(one, input.ndim) for one in dims}
     gone = tuple(i for i in sorted(chosen) if i < input.ndim and input.shape[i] == 1)
     factors = [Factor(size, reduce_op=None) for size in input.shape]
     kept = [factor for i, factor in enumerate(factors) if i not in gone]
@@ -248,7 +264,7 @@ def _squeeze(input: Arg, dim: Any = None) -> Answer:
 
 @rule("unsqueeze")
 def _unsqueeze(input: Arg, dim: int) -> Answer:
-    dim %= input.ndim + 1
+    dim = dim_at(dim, input.ndim + 1)
     factors: list[Factor | None] = [Factor(size) for size in input.shape]
     return native({input: factors}, [[*factors[:dim], None, *factors[dim:]]], moves=True)
 
@@ -282,6 +298,11 @@ def _broadcast_tensors(*tensors: Any) -> Answer:
         shape = common_shape(*[one.shape for one in given])
         return tuple([one.expand(shape) for one in given])
 
+    given = tensors if isinstance(tensors[0], Arg) else tensors[0]
+    try:
+        common_shape(*[one.shape for one in given])
+    except ValueError as error:
+        raise RuntimeError(f"broadcast_tensors: {error}") from None
     return Composed(compute)
 
 

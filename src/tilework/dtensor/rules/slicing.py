@@ -15,6 +15,7 @@ from torch import Tensor
 from tilework.dtensor import aliasing
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, Placed, native, rule
+from tilework.dtensor.rules.reshaping import dim_at
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.windows import Measure, lying, resized, uncut
@@ -204,6 +205,8 @@ def _all(ndim: int) -> list[Any]:
 @rule("narrow")
 def _narrow(input: Arg, dim: int, start: Any, length: int) -> Answer:
     if isinstance(start, Arg):
+        if start.dtype.is_floating_point or start.ndim:
+            return None
         return Composed(
             lambda input, dim, start, length: input.narrow(dim, int(start.item()), length)
         )
@@ -299,7 +302,7 @@ _pieces("dsplit", lambda ndim, *_, **__: 2)
 
 @rule("unbind")
 def _unbind(input: Arg, dim: int = 0) -> Answer:
-    dim %= input.ndim
+    dim = dim_at(dim, input.ndim)
     factors = [Factor(size) for size in input.shape]
     kept = factors[:dim] + factors[dim + 1 :]
     return native(

@@ -16,7 +16,7 @@ from tilework.dtensor.dispatch import replicated
 from tilework.dtensor.factors import Factor, Term, broadcast
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import Span, operator, tied
-from tilework.dtensor.rules.reshaping import common_shape
+from tilework.dtensor.rules.reshaping import common_shape, dim_at
 from tilework.dtensor.tensor import DTensor
 
 #: For each dim the tensor that indexes it, or None for one that is taken as it is.
@@ -153,7 +153,7 @@ def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
 def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> Answer:
     if not input.ndim or input.ndim != index.ndim:
         return None
-    dim %= input.ndim
+    dim = dim_at(dim, input.ndim)
     if any(index.shape[i] > input.shape[i] for i in range(input.ndim) if i != dim):
         return None
     if any(index.shape[i] < input.shape[i] for i in range(input.ndim) if i != dim):
@@ -245,6 +245,9 @@ def _masked_select(input: Arg, mask: Arg) -> Answer:
 
 @rule("masked_scatter")
 def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> Answer:
+    if mask.dtype is not torch.bool or source.dtype != input.dtype:
+        return None  # torch tells what is wrong
+
     def compute(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
         places = whole(mask).expand(shape).reshape(-1).cumsum(0).reshape(shape) - 1

@@ -21,7 +21,7 @@ from tilework.dtensor.registry import (
     native,
     rule,
 )
-from tilework.dtensor.rules.reshaping import atleast_1d, atleast_2d, atleast_3d, sizes_of
+from tilework.dtensor.rules.reshaping import atleast_1d, atleast_2d, atleast_3d, dim_at, sizes_of
 from tilework.dtensor.rules.slicing import measure
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor
@@ -43,7 +43,7 @@ def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> Answer:
     first = tensors[0]
     if not all(isinstance(one, Arg) and one.ndim == first.ndim > 0 for one in tensors):
         return None  # among them a tensor without elements and dims, which torch lets pass
-    dim %= first.ndim
+    dim = dim_at(dim, first.ndim)
     if any(one.shape[:dim] != first.shape[:dim] for one in tensors) or any(
         one.shape[dim + 1 :] != first.shape[dim + 1 :] for one in tensors
     ):
@@ -103,7 +103,7 @@ def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> Answer:
     first = tensors[0]
     if any(one.shape != first.shape for one in tensors):
         return None
-    dim %= first.ndim + 1
+    dim = dim_at(dim, first.ndim + 1)
     factors = [Factor(size) for size in first.shape]
     new = Factor(len(tensors), whole=True)
     return native(
@@ -241,13 +241,17 @@ def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: An
 
 @rule("flip")
 def _flip(input: Arg, *dims: Any, **named: Any) -> Answer:
-    turned = {dim % max(input.ndim, 1) for dim in sizes_of(dims or tuple(named.values()))}
+    turned = {dim_at(dim, input.ndim) for dim in sizes_of(dims or tuple(named.values()))}
     factors = [Factor(size, whole=i in turned) for i, size in enumerate(input.shape)]
     return native({input: factors}, [factors], moves=True)
 
 
 rule("fliplr")(_composed(lambda input: input.flip(1)))
-rule("flipud")(_composed(lambda input: input.flip(0)))
+
+
+@rule("flipud")
+def _flipud(input: Arg) -> Answer:
+    return Composed(lambda input: input.flip(0)) if input.ndim else None
 
 
 @rule("roll")
@@ -259,7 +263,7 @@ def _roll(input: Arg, shifts: Any, dims: Any = None) -> Answer:
             lambda input, shifts, dims=None: input.flatten().roll(shifts, 0).view(input.shape)
         )
     turned = [
-        dim % max(input.ndim, 1)
+        dim_at(dim, input.ndim)
         for dim in sizes_of((dims,) if isinstance(dims, int) else (tuple(dims),))
     ]
     if any(input.is_cut(dim) for dim in turned if input.ndim):
@@ -305,7 +309,7 @@ _triangle("triu")
 
 @rule("diagonal")
 def _diagonal(input: Arg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: Any) -> Answer:
-    dim1, dim2 = dim1 % input.ndim, dim2 % input.ndim
+    dim1, dim2 = dim_at(dim1, input.ndim), dim_at(dim2, input.ndim)
     if not isinstance(offset, int) or dim1 == dim2:
         return None
     rows, columns = input.shape[dim1], input.shape[dim2]
@@ -325,15 +329,13 @@ def _diagonal(input: Arg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: An
     return Placed([source], [out], lambda x: x.diagonal(here, dim1, dim2))
 
 
-rule("diag")(
-    _composed(
-        lambda input, diagonal=0: (
-            torch.diag_embed(input, diagonal)
-            if input.dim() == 1
-            else input.diagonal(diagonal).clone()
-        )
-    )
-)
+@rule("diag")
+def _diag(input: Arg, diagonal: int = 0) -> Answer:
+    if input.ndim == 1:
+        return Composed(lambda input, diagonal=0: torch.diag_embed(input, diagonal))
+    if input.ndim == 2:
+        return Composed(lambda input, diagonal=0: input.diagonal(diagonal).clone())
+    return None
 
 
 rule("diagflat")(_composed(lambda input, offset=0: torch.diag(input.flatten(), offset)))
@@ -341,7 +343,7 @@ rule("diagflat")(_composed(lambda input, offset=0: torch.diag(input.flatten(), o
 
 @rule("diag_embed")
 def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Answer:
-    dim1, dim2 = sorted((dim1 % (input.ndim + 1), dim2 % (input.ndim + 1)))
+    dim1, dim2 = sorted((dim_at(dim1, input.ndim + 1), dim_at(dim2, input.ndim + 1)))
     rest = [Factor(size) for size in input.shape[:-1]]
     side = Factor(input.shape[-1] + abs(offset), whole=True)
     out: list[Factor] = list(rest)
