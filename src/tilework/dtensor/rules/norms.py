@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ def _batch_norm(
     # In place only where they lie: what is written to a part that was moved would be lost.
     if use and (any(map(input.is_cut, over)) or (writes and any(map(_is_spread, every)))):
         return Composed(_composed_batch_norm)
-    c = Factor(input.shape[1], "c", whole=writes)
+    c = Factor(input.shape[1], "c", whole=writes or any(map(_leaves_empty, every)))
     others = _whole if use else factors_of
     n, *spatial = others([input.shape[dim] for dim in over])
     dims = [n, c, *spatial]
@@ -274,6 +275,14 @@ def _batch_norm(
 
 def _is_spread(arg: Arg) -> bool:
     return not arg.spec.is_replicated
+
+
+def _leaves_empty(arg: Arg) -> bool:
+    """Whether some rank has no channel, of which torch cannot make anything."""
+    channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
+    return arg.is_cut(channels) and any(
+        not arg.spec.box_at(place).sizes[channels] for place in product(*places)
+    )
 
 
 def _composed_batch_norm(
