@@ -159,35 +159,36 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
 
 
 def _call(form: Form, sample: Any) -> Call | None:
+    """The call, with as many gradients as torch has for it; None if torch cannot make it."""
     args = [sample.input, tuple(sample.args), dict(sample.kwargs)]
     if not any(one.layout is torch.strided for one in _tensors(sample)):
         return None
-    with _quiet():
-        try:
-            if form.name == "out=":
-                torch.default_generator.manual_seed(0)
-                plain = Form("function", lambda i, a, k: form.fn(i, a, k, None), grads=False)
-                args.append(_outputs(plain, args))
-            torch.default_generator.manual_seed(0)
-            call = Call(form.fn, args, form.grads)
-            if form.name == "out=" and not _agree(call, Call(plain.fn, args[:3], grads=False)):
-                return None
-        except Exception:  # torch cannot do it either
-            return None
-    return call
+    graded: list[bool | None] = [True, None, False] if form.grads else [False]
+    for grads in graded:
+        first = next((t for t in _tensors(sample) if t.is_floating_point()), None)
+        if grads is None and first is not None:
+            first.requires_grad_()
+        with _quiet(), contextlib.suppress(Exception):
+            return _out_call(form, args) if form.name == "out=" else _made(form.fn, args, grads)
+    return None
+
+
+def _made(fn: Callable[..., Any], args: Sequence[Any], grads: bool | None) -> Call:
+    torch.default_generator.manual_seed(0)
+    return Call(fn, args, grads)
+
+
+def _out_call(form: Form, args: Sequence[Any]) -> Call | None:
+    plain = _made(lambda input, args, kwargs: form.fn(input, args, kwargs, None), args, False)
+    made = tuple(torch.empty_like(one) for one in plain.expected.results)
+    call = _made(form.fn, [*args, made[0] if len(made) == 1 else made], False)
+    return call if _agree(call, plain) else None
 
 
 def _agree(one: Call, other: Call) -> bool:
     """Whether two forms give the same in torch itself, which those of fft.ihfft2 do not."""
     pairs = zip(one.expected.results, other.expected.results, strict=True)
     return all(torch.equal(_plain(a), _plain(b)) for a, b in pairs if isinstance(a, Tensor))
-
-
-def _outputs(form: Form, args: Sequence[Any]) -> Any:
-    """Tensors to write to."""
-    results = Call(form.fn, args, grads=False).expected.results
-    made = tuple(torch.empty_like(one) for one in results)
-    return made[0] if len(made) == 1 else made
 
 
 def _repeats(call: Call) -> bool:
