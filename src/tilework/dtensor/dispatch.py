@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilework.dtensor import aliasing, explaining, gradients, linking, terms
 from tilework.dtensor.choice import Choice, choose
-from tilework.dtensor.foreach import foreach
+from tilework.dtensor.foreach import FUSED, foreach
 from tilework.dtensor.mixing import check_same
 from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical, draws
 from tilework.dtensor.random import draw_alike
@@ -50,7 +50,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
     name, in_place = canonical(func)
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith("_foreach_") or f"{name}_" in FUSED:
         return foreach
     rule = RULES.get(func) or RULES.get(getattr(func, "overloadpacket", func))
     if rule is None:

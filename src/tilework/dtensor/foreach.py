@@ -16,8 +16,20 @@ from tilework.dtensor.redistribution import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
 
-#: Those that are not the same for each element; they are run tensor by tensor.
-_NOT_ELEMENTWISE = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
+_NAMES = """
+    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp
+    expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round
+    rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero
+"""
+#: Those that do the same to each element. Others are run tensor by tensor.
+ELEMENTWISE = frozenset(_NAMES.split())
+#: What is called for each tensor, where that has another name.
+_SINGLE = {
+    "norm": torch.linalg.vector_norm,
+    "powsum": lambda x, power, **kwargs: x.abs().pow(power).sum(**kwargs),
+}
+#: Steps of optimizers on lists of parameters, gradients and states.
+FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,9 +40,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
-    layouts = None
-    if name not in _NOT_ELEMENTWISE:
-        layouts = _layouts(lists)
+    layouts = _layouts(lists) if name in FUSED or _plain_name(name) in ELEMENTWISE else None
     if layouts is None:
         return _one_by_one(name, args, kwargs)
     result = func(
@@ -59,6 +69,10 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if mesh.here:
             group = axes_group(mesh, tuple(range(mesh.ndim)))
             all_reduce(linking.plain(found), ReduceOp.MAX, group)
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("_foreach_").removesuffix("_")
 
 
 def _is_list(arg: Any) -> bool:
@@ -105,8 +119,8 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             f"with fused=False"
         )
     writes = name.endswith("_")
-    plain = name.removeprefix("_foreach_").removesuffix("_")
-    operator = _NOT_ELEMENTWISE.get(name)
+    plain = _plain_name(name)
+    operator = _SINGLE.get(plain)
     if operator is None:
         operator = getattr(Tensor, f"{plain}_") if writes else getattr(torch, plain)
     length = len(next(arg for arg in args if _is_list(arg)))

@@ -120,10 +120,15 @@ def _lerp(input: Arg, end: Arg, weight: Any) -> Answer:
     return pointwise(tensors(input, end, weight), linear=[[input, end]])
 
 
-@rule("addcmul", "addcdiv", values_matter=False)
-def _add_product(*args: Any, **kwargs: Any) -> Answer:
-    given = tensors(*args, *kwargs.values())
-    return pointwise(given, linear=[given[:2]])
+@rule("addcmul", values_matter=False)
+def _add_product(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Answer:
+    sets = [[input, tensor1], [input, tensor2]]
+    return pointwise(tensors(input, tensor1, tensor2, value), linear=sets)
+
+
+@rule("addcdiv", values_matter=False)
+def _add_quotient(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Answer:
+    return pointwise(tensors(input, tensor1, tensor2, value), linear=[[input, tensor1]])
 
 
 @rule("where", values_matter=False)
@@ -143,8 +148,7 @@ def _frexp(input: Arg) -> Answer:
 
 @rule("copy", values_matter=False)
 def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> Answer:
-    exact = torch.promote_types(self.dtype, src.dtype) is self.dtype
-    return pointwise([self, src], moves=exact)
+    return pointwise([self, src], moves=_holds(self.dtype, src.dtype))
 
 
 # -- types and devices -----------------------------------------------------------------------
@@ -152,8 +156,21 @@ def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> Answer:
 
 def _cast(input: Arg, dtype: torch.dtype) -> Answer:
     # Rounding the terms of a sum is not rounding the sum.
-    exact = torch.promote_types(input.dtype, dtype) is dtype and input.dtype not in _NARROW
-    return pointwise([input], moves=exact or dtype is input.dtype)
+    return pointwise([input], moves=_holds(dtype, input.dtype))
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a sum in ``dtype`` of what were terms in ``other`` is the same sum, cast."""
+    if dtype is other:
+        return True
+    if other in _NARROW or torch.promote_types(dtype, other) is not dtype:
+        return False
+    if other.is_floating_point or other.is_complex:
+        return True
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    digits = torch.finfo(dtype).eps ** -1  # integers up to it are exact
+    return digits >= torch.iinfo(other).max
 
 
 for _name, _dtype in _CASTS.items():
