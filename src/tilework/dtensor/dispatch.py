@@ -8,7 +8,6 @@ its tensors, and its other arguments; the next such call only looks it up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -16,16 +15,26 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor import aliasing, explaining, gradients, linking, terms
-from tilework.dtensor.choice import Choice, choose
+from tilework.dtensor.deciding import Deciding, Decision
 from tilework.dtensor.foreach import FUSED, foreach
-from tilework.dtensor.mixing import check_same
-from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical, draws
+from tilework.dtensor.names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
 from tilework.dtensor.random import draw_alike
 from tilework.dtensor.redistribution import redistribute_local
-from tilework.dtensor.registry import RULES, Answer, Arg, Composed, Native, Placed, Rule
+from tilework.dtensor.registry import RULES, Rule
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.structures import (
+    Args,
+    Kwargs,
+    rebuilt,
+    replaced,
+    replaced_one,
+    replicated,
+    tensors_in,
+    whole_spec,
+    wrapped,
+)
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.layout import Placement, Replicate, Shard
+from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
 
 _grad_enabled = torch.is_grad_enabled
@@ -35,9 +44,6 @@ _NUMBERS = frozenset({int, float, bool, complex})
 #: Ends a sequence in a key.
 _END = object()
 _SEQUENCES = frozenset({list, tuple, torch.Size})
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -76,37 +82,12 @@ def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
 DTensor._run = staticmethod(run)
 
 
-@dataclass(eq=False, slots=True)
-class Decision:
-    """What calls of one kind come to."""
-
-    #: For each tensor, how it has to lie if that is not as it does, and the axes along which its
-    #: gradient comes in terms; None if it is taken as it is.
-    ways: list[tuple[DTensorSpec, Ints] | None]
-    #: How results lie; None: replicated, with shapes that are known afterwards.
-    outputs: list[DTensorSpec] | None
-    #: Called with the local tensors; None: the operator itself is, with its other arguments.
-    run: Callable[..., Any] | None = None
-    #: Whether all tensors are taken as they are, and nothing but the operator is called.
-    still: bool = False
-    #: Computes it all from the arguments as they are.
-    composed: Callable[..., Any] | None = None
-    #: For an operator that writes to its first argument: the result is computed anew, then written.
-    rewrite: bool = False
-    #: Whether results share memory with the first argument in torch, and whether they cannot here.
-    view: bool = False
-    copied: bool = False
-    #: What ranks outside the mesh get: tensors without memory.
-    shown: Any = None
-
-
-class Operator:
+class Operator(Deciding):
     """Runs one operator on DTensors."""
 
     def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
-        self.name, self.in_place, self.rule = name, in_place, rule
+        super().__init__(name, in_place, rule)
         self._values_matter = rule is None or rule.values_matter
-        self._draws = draws(name)
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs and kwargs.get("out") is not None:
@@ -148,9 +129,7 @@ class Operator:
         except TypeError:  # an argument without a hash: a decision for this call alone
             decision, key = None, []
         if decision is None:
-            decision = self._decide(func, args, kwargs, leaves, mesh)
-            decision.view = self.name in aliasing.VIEWS and decision.composed is None
-            decision.copied = decision.view and _moves(decision, leaves)
+            decision = self.decide(func, args, kwargs, leaves, mesh)
             if key:
                 if len(decisions) >= _MOST_DECISIONS:
                     decisions.clear()
@@ -176,9 +155,9 @@ class Operator:
                 result = decision.run(*locals_)
             else:
                 parts = iter(locals_)
-                told = _replaced(args, parts)
-                named = {name: _replaced_one(arg, parts) for name, arg in kwargs.items()}
-                if self._draws and decision.outputs is None:
+                told = replaced(args, parts)
+                named = {name: replaced_one(arg, parts) for name, arg in kwargs.items()}
+                if self.draws and decision.outputs is None:
                     result = draw_alike(mesh, func, *told, **named)
                 else:
                     result = func(*told, **named)
@@ -188,13 +167,13 @@ class Operator:
             return self._written(decision, args[0], result)
         outputs = decision.outputs
         if decision.view:
-            result = _wrapped(result, outputs, mesh)
+            result = wrapped(result, outputs, mesh)
             return aliasing.viewed(result, decision.copied, func, self.name, args, kwargs)
         if outputs is not None and result.__class__ is Tensor:
             if result.requires_grad and not graded:
                 result = result.detach()
             return wrap(result, outputs[0])
-        return _wrapped(result, outputs, mesh)
+        return wrapped(result, outputs, mesh)
 
     def _read(self, arg: Any, key: list[Any], leaves: list[Tensor]) -> bool:
         """Write to ``key`` what the decision depends on; whether there is no tensor in it."""
@@ -261,83 +240,6 @@ class Operator:
         if explaining.watchers:
             explaining.tag(made)
         return made
-
-    # -- deciding ----------------------------------------------------------------------------
-
-    def _decide(
-        self, func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor], mesh: DeviceMesh
-    ) -> Decision:
-        check_same(self.name, leaves, mesh)
-        every = [
-            Arg(i, leaf._spec if isinstance(leaf, DTensor) else whole_spec(leaf, mesh), leaf.dtype)
-            for i, leaf in enumerate(leaves)
-        ]
-        answer = self._ask(args, kwargs, every)
-        if isinstance(answer, Composed):
-            return Decision([], None, composed=answer.run)
-        # Tensors without memory cost torch slow imports, at times: only where nothing else tells.
-        known = not (isinstance(answer, Native) and answer.shapes is None and _vague(answer))
-        shown = None if known and mesh.here else _shown(func, args, kwargs, leaves)
-        if isinstance(answer, Placed):
-            ways: list[tuple[DTensorSpec, Ints] | None] = [
-                None if need == arg.spec else (need, ())
-                for need, arg in zip(answer.inputs, every, strict=True)
-            ]
-            return Decision(ways, list(answer.outputs), answer.run, shown=shown)
-        if answer is not None:
-            decision = self._native(answer, every, shown)
-            if decision is not None:
-                return decision
-        return self._gathered(every, leaves, shown)
-
-    def _ask(self, args: Args, kwargs: Kwargs, every: Sequence[Arg]) -> Answer:
-        if self.rule is None:
-            return None
-        parts = iter(every)
-        told = _replaced(args, parts)
-        named = {name: _replaced_one(value, parts) for name, value in kwargs.items()}
-        named.pop("out", None)  # it is None
-        try:
-            return self.rule.answer(*told, **named)
-        except TypeError as error:
-            if _raised_within(error, self.rule.answer):
-                raise
-            return None  # called with arguments that the rule does not know
-
-    def _native(self, answer: Native, every: Sequence[Arg], shown: Any) -> Decision | None:
-        shapes = answer.shapes
-        if shapes is None and shown is not None:
-            shapes = [tuple(one.shape) for one in tensors_in(shown)]
-            if len(shapes) != len(answer.map.outputs):
-                return None
-        if shapes is None and _vague(answer):
-            return None
-        if [len(term) for term in answer.map.inputs] != [arg.ndim for arg in every]:
-            return None  # a tensor where the rule takes a number
-        specs = [arg.spec for arg in every]
-        sizes = [arg.dtype.itemsize for arg in every]
-        fixed = (0,) if self.in_place else ()
-        choice = choose(answer.map, specs, sizes, shapes, fixed)
-        rewrite = False
-        if choice is None and self.in_place:
-            choice, rewrite = choose(answer.map, specs, sizes, shapes), True
-        if choice is None or (self.in_place and choice.outputs[0].shape != specs[0].shape):
-            return None
-        ways = _ways(choice, specs)
-        made = None if answer.run is None else answer.run(choice)
-        rewrite = rewrite or (self.in_place and made is not None)
-        still = made is None and not any(ways)
-        return Decision(ways, list(choice.outputs), made, still=still, rewrite=rewrite, shown=shown)
-
-    def _gathered(self, every: Sequence[Arg], leaves: Sequence[Tensor], shown: Any) -> Decision:
-        """The operator on whole tensors, which every rank gets."""
-        explaining.gathers(self.name, [arg.spec for arg in every], [arg.dtype for arg in every])
-        ways: list[tuple[DTensorSpec, Ints] | None] = [
-            None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in every
-        ]
-        rewrite = self.in_place and ways[0] is not None
-        still = not (any(ways) or self._draws)
-        return Decision(ways, None, still=still, rewrite=rewrite, shown=shown)
 
     # -- results -----------------------------------------------------------------------------
 
@@ -407,7 +309,7 @@ class Operator:
             )
         parts = [torch.empty(0, dtype=one.dtype) for one in tensors_in(decision.shown)]
         outputs = decision.outputs or [whole_spec(one, mesh) for one in tensors_in(decision.shown)]
-        return _rebuilt(
+        return rebuilt(
             decision.shown, iter([wrap(p, s) for p, s in zip(parts, outputs, strict=True)])
         )
 
@@ -436,50 +338,6 @@ def _as_before(target: DTensor, whole: Tensor) -> DTensor:
 
 def _even(placement: Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
-
-
-def _ways(choice: Choice, specs: Sequence[DTensorSpec]) -> list[tuple[DTensorSpec, Ints] | None]:
-    return [
-        None if need == have and not axes else (need, axes)
-        for need, have, axes in zip(choice.inputs, specs, choice.partial_grads, strict=True)
-    ]
-
-
-def _moves(decision: Decision, leaves: Sequence[Tensor]) -> bool:
-    """Whether elements have to be moved before the operator runs."""
-    return any(
-        way is not None and isinstance(leaf, DTensor) and way[0].tiling != leaf._spec.tiling
-        for leaf, way in zip(leaves, decision.ways, strict=True)
-    )
-
-
-def _raised_within(error: TypeError, function: Any) -> bool:
-    """Whether an error came from a function's body, not from calling it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-        if trace.tb_frame.f_code is getattr(function, "__code__", None):
-            return True
-    return False
-
-
-def _vague(answer: Native) -> bool:
-    """Whether the factors do not tell how large each dim of each result is."""
-    return any(
-        not dim or any(factor.whole for factor in dim) for out in answer.map.outputs for dim in out
-    )
-
-
-def _shown(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:
-    """The result for tensors that have shapes only; None where torch cannot tell it so."""
-    parts = iter([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
-    told = _replaced(args, parts)
-    named = {name: _replaced_one(value, parts) for name, value in kwargs.items()}
-    try:
-        with torch.no_grad():
-            return func(*told, **named)
-    except Exception:  # what is wrong with the call will be told where it is run
-        return None
 
 
 def write(target: DTensor, value: Tensor, have: DTensorSpec, name: str) -> None:
@@ -518,9 +376,6 @@ def into(out: Any, value: Any, name: str) -> None:
     write(out, value._local_tensor, value._spec, name)
 
 
-# -- tensors in structures -------------------------------------------------------------------
-
-
 def _mesh_of(leaves: Sequence[Tensor]) -> DeviceMesh:
     mesh: DeviceMesh | None = None
     for leaf in leaves:
@@ -535,70 +390,3 @@ def _mesh_of(leaves: Sequence[Tensor]) -> DeviceMesh:
                 )
     assert mesh is not None
     return mesh
-
-
-def whole_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
-    """The layout of a plain tensor that every rank has."""
-    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape))
-
-
-def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor as a DTensor, replicated."""
-    return wrap(tensor, whole_spec(tensor, mesh))
-
-
-def _replaced_one(value: Any, parts: Any) -> Any:
-    if isinstance(value, Tensor):
-        return next(parts)
-    kind = value.__class__
-    if kind is list or kind is tuple:
-        return kind([_replaced_one(one, parts) for one in value])
-    if kind is dict:
-        return {name: _replaced_one(one, parts) for name, one in value.items()}
-    return value
-
-
-def _replaced(values: Sequence[Any], parts: Any) -> list[Any]:
-    """The same arguments with tensors replaced, in order."""
-    return [_replaced_one(value, parts) for value in values]
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a result, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [found for one in value for found in tensors_in(one)]
-    return []
-
-
-def _rebuilt(value: Any, parts: Any) -> Any:
-    """A result with its tensors replaced, in order."""
-    if isinstance(value, Tensor):
-        return next(parts)
-    if isinstance(value, list):
-        return [_rebuilt(one, parts) for one in value]
-    if isinstance(value, tuple):
-        made = [_rebuilt(one, parts) for one in value]
-        if type(value) is tuple:
-            return tuple(made)
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    return value
-
-
-def _wrapped(result: Any, outputs: list[DTensorSpec] | None, mesh: DeviceMesh) -> Any:
-    """A local result as DTensors."""
-    found = tensors_in(result)
-    if not found:
-        return result
-    if outputs is None:
-        outputs = [whole_spec(one, mesh) for one in found]
-    if not _grad_enabled():  # torch's views still say that they require a gradient
-        found = [one.detach() if one.requires_grad else one for one in found]
-    return _rebuilt(
-        result,
-        iter([
-            wrap(one, spec) if one.layout is torch.strided else one
-            for one, spec in zip(found, outputs, strict=True)
-        ]),
-    )  # fmt: skip

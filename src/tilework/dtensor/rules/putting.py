@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.choice import Choice
-from tilework.dtensor.dispatch import replicated, tensors_in
 from tilework.dtensor.factors import Factor
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import Span, operator
 from tilework.dtensor.rules.reshaping import common_shape, dim_at
 from tilework.dtensor.rules.taking import Indices, found, front_of, narrowed_to, spread
+from tilework.dtensor.structures import replicated, tensors_in
 from tilework.dtensor.tensor import DTensor
 
 # -- indexing's own operator -----------------------------------------------------------------

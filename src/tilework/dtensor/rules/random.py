@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch import replicated, write
+from tilework.dtensor.dispatch import write
 from tilework.dtensor.names import body_of, special
 from tilework.dtensor.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.random import draw_alike, fill_part, next_key
 from tilework.dtensor.registry import Answer, Composed, rule
+from tilework.dtensor.structures import replicated
 from tilework.dtensor.tensor import DTensor
 
 #: What is drawn, and what is then made of it.

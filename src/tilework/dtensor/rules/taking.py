@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.choice import Choice
-from tilework.dtensor.dispatch import replicated
 from tilework.dtensor.factors import Factor, Term, broadcast
 from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import Span, operator, tied
 from tilework.dtensor.rules.reshaping import common_shape, dim_at
+from tilework.dtensor.structures import replicated
 from tilework.dtensor.tensor import DTensor
 
 #: For each dim the tensor that indexes it, or None for one that is taken as it is.
