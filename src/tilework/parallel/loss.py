@@ -10,15 +10,15 @@ from tilework.dtensor import strict
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute losses within, and call ``backward()``, without gathering any logits.
+    """Compute losses within, and call ``backward()``: what has no rule raises, and gathers nothing.
 
-    ``cross_entropy`` of logits that are cut in their classes does not gather them anyway: from
-    each rank it takes the greatest logit and the sums that it needs, a few numbers per element.
-    Within this context that is made sure of: an operator that would gather raises instead. For
-    this rank; open it on all of them.
+    ``cross_entropy`` and ``nll_loss`` of logits that are cut in their classes do not gather them,
+    here or elsewhere: from each rank they take a few numbers per element. Within this context an
+    operator that has no rule for its call raises instead of gathering. One whose rule needs all
+    classes of a row gathers them as ever. For this rank; open it on all of them.
 
     Raises:
-        NotImplementedError: Within it, by an operator that would gather.
+        NotImplementedError: Within it, by an operator that has no rule for its call.
 
     Example:
         >>> import torch
