@@ -36,9 +36,6 @@ def on_parts(
         local: What is to be given instead, for a way in which it is run.
         bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
     """
-    # Then torch says whether that may be.
-    nothing = any(0 in value.shape for value in given.values() if isinstance(value, Arg))
-
     def make(choice: Choice) -> Callable[..., Any]:
         here = {**given, **local(choice)}
         specs = choice.outputs
@@ -53,8 +50,12 @@ def on_parts(
                 for name, value in here.items()
                 if isinstance(value, Arg) and name != bias
             ]
-            if nothing or all(one.numel() for one in needed):
-                return function(**values)
+            if not any(
+                _emptied(tensors[value.number], value)
+                for name, value in here.items()
+                if isinstance(value, Arg) and name != bias
+            ):
+                return function(**values)  # where all is empty torch says whether that may be
             empty = [
                 torch.zeros(
                     spec.local_shape, dtype=dtype or needed[0].dtype, device=needed[0].device
@@ -70,6 +71,10 @@ def on_parts(
         return run
 
     return make
+
+
+def _emptied(part: Tensor, arg: Arg) -> bool:
+    return any(size == 0 != whole for size, whole in zip(part.shape, arg.shape, strict=True))
 
 
 def each(value: Any, count: int) -> tuple[int, ...] | None:
