@@ -118,10 +118,16 @@ class Operator(Deciding):
             else:
                 plain = self._read(arg, key, leaves) and plain
                 flat.append(arg)
+        named = kwargs
         if kwargs:
+            named = dict(kwargs)
             for name, arg in kwargs.items():
                 key.append(name)
-                plain = self._read(arg, key, leaves) and plain
+                if not self._read(arg, key, leaves):
+                    if arg.__class__ is DTensor:
+                        named[name] = linking.local_of(arg)
+                    else:
+                        plain = False
         mesh = leaves[0]._spec.mesh if plain and len(leaves) == 1 else _mesh_of(leaves)  # type: ignore[attr-defined]
         decisions: dict[Any, Decision] = mesh.decisions
         try:
@@ -141,7 +147,7 @@ class Operator(Deciding):
         if not mesh.here:
             return self._outside(decision, args, mesh)
         if plain and decision.still:
-            result = func(*flat, **kwargs)
+            result = func(*flat, **named)
         else:
             if explaining.watchers:
                 gathers = decision.outputs is None and any(decision.ways)
