@@ -36,6 +36,7 @@ def on_parts(
         local: What is to be given instead, for a way in which it is run.
         bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
     """
+
     def make(choice: Choice) -> Callable[..., Any]:
         here = {**given, **local(choice)}
         specs = choice.outputs
