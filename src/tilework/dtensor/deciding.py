@@ -97,7 +97,10 @@ class Deciding:
             decision = self._native(answer, every, shown)
             if decision is not None:
                 return decision
-        return self._gathered(every, leaves, shown)
+        if self.rule is None or not _refused(func, args, kwargs, leaves):
+            dtypes = [arg.dtype for arg in every]
+            explaining.gathers(self.name, [arg.spec for arg in every], dtypes)
+        return self._gathered(every, shown)
 
     def _ask(self, args: Args, kwargs: Kwargs, every: Sequence[Arg]) -> Answer:
         if self.rule is None:
@@ -138,9 +141,8 @@ class Deciding:
         still = made is None and not any(ways)
         return Decision(ways, list(choice.outputs), made, still=still, rewrite=rewrite, shown=shown)
 
-    def _gathered(self, every: Sequence[Arg], leaves: Sequence[Tensor], shown: Any) -> Decision:
+    def _gathered(self, every: Sequence[Arg], shown: Any) -> Decision:
         """The operator on whole tensors, which every rank gets."""
-        explaining.gathers(self.name, [arg.spec for arg in every], [arg.dtype for arg in every])
         ways: list[tuple[DTensorSpec, Ints] | None] = [
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in every
         ]
@@ -183,11 +185,27 @@ def _vague(answer: Native) -> bool:
 
 def _shown(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:
     """The result for tensors that have shapes only; None where torch cannot tell it so."""
+    try:
+        return _on_shapes(func, args, kwargs, leaves)
+    except Exception:  # what is wrong with the call will be told where it is run
+        return None
+
+
+def _refused(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> bool:
+    """Whether torch refuses the call: it does not lack a rule, and will raise where it is run."""
+    try:
+        _on_shapes(func, args, kwargs, leaves)
+    except NotImplementedError:  # it has to see elements
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def _on_shapes(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:
+    """The result for tensors without memory."""
     parts = iter([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
     told = replaced(args, parts)
     named = {name: replaced_one(value, parts) for name, value in kwargs.items()}
-    try:
-        with torch.no_grad():
-            return func(*told, **named)
-    except Exception:  # what is wrong with the call will be told where it is run
-        return None
+    with torch.no_grad():
+        return func(*told, **named)
