@@ -8,6 +8,7 @@ its tensors, and its other arguments; the next such call only looks it up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from operator import index
 from typing import Any
 
@@ -88,10 +89,15 @@ class Operator(Deciding):
     def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
         super().__init__(name, in_place, rule)
         self._values_matter = rule is None or rule.values_matter
+        self._parameters = _parameters(name, rule)
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs and kwargs.get("out") is not None:
-            return self._into(func, args, dict(kwargs))
+        if kwargs:
+            if kwargs.get("out") is not None:
+                return self._into(func, args, dict(kwargs))
+            if len(kwargs) > 1:  # rules take tensors by their place
+                order = self._parameters
+                kwargs = {name: kwargs[name] for name in order if name in kwargs} | kwargs
         leaves: list[Tensor] = []
         key: list[Any] = [func]
         # What the local operator is called with, if all tensors are taken as they are.
@@ -318,6 +324,16 @@ class Operator(Deciding):
         return rebuilt(
             decision.shown, iter([wrap(p, s) for p, s in zip(parts, outputs, strict=True)])
         )
+
+
+def _parameters(name: str, rule: Rule | None) -> tuple[str, ...]:
+    """Names of an operator's arguments in their order, as its rule and torch have them."""
+    if rule is None:
+        return ()
+    packet: Any = getattr(torch.ops.aten, name, None)
+    schemas = [getattr(packet, one)._schema for one in packet.overloads()] if packet else []
+    told = [argument.name for schema in schemas for argument in schema.arguments]
+    return tuple(dict.fromkeys([*signature(rule.answer).parameters, "input", *told]))
 
 
 def _composed_in_place(composed: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
