@@ -32,9 +32,9 @@ demo: install
 	    print(max(4, min(usable_cores(), 32)))')}; \
 	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
 
-# Two processes: many tests wait more than they compute (tests/conftest.py says which run alone).
+# Two processes, as many tests wait more than they compute; tests/conftest.py says which share one.
 test: install
-	@$(bin)/python -m pytest -n 2 $(ARGS)
+	@$(bin)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # Open MPI is measured where it is installed; mpi4py finds it at run time.
 bench: install
