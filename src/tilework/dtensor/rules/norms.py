@@ -16,10 +16,16 @@ from tilework.dtensor.registry import Answer, Arg, Composed, line, native, rule
 from tilework.dtensor.rules.own import settled, tied
 from tilework.dtensor.tensor import DTensor
 
-line(
-    "local_response_norm(input, size, alpha=0.0001, beta=0.75, k=1.0)",
-    "n c! s* -> n c s*",
-)
+
+@rule("local_response_norm")
+def _local_response_norm(
+    input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Answer:
+    if input.ndim < 3 or not input.dtype.is_floating_point:
+        return None  # torch gives an empty part of integers back as integers, others as floats
+    n, c, *spatial = factors_of(input.shape)
+    dims = [n, Factor(c.size, "c", whole=True), *spatial]
+    return native({input: dims}, [dims])
 
 
 def _whole(sizes: Sequence[int]) -> list[Factor]:
