@@ -257,7 +257,8 @@ def _redistribute(maker: Maker) -> Made:
 
     def step(t: list[Tensor]) -> None:
         one = t[at]
-        t[at] = one.redistribute(placements=placements) if isinstance(one, DTensor) else one * 1
+        # Where nothing moves it shares memory.
+        t[at] = (one.redistribute(placements=placements) if isinstance(one, DTensor) else one) * 1
 
     return f"{at} to {list(placements)}", step
 

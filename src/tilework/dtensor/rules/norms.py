@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.dtensor.choice import Choice
 from tilework.dtensor.factors import Dim, Factor, factors_of
-from tilework.dtensor.registry import Answer, Arg, Composed, line, native, rule
+from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
 from tilework.dtensor.rules.own import settled, tied
 from tilework.dtensor.tensor import DTensor
 
