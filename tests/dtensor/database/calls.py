@@ -207,11 +207,16 @@ def _gives_again(call: Call, seed: int) -> bool:
     return all(
         not isinstance(one, Tensor)
         or one.layout is not torch.strided
-        or torch.equal(_plain(one), _plain(other))
+        or _near(_plain(one), _plain(other))
         for one, other in zip(
             [*again, *leaves], [*call.expected.results, *call.expected.after], strict=True
         )
     )
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    """Whether they are the same but for rounding, which depends on where memory lies."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4)
 
 
 def _plain(tensor: Tensor) -> Tensor:
