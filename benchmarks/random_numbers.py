@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,20 +58,10 @@ def operations(elements: int) -> Iterator[tuple[str, Tensor, Call, Call]]:
     """Name, the tensor that is filled, how tilework does it, how torch does."""
     for dtype in FLOATS:
         x = torch.ones(elements, dtype=dtype)
-        yield "uniform_", x, lambda x=x: fill(x, KEY, Uniform()), x.uniform_
-        yield "normal_", x, lambda x=x: fill(x, KEY, Normal()), x.normal_
-        yield (
-            "bernoulli_",
-            x,
-            lambda x=x: fill(x, KEY, Bernoulli(KEEP)),
-            lambda x=x: x.bernoulli_(KEEP),
-        )
-        yield (
-            "dropout",
-            x,
-            lambda x=x: fill(torch.empty_like(x), KEY, Bernoulli(KEEP, 1 / KEEP)).mul_(x),
-            lambda x=x: functional.dropout(x, 1 - KEEP),
-        )
+        yield "uniform_", x, partial(fill, x, KEY, Uniform()), x.uniform_
+        yield "normal_", x, partial(fill, x, KEY, Normal()), x.normal_
+        yield "bernoulli_", x, partial(fill, x, KEY, Bernoulli(KEEP)), partial(x.bernoulli_, KEEP)
+        yield "dropout", x, partial(dropped, x), partial(functional.dropout, x, 1 - KEEP)
     mask = torch.empty(elements, dtype=torch.bool)
     yield (
         "bernoulli_",
@@ -82,8 +73,13 @@ def operations(elements: int) -> Iterator[tuple[str, Tensor, Call, Call]]:
         x = torch.empty(elements, dtype=dtype)
         few = Integers(0, 100)
         every = Integers(0, torch.iinfo(dtype).max)
-        yield "random_(100)", x, lambda x=x, d=few: fill(x, KEY, d), lambda x=x: x.random_(100)
-        yield "random_()", x, lambda x=x, d=every: fill(x, KEY, d), x.random_
+        yield "random_(100)", x, partial(fill, x, KEY, few), partial(x.random_, 100)
+        yield "random_()", x, partial(fill, x, KEY, every), x.random_
+
+
+def dropped(x: Tensor) -> Tensor:
+    """As F.dropout does it."""
+    return fill(torch.empty_like(x), KEY, Bernoulli(KEEP, 1 / KEEP)).mul_(x)
 
 
 def best_of(calls: list[Call], rounds: int, elements: int) -> list[float]:

@@ -160,6 +160,33 @@ def test_memory_of_a_dead_worker_is_freed(tmp_path: Path) -> None:
         assert crew[0].hear() == "free"
 
 
+def late_ones() -> torch.Tensor:
+    time.sleep(1)
+    return torch.ones(1 << 20)
+
+
+def test_an_answer_whose_memory_died_with_its_sender_is_a_lost_worker(tmp_path: Path) -> None:
+    """It was sent and not yet read: the caller stood still meanwhile."""
+
+    def act(rank: int, say: Say) -> None:
+        if rank == 1:
+            time.sleep(100)
+        say("asks")
+        say(lost(lambda: rpc.rpc_sync("w1", late_ones))[2])
+
+    with Crew(2, story(2, tmp_path, act)) as crew:
+        for rank in crew:
+            assert rank.hear() == "ready"
+        assert crew[0].hear() == "asks"
+        time.sleep(0.1)
+        os.kill(crew[0].pid, signal.SIGSTOP)
+        time.sleep(2)
+        crew[1].kill()
+        crew[1].reap()
+        os.kill(crew[0].pid, signal.SIGCONT)
+        assert crew[0].hear() == (1,)
+
+
 def test_a_worker_that_stands_still_is_a_timeout_and_goes_on(tmp_path: Path) -> None:
     def act(rank: int, say: Say) -> None:
         if rank == 1:

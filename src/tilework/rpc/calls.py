@@ -86,8 +86,9 @@ class BlockingCall(Call):
     def wait(self) -> Any:
         """Block until it has ended; return its result or raise."""
         self._ended.acquire()
-        assert self._outcome is not None
-        return self._outcome()
+        outcome, self._outcome = self._outcome, None  # which knows the call
+        assert outcome is not None
+        return outcome()
 
 
 @dataclass(eq=False, kw_only=True)
