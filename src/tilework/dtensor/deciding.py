@@ -40,6 +40,10 @@ class Decision:
     run: Callable[..., Any] | None = None
     #: Whether all tensors are taken as they are, and nothing but the operator is called.
     still: bool = False
+    #: Whether that is so where no tensor requires a gradient.
+    unmoved: bool = False
+    #: The layouts that it is kept by.
+    specs: Sequence[DTensorSpec] = ()
     #: Computes it all from the arguments as they are.
     composed: Callable[..., Any] | None = None
     #: For an operator that writes to its first argument: the result is computed anew, then written.
@@ -71,6 +75,7 @@ class Deciding:
         decision = self._found(func, args, kwargs, leaves, mesh)
         decision.view = self.name in aliasing.VIEWS and decision.composed is None
         decision.copied = decision.view and _moves(decision, leaves)
+        decision.specs = [leaf._spec for leaf in leaves if isinstance(leaf, DTensor)]
         return decision
 
     def _found(
@@ -139,7 +144,16 @@ class Deciding:
         made = None if answer.run is None else answer.run(choice)
         rewrite = rewrite or (self.in_place and made is not None)
         still = made is None and not any(ways)
-        return Decision(ways, list(choice.outputs), made, still=still, rewrite=rewrite, shown=shown)
+        unmoved = made is None and list(choice.inputs) == specs
+        return Decision(
+            ways,
+            list(choice.outputs),
+            made,
+            still=still,
+            unmoved=unmoved,
+            rewrite=rewrite,
+            shown=shown,
+        )
 
     def _gathered(self, every: Sequence[Arg], shown: Any) -> Decision:
         """The operator on whole tensors, which every rank gets."""

@@ -104,16 +104,19 @@ class Operator(Deciding):
         flat: list[Any] = []
         plain = True
         graded = _grad_enabled()
+        asked = False  # whether any tensor requires a gradient
         for arg in args:
             kind = arg.__class__
             if kind is DTensor:
                 if arg._view_of is not None:
                     aliasing.refresh(arg)
                 local = arg._local_tensor
-                if graded and not local.requires_grad:
-                    local = linking.local_of(arg)
+                if graded:
+                    if arg._made_without_grad:
+                        local = linking.local_of(arg)
+                    asked = asked or local.requires_grad
                 leaves.append(arg)
-                key.append(arg._spec)
+                key.append(id(arg._spec))  # which the decision keeps alive
                 key.append(local.dtype)
                 flat.append(local)
             elif kind in _NUMBERS:
@@ -131,7 +134,8 @@ class Operator(Deciding):
                 key.append(name)
                 if not self._read(arg, key, leaves):
                     if arg.__class__ is DTensor:
-                        named[name] = linking.local_of(arg)
+                        named[name] = local = linking.local_of(arg)
+                        asked = asked or local.requires_grad
                     else:
                         plain = False
         mesh = leaves[0]._spec.mesh if plain and len(leaves) == 1 else _mesh_of(leaves)  # type: ignore[attr-defined]
@@ -152,7 +156,7 @@ class Operator(Deciding):
             return decision.composed(*args, **kwargs)
         if not mesh.here:
             return self._outside(decision, args, mesh)
-        if plain and decision.still:
+        if plain and (decision.still or (decision.unmoved and not (graded and asked))):
             result = func(*flat, **named)
         else:
             if explaining.watchers:
@@ -194,7 +198,7 @@ class Operator(Deciding):
             if arg._view_of is not None:
                 aliasing.refresh(arg)
             leaves.append(arg)
-            key.append(arg._spec)
+            key.append(id(arg._spec))
             key.append(arg._local_tensor.dtype)
             return False
         key.append(kind)
@@ -235,7 +239,7 @@ class Operator(Deciding):
                 locals_.append(self._moved(leaf, *way))
                 continue
             local = leaf._local_tensor
-            if graded and not local.requires_grad:
+            if graded and leaf._made_without_grad:
                 local = linking.local_of(leaf)
             locals_.append(local)
         return locals_

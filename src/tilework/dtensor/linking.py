@@ -26,14 +26,9 @@ def local_of(tensor: DTensor) -> Tensor:
     if tensor._view_of is not None:
         aliasing.refresh(tensor)
     local = tensor._local_tensor
-    if not local.requires_grad and torch.is_grad_enabled() and _flagged(tensor):
+    if tensor._made_without_grad and not local.requires_grad and torch.is_grad_enabled():
         return _linked(tensor)
     return local
-
-
-def _flagged(tensor: DTensor) -> bool:
-    with _WithoutInterception():
-        return bool(_flag_of(tensor))
 
 
 def flag(tensor: DTensor) -> None:

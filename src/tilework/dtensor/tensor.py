@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilework.dtensor import aliasing, explaining, gradients, linking, saving, terms
 from tilework.dtensor.joining import joined_spec
+from tilework.dtensor.names import HANDLERS
 from tilework.dtensor.redistribution import redistribute_local
 from tilework.dtensor.showing import headline
 from tilework.dtensor.spec import DTensorSpec
@@ -19,6 +20,7 @@ from tilework.mesh import DeviceMesh, current_mesh
 from tilework.sharded.tiled import TiledTensor
 
 _make = Tensor._make_wrapper_subclass
+_grad_enabled = torch.is_grad_enabled
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -47,6 +49,8 @@ class DTensor(TiledTensor):
     _aliases: dict[tuple[int, ...], terms.Alias] | None = None
     #: What it is a view of, if its elements are copies.
     _view_of: aliasing.View | None = None
+    #: Whether it was made while gradients were off, as what a user's own Function returns is.
+    _made_without_grad: bool = False
     _run: ClassVar[Run]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -57,6 +61,9 @@ class DTensor(TiledTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
         return DTensor._run(func, args, kwargs or {})
 
     @classmethod
@@ -407,4 +414,6 @@ def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
     )
     made._local_tensor = local
     made._spec = spec
+    if not _grad_enabled():
+        made._made_without_grad = True
     return made
