@@ -395,3 +395,20 @@ def test_axes_of_two_kinds(request: pytest.FixtureRequest) -> None:
                 same(param.grad, 2 * want)
 
     run_ranks(4, program)
+
+
+def test_the_gradient_of_a_partial_tensor_keeps_the_order_of_axes() -> None:
+    whole, weight = torch.arange(24.0).view(8, 3), torch.rand(8, 3)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        placements, order = [Shard(0), Shard(0), Partial()], (1, 0, 2)
+        x: Any = cut(whole, mesh, [Replicate()] * 3).redistribute(
+            placements=placements, order=order
+        )
+        x = x.detach().requires_grad_()
+        (x * cut(weight, mesh, [Replicate()] * 3)).sum().backward()
+        assert x.grad._spec.order == order
+        same(x.grad, weight)
+
+    run_ranks(8, program)

@@ -153,7 +153,8 @@ class DTensorSpec:
         if not self.partial_axes:
             return self
         return self.with_placements(
-            [Replicate() if isinstance(one, Partial) else one for one in self.placements]
+            [Replicate() if isinstance(one, Partial) else one for one in self.placements],
+            self.order,
         )
 
     @cached_property
