@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from tilework.dtensor.philox import Bernoulli, Integers, Key, Normal, Uniform, fill
+from tilework.dtensor.random.philox import Bernoulli, Integers, Key, Normal, Uniform, fill
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KEY = Key(seed=1, stream=2)

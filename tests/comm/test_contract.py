@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from tilework.comm.backends.engines import GlooGroup
+from tilework.comm.backends.torch_engines import GlooGroup
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.agreement import TimeoutSuite

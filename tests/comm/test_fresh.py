@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilework.comm.transfer import fresh as module
-from tilework.comm.transfer.fresh import KEPT_BYTES, LARGE_BYTES, fresh
+from tilework.comm.transfer import large_buffers as module
+from tilework.comm.transfer.large_buffers import KEPT_BYTES, LARGE_BYTES, fresh
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilework.comm.reduce_op import RedOpType
-from tilework.comm.transfer.neutral import neutral_element
+from tilework.comm.transfer.identity_element import neutral_element
 from tilework.layout import Box, Tile, Tiling
 from tilework.testing.groups.values import pattern
 

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
-from tilework.dtensor import DTensor, explaining
-from tilework.dtensor.mixing import digest
+from tilework.dtensor import DTensor
+from tilework.dtensor.debug import explain
+from tilework.dtensor.propagation.plain_inputs import digest
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -193,17 +194,17 @@ _noted = _Noted()
 @contextmanager
 def noting_gatherings() -> Iterator[None]:
     """Note which operators are gathered, instead of warning."""
-    before = explaining.gathers
+    before = explain.gathers
 
     def gathers(name: str, *_: Any, **__: Any) -> None:
         if _noted.gathered is not None:
             _noted.gathered.append(name)
 
-    explaining.gathers = gathers
+    explain.gathers = gathers
     try:
         yield
     finally:
-        explaining.gathers = before
+        explain.gathers = before
 
 
 def run_on(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.support import full
 from tilework.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from tilework.dtensor.random import manual_seed
+from tilework.dtensor.random.generator import manual_seed
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 

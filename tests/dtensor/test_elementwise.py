@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.dtensor.checking import Layouts, check_op, count_op
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from tilework.mesh import init_device_mesh
-from tilework.sharded.pointwise import pointwise_names
 from tilework.testing import run_ranks
+from tilework.tiled.pointwise import pointwise_names
 
 A = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROW = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)

@@ -19,8 +19,8 @@ from tilework.dtensor import (
     register_rule,
     strict,
 )
-from tilework.dtensor.names import forget
-from tilework.dtensor.registry import RULES
+from tilework.dtensor.dispatch.op_names import forget
+from tilework.dtensor.propagation.op_table import RULES
 from tilework.testing import run_ranks
 
 

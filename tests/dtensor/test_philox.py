@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilework.dtensor import philox, philox_reference
-from tilework.dtensor.philox import Bernoulli, Distribution, Integers, Key, Normal, Uniform, fill
+from tilework.dtensor.random import philox, philox_reference
+from tilework.dtensor.random.philox import (
+    Bernoulli,
+    Distribution,
+    Integers,
+    Key,
+    Normal,
+    Uniform,
+    fill,
+)
 
 try:
     from tilework import _core

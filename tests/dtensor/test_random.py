@@ -25,7 +25,7 @@ from tilework.dtensor import (
     rand,
     randn,
 )
-from tilework.dtensor.random import next_key
+from tilework.dtensor.random.generator import next_key
 from tilework.testing import run_ranks
 
 #: Meshes, and what their axes do.

@@ -16,7 +16,7 @@ from torch import Tensor
 import tilework.distributed as dist
 from tests.layout.tilings import examples, layouts
 from tilework.comm.functional.waiting import AsyncTensor
-from tilework.dtensor.redistribution import plan_redistribution, redistribute_local
+from tilework.dtensor.redistribution.redistribute import plan_redistribution, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.errors import CollectiveMismatchError, DistError
 from tilework.layout import Layout, Partial, Placement, Replicate, Shard

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.layout.tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
-from tilework.layout.search import FEW_QUESTIONS, BoxIndex
+from tilework.layout.box_index import FEW_QUESTIONS, BoxIndex
 
 TILINGS = shapes().flatmap(tilings)
 HALVES = (Tile(Box((0,), (2,)), (3,)), Tile(Box((2,), (2,)), (1, 3)))

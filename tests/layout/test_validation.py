@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.layout.tilings import boxes_of, covers, examples, points, shapes, whole
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
-from tilework.layout.cuts import FEW, find_pair
+from tilework.layout.overlap_search import FEW, find_pair
 
 SOME_BOXES = st.integers(0, 4).flatmap(boxes_of)
 COVERED = shapes().flatmap(lambda shape: st.tuples(st.just(shape), covers(shape)))

@@ -13,13 +13,13 @@ from tests.faults.crew import Holdings
 from tests.rpc.support import fork_and_wait, identity, only, together, until
 from tilework import rpc
 from tilework.rpc import memory
-from tilework.rpc.memory import LEAST_BYTES, Borrower, Lender, Probe
+from tilework.rpc.memory import LEAST_BYTES, MappedBuffers, Probe, SharedBufferPool
 from tilework.rpc.state import current_agent
 
 SIZE = 2 * LEAST_BYTES
 
 
-def lent(lender: Lender, value: int, size: int = SIZE) -> tuple[int, bool]:
+def lent(lender: SharedBufferPool, value: int, size: int = SIZE) -> tuple[int, bool]:
     found = lender.lend(1, [memoryview(bytes([value]) * size)], [0])
     assert found is not None
     return found
@@ -29,7 +29,7 @@ class Pair:
     """A lender, and who borrows from it, in one process."""
 
     def __init__(self) -> None:
-        self.lender, self.borrower = Lender(), Borrower(lambda: None)
+        self.lender, self.borrower = SharedBufferPool(), MappedBuffers(lambda: None)
 
     def borrow(self, value: int) -> Any:
         fd, returning = lent(self.lender, value)
@@ -148,7 +148,7 @@ def test_a_file_that_vanished_is_an_error_and_no_hang(monkeypatch: pytest.Monkey
         rpc.rpc_sync("w1", identity, args=(1,))
         until(lambda: 1 in current_agent().outbox.readers)
         with monkeypatch.context() as patch:
-            patch.setattr(Borrower, "borrow", _cannot)
+            patch.setattr(MappedBuffers, "borrow", _cannot)
             with pytest.raises(RuntimeError, match="cannot open the sender's memory"):
                 rpc.rpc_sync("w1", identity, args=(torch.ones(SIZE),))
         return rpc.rpc_sync("w1", identity, args=(2,))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilework.layout import Box
-from tilework.sharded.picture import Line, Room, draw
+from tilework.tiled.picture import Line, Room, draw
 
 ROOM = Room(width=60, height=12, parts=6, slices=2)
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from tilework.comm.capabilities import Lack
 from tilework.comm.flight.ring import Entry
-from tilework.comm.lacks import Lack
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
 

@@ -20,7 +20,7 @@ from tilework.comm.backends import make_backend
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
-from tilework.comm.visits import Visit
+from tilework.comm.init_generation import Visit
 from tilework.comm.world import (
     AnyGroup,
     GroupMember,

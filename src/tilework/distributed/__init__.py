@@ -6,7 +6,7 @@ Names that torch spells with a leading underscore although users need them are p
 without it (``store_based_barrier``, ``get_default_group``, ``make_premul_sum``, …).
 """
 
-from tilework.comm import uncompiled as _uncompiled  # noqa: F401  # for torch.compile
+from tilework.comm import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.comm.backend import (
     Backend,
     BackendConfig,

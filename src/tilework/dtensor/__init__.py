@@ -1,19 +1,24 @@
 """DTensor: one tensor over the ranks of a mesh, with torch's operators on it."""
 
-from tilework.dtensor import dispatch, optimizing, questions, rules, uncompiled
-from tilework.dtensor.converting import to_dtensor, to_sharded
-from tilework.dtensor.creation import empty, full, ones, rand, randn, zeros
-from tilework.dtensor.distributing import distribute_tensor
-from tilework.dtensor.explaining import GatherWarning, explain, strict
+from typing import TYPE_CHECKING, Any
+
+from tilework.dtensor import compiler_disable, optimizers, rules
+from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
+from tilework.dtensor.construction.distribute import distribute_tensor
+from tilework.dtensor.debug.explain import GatherWarning, explain, strict
+from tilework.dtensor.debug.formatting import show
+from tilework.dtensor.dispatch import call, tensor_attributes
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module
-from tilework.dtensor.random import manual_seed
-from tilework.dtensor.redistribution import plan_redistribution
-from tilework.dtensor.registry import register_rule
-from tilework.dtensor.showing import show
+from tilework.dtensor.propagation.op_table import register_rule
+from tilework.dtensor.random.generator import manual_seed
+from tilework.dtensor.redistribution.redistribute import plan_redistribution
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from tilework.interop import to_dtensor, to_sharded
 
 __all__ = [
     "DTensor",
@@ -43,4 +48,13 @@ __all__ = [
     "zeros",
 ]
 
-del dispatch, optimizing, questions, rules, uncompiled
+del call, optimizers, tensor_attributes, rules, compiler_disable
+
+
+def __getattr__(name: str) -> Any:
+    """Conversions stand above both tensors and are public here too: imported when first used."""
+    if name in ("to_dtensor", "to_sharded"):
+        from tilework import interop
+
+        return getattr(interop, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

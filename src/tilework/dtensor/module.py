@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilework.dtensor.distributing import distribute_tensor
+from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.tensor import DTensor
 from tilework.mesh import DeviceMesh, current_mesh
 

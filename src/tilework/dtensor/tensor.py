@@ -9,15 +9,18 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor import aliasing, explaining, gradients, linking, saving, terms
-from tilework.dtensor.joining import joined_spec
-from tilework.dtensor.names import HANDLERS
-from tilework.dtensor.redistribution import redistribute_local
-from tilework.dtensor.showing import headline
+from tilework.dtensor import serialization
+from tilework.dtensor.autograd import gradients, local_graph, partial_grads
+from tilework.dtensor.construction.from_local import joined_spec
+from tilework.dtensor.debug import explain
+from tilework.dtensor.debug.formatting import headline
+from tilework.dtensor.dispatch.op_names import HANDLERS
+from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.views import copied_views
 from tilework.layout import Placement, Replicate, Tiling
 from tilework.mesh import DeviceMesh, current_mesh
-from tilework.sharded.tiled import TiledTensor
+from tilework.tiled.tensor import TiledTensor
 
 _make = Tensor._make_wrapper_subclass
 _grad_enabled = torch.is_grad_enabled
@@ -46,9 +49,9 @@ class DTensor(TiledTensor):
     #: The gradient as it was last asked for.
     _grad: DTensor | None = None
     #: This rank's part at places in the graph where gradients come in terms; by their axes.
-    _aliases: dict[tuple[int, ...], terms.Alias] | None = None
+    _aliases: dict[tuple[int, ...], partial_grads.Alias] | None = None
     #: What it is a view of, if its elements are copies.
-    _view_of: aliasing.View | None = None
+    _view_of: copied_views.View | None = None
     #: Whether it was made while gradients were off, as what a user's own Function returns is.
     _made_without_grad: bool = False
     _run: ClassVar[Run]
@@ -195,7 +198,7 @@ class DTensor(TiledTensor):
             ValueError: Gradients that lie so cannot become this tensor's.
         """
         if grad_placements is None:
-            return linking.local_of(self)
+            return local_graph.local_of(self)
         return gradients.local_with_grad(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -242,35 +245,35 @@ class DTensor(TiledTensor):
                 raise ValueError("redistribute() needs placements: what each axis is to do")
             placements = source.placements
         target = source.with_placements(placements, order)
-        if explaining.watchers:
-            explaining.begins("redistribute")
-        local = redistribute_local(linking.local_of(self), source, target, async_op=async_op)
-        if explaining.watchers:
-            explaining.tag(local)
+        if explain.watchers:
+            explain.begins("redistribute")
+        local = redistribute_local(local_graph.local_of(self), source, target, async_op=async_op)
+        if explain.watchers:
+            explain.tag(local)
         return wrap(local, target)
 
     # -- gradients ---------------------------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:
-        return linking.local_of(self).requires_grad
+        return local_graph.local_of(self).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        linking.local_of(self).requires_grad_(requires_grad)
-        linking.flag(self)
+        local_graph.local_of(self).requires_grad_(requires_grad)
+        local_graph.flag(self)
         return self
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return linking.local_of(self).is_leaf
+        return local_graph.local_of(self).is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return linking.grad_fn_of(self)
+        return local_graph.grad_fn_of(self)
 
     @property
     def grad(self) -> DTensor | None:
@@ -325,7 +328,7 @@ class DTensor(TiledTensor):
         return local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def retain_grad(self) -> None:
-        linking.local_of(self).retain_grad()
+        local_graph.local_of(self).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
@@ -352,8 +355,8 @@ class DTensor(TiledTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name not in _OWN}
-        local = saving.alone(self._local_tensor)
-        return _rebuild, (local, *saving.told(self), self.requires_grad, attributes)
+        local = serialization.alone(self._local_tensor)
+        return _rebuild, (local, *serialization.told(self), self.requires_grad, attributes)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise TypeError(
@@ -371,14 +374,14 @@ _OWN = {"_local_tensor", "_spec", "_grad", "_aliases", "_view_of"}
 
 def _rebuild(
     local: Tensor,
-    mesh: saving.Mesh,
-    layout: saving.Layout,
+    mesh: serialization.Mesh,
+    layout: serialization.Layout,
     coordinate: tuple[int, ...] | None,
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> DTensor:
     """What was saved, on this rank's mesh."""
-    spec = saving.spec_of_saved(local, mesh, layout, coordinate)
+    spec = serialization.spec_of_saved(local, mesh, layout, coordinate)
     made = wrap(local.requires_grad_(requires_grad), spec)
     for name, value in attributes.items():
         setattr(made, name, value)

@@ -15,7 +15,7 @@ from tilework.layout.placements import (
     mesh_tiling,
 )
 from tilework.layout.planning import Plan, plan
-from tilework.layout.stacks import Layout
+from tilework.layout.shard_order import Layout
 from tilework.layout.steps import Step, Steps, redistribution_steps
 from tilework.layout.tiling import Tile, Tiling
 from tilework.layout.validation import check_boxes, check_disjoint, find_overlap

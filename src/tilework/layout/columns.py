@@ -15,7 +15,7 @@ from tilework.layout.corners import (
     signed_corners,
     strides_for,
 )
-from tilework.layout.cuts import find_pair
+from tilework.layout.overlap_search import find_pair
 
 
 class Columns:

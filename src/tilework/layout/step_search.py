@@ -11,7 +11,7 @@ from typing import Literal
 
 from tilework.layout.box import Ints
 from tilework.layout.cost import CostModel
-from tilework.layout.stacks import (
+from tilework.layout.shard_order import (
     Cut,
     Stacks,
     axes_of,

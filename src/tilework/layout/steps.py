@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tilework.layout.box import Ints
 from tilework.layout.cost import CostModel
 from tilework.layout.placements import Partial, Placement, Replicate, Shard
-from tilework.layout.stacks import Layout, Stacks, layout_of, stacks_of
+from tilework.layout.shard_order import Layout, Stacks, layout_of, stacks_of
 from tilework.layout.step_search import Space, StepKind, cheapest
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.dtensor import DTensor, terms
+from tilework.dtensor import DTensor
+from tilework.dtensor.autograd import partial_grads
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
 
@@ -88,5 +89,5 @@ class MeshAxis:
         """:meth:`move`; of its gradient's terms each rank then gets only what it needs."""
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
-            terms.lead_terms_back(moved, tensor, (self.number,))
+            partial_grads.lead_terms_back(moved, tensor, (self.number,))
         return moved

@@ -17,21 +17,21 @@ import torch
 from tilework.comm.callbacks import run_soon
 from tilework.comm.callsite import Site, user_frame
 from tilework.errors import DistError, RpcTimeoutError
-from tilework.rpc.arrivals import Arrived
 from tilework.rpc.calls import BlockingCall, Call, Calls, CreatingCall, FutureCall, Task
-from tilework.rpc.crew import Crew
 from tilework.rpc.entries import Owned
 from tilework.rpc.failures import Failure
 from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later, RpcFuture
 from tilework.rpc.gathering import Gatherings, Key
-from tilework.rpc.memory import Borrower, Lender, Probe
+from tilework.rpc.in_flight import InFlight
+from tilework.rpc.memory import MappedBuffers, Probe, SharedBufferPool
 from tilework.rpc.message import NO_FILE, Kind, Message, Ref, decode, encode
 from tilework.rpc.options import Timeout, timeout_seconds
-from tilework.rpc.outbox import Outbox
+from tilework.rpc.received import Arrived
 from tilework.rpc.rref import RRef, fill
+from tilework.rpc.sender import Sender
 from tilework.rpc.state import current_agent
-from tilework.rpc.tally import Tally
+from tilework.rpc.thread_pool import ThreadPool
 from tilework.rpc.transport import Transport
 from tilework.rpc.workers import Directory, To
 
@@ -59,27 +59,27 @@ class Agent:
         rank: int,
         workers: Directory,
         transport: Transport,
-        lender: Lender,
+        lender: SharedBufferPool,
         probes: Sequence[Probe],
         rpc_timeout: float,
         idle_threads: int,
     ) -> None:
         self.rank, self.workers, self.rpc_timeout = rank, workers, rpc_timeout
-        self.outbox = Outbox(rank, transport, lender, probes)
+        self.outbox = Sender(rank, transport, lender, probes)
         self.references = self.outbox.references
         self.gatherings = Gatherings()
         self._transport, self._lender, self._probes = transport, lender, probes
-        self._borrower = Borrower(transport.wake)
+        self._borrower = MappedBuffers(transport.wake)
         self._calls = Calls()
         #: Calls of RPC's own that this rank has not answered yet.
-        self._answering = Tally()
+        self._answering = InFlight()
         self._losing: list[tuple[float, int]] = []
         self._closed = False
         self._stopped = False
         self._closing = threading.Lock()
         self._context = contextvars.copy_context()
         me = f"rpc {workers.find(rank).name}"
-        self._crew = Crew(self._next_task, idle_threads, me)
+        self._crew = ThreadPool(self._next_task, idle_threads, me)
         self._watcher = threading.Thread(target=self._watch, name=f"{me} watch", daemon=True)
 
     def start(self, addresses: Sequence[str]) -> None:

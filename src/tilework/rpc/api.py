@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilework.rpc.joining import find_store, join
+from tilework.rpc.bootstrap import find_store, join
 from tilework.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, Timeout
 from tilework.rpc.rref import RRef
 from tilework.rpc.state import current_agent, current_state

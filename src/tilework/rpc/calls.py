@@ -15,7 +15,7 @@ from tilework.comm.callsite import Site, format_site
 from tilework.errors import PeerLostError, RpcTimeoutError
 from tilework.rpc.entries import Entry, Held
 from tilework.rpc.futures import RpcFuture
-from tilework.rpc.tally import Tally
+from tilework.rpc.in_flight import InFlight
 from tilework.rpc.workers import WorkerInfo
 
 #: How a call ended: gives its result, or raises.
@@ -140,7 +140,7 @@ class Calls:
         self._calls: dict[int, Call] = {}
         self._awake_at = math.inf
         #: Those that have not ended, with whatever their end sets off; RPC's own ones aside.
-        self.work = Tally()
+        self.work = InFlight()
 
     def add(self, call: Call) -> tuple[int, bool]:
         """Its number, and whether who watches the deadlines must be woken for it."""

@@ -54,7 +54,7 @@ class _File(NamedTuple):
     size: int
 
 
-class Lender:
+class SharedBufferPool:
     """The memory files of one rank: those that others have, and those that nobody has now."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Loan(weakref.ref[mmap.mmap]):
         self.forked = False
 
 
-class Borrower:
+class MappedBuffers:
     """One rank's mappings of other ranks' files.
 
     Args:
@@ -217,7 +217,7 @@ class Borrower:
             loan.forked = True
 
 
-_borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+_borrowers: weakref.WeakSet[MappedBuffers] = weakref.WeakSet()
 
 
 def _fork() -> None:

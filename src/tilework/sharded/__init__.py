@@ -1,9 +1,8 @@
 """ShardedTensor: tensors in shards of any shape on any ranks, and what can be done with them."""
 
+from tilework.sharded import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.sharded import ops as _ops  # noqa: F401  # for its table
-from tilework.sharded import uncompiled as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.sharded.base import ShardedTensorBase
-from tilework.sharded.convert import from_full_tensor
 from tilework.sharded.creation import (
     arange,
     empty,
@@ -15,7 +14,8 @@ from tilework.sharded.creation import (
     zeros,
 )
 from tilework.sharded.device import RemoteDevice
-from tilework.sharded.loading import load_with_process_group
+from tilework.sharded.formatting import show
+from tilework.sharded.from_full_tensor import from_full_tensor
 from tilework.sharded.metadata import (
     Shard,
     ShardedTensorMetadata,
@@ -28,8 +28,8 @@ from tilework.sharded.optim_params import named_params_with_sharded_tensor
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.plan import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from tilework.sharded.serialization import load_with_process_group
 from tilework.sharded.sharding import PartialCoverError, shard_parameter, shard_tensor
-from tilework.sharded.showing import show
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -39,7 +39,7 @@ from tilework.sharded.specs import (
 )
 from tilework.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
 from tilework.sharded.tensor import ShardedTensor
-from tilework.sharded.tiled import TiledTensor
+from tilework.tiled.tensor import TiledTensor
 
 __all__ = [
     "ChunkShardingSpec",

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from tilework.layout import Tiling
 from tilework.sharded import checks
+from tilework.sharded.formatting import as_text, one_line
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.registry import find_handler
-from tilework.sharded.showing import as_text, one_line
 from tilework.sharded.specs import ShardingSpec
-from tilework.sharded.tiled import TiledTensor
+from tilework.tiled.tensor import TiledTensor
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 

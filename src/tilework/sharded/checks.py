@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.comm.world import AnyGroup, get_rank
 from tilework.layout import Box
-from tilework.sharded.alike import check_alike
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
 from tilework.sharded.specs import (

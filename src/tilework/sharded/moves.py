@@ -22,13 +22,13 @@ from tilework.comm.world import (
 )
 from tilework.layout import Tiling
 from tilework.sharded import checks, remote
-from tilework.sharded.alike import check_alike
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata
 from tilework.sharded.placement import Place, places
+from tilework.sharded.plan_cache import steps_between, whole_on
 from tilework.sharded.specs import ShardingSpec
-from tilework.sharded.steps import steps_between, whole_on
-from tilework.sharded.tiled import TiledTensor
+from tilework.tiled.tensor import TiledTensor
 
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor

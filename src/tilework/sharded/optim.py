@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.sharded.alike import check_alike
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.optim_check import check_elementwise
 from tilework.sharded.optim_params import local_tensors, named_group, parameter_groups
 from tilework.sharded.optim_state import Entry, State, agreed_entries, joined, parts

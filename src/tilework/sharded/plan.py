@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tilework.comm.world import AnyGroup
-from tilework.sharded.alike import check_alike
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.module import collect_local_shard, reshard_output
 from tilework.sharded.sharding import (
     Cut,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import NonMember, get_process_group_ranks, get_rank
-from tilework.sharded.steps import steps_between
+from tilework.sharded.plan_cache import steps_between
 from tilework.sharded.tensor import ShardedTensor
 
 

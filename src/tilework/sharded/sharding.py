@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank
-from tilework.sharded.alike import check_alike
 from tilework.sharded.checks import check_spec
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.placement import parse_and_validate_remote_device
+from tilework.sharded.plan_cache import steps_between, whole_on
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
-from tilework.sharded.steps import steps_between, whole_on
 from tilework.sharded.tensor import ShardedTensor
 
 

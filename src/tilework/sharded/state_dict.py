@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.sharded.alike import check_alike
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.relayout import laid_out_as, layout_of
 from tilework.sharded.tensor import ShardedTensor
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilework import rpc
 from tilework.comm.world import AnyGroup, get_rank
-from tilework.sharded import checks, joining, loading, moves, remote
+from tilework.sharded import checks, from_local_shards, moves, remote, serialization
 from tilework.sharded.base import mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.graph import graph_tiles, keep_stand_in
@@ -116,7 +116,9 @@ class ShardedTensor(GroupedTensor):
         self._init_rrefs, self._remote = True, remote.share(self._local_shards)
 
     @classmethod
-    def _of_joined(cls, joined: joining.Joined, group: AnyGroup, init_rrefs: bool) -> ShardedTensor:
+    def _of_joined(
+        cls, joined: from_local_shards.Joined, group: AnyGroup, init_rrefs: bool
+    ) -> ShardedTensor:
         placed = places(group, joined.metadata.shards_metadata)
         made = cls._assembled(joined.spec, joined.metadata, placed, joined.shards, group)
         if init_rrefs:
@@ -144,7 +146,7 @@ class ShardedTensor(GroupedTensor):
         Raises:
             ValueError: Shards do not fit this rank, each other, the size, or those of other ranks.
         """
-        joined = joining.join_shards(local_shards, global_size, process_group, init_rrefs)
+        joined = from_local_shards.join_shards(local_shards, global_size, process_group, init_rrefs)
         return cls._of_joined(joined, process_group, init_rrefs)
 
     @classmethod
@@ -171,7 +173,7 @@ class ShardedTensor(GroupedTensor):
         Raises:
             ValueError: The spec does not fit, or the tensor is not the shard that it names.
         """
-        joined = joining.join_tensor(
+        joined = from_local_shards.join_tensor(
             local_tensor, sharding_spec, global_size, process_group, init_rrefs
         )
         return cls._of_joined(joined, process_group, init_rrefs)
@@ -334,7 +336,7 @@ class ShardedTensor(GroupedTensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
         _, state = super().__reduce_ex__(protocol)
-        seat = loading.seat(self._process_group)
+        seat = serialization.seat(self._process_group)
         return _rebuild, (*state, seat, self._init_rrefs, torch.empty(0, device=self.device))
 
 
@@ -343,16 +345,16 @@ def _rebuild(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
     is_parameter: bool,
-    seat: loading.Seat,
+    seat: serialization.Seat,
     init_rrefs: bool,
     place: Tensor,
 ) -> ShardedTensor:
     """The tensor that was saved, on the current group; its shards are where ``place`` is."""
 
     def make() -> ShardedTensor:
-        group = loading.find_seat(seat)
+        group = serialization.find_seat(seat)
         checks.check_metadata(metadata)
-        found, cut, local = loading.as_loaded(metadata, spec, shards, place.device)
+        found, cut, local = serialization.as_loaded(metadata, spec, shards, place.device)
         placed = places(group, found.shards_metadata)
         return ShardedTensor._assembled(cut, found, placed, local, group)
 

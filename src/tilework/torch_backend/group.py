@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
+from tilework.comm.compiler_disable import leave_function
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.groups import _Plan
-from tilework.comm.uncompiled import leave_function
 from tilework.comm.world import World
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tilework.comm.backend import Backend, DistributedBackendOptions
-from tilework.comm.backends.engines import ENGINES
 from tilework.comm.backends.hybrid import create_hybrid_group
 from tilework.comm.backends.shm import create_shm_group
 from tilework.comm.backends.threads import create_threads_group
+from tilework.comm.backends.torch_engines import ENGINES
 from tilework.comm.contract import ProcessGroup
 
 BUILT_IN: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {

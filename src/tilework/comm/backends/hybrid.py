@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tilework.comm.backend import DistributedBackendOptions
-from tilework.comm.backends.engines import check_available, make_gloo_backend
+from tilework.comm.backends.control_channel import ControlChannel, connect_all
 from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, HybridEngine, Lines
 from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
-from tilework.comm.backends.interfaces import reachable_address
 from tilework.comm.backends.native import NativeGroup
-from tilework.comm.backends.wires import Wires, connect_all
-from tilework.comm.lacks import Lack
+from tilework.comm.backends.network_interfaces import reachable_address
+from tilework.comm.backends.torch_engines import check_available, make_gloo_backend
+from tilework.comm.capabilities import Lack
 from tilework.errors import DistBackendError
 from tilework.store import PrefixStore
 
@@ -55,7 +55,7 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
     address = reachable_address(request.store)
     with contextlib.ExitStack() as undo:
         undo.callback(shared.close)
-        wires = Wires(connect_all(request, address))
+        wires = ControlChannel(connect_all(request, address))
         undo.callback(wires.close)
         lines = Lines(wires, _connect_leaders(request, hosts, address))
         for line in lines.leaders.values():

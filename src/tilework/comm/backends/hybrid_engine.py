@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine import Fault, Kind, Operation, Parts, Ticket
-from tilework.comm.backends.engines import end_connections
+from tilework.comm.backends.control_channel import ControlChannel, Word
+from tilework.comm.backends.engine_protocol import Fault, Kind, Operation, Parts, Ticket
 from tilework.comm.backends.hybrid_header import disagreement, header_bytes, header_of
 from tilework.comm.backends.hybrid_hosts import Hosts
 from tilework.comm.backends.hybrid_mail import Mailbox
 from tilework.comm.backends.hybrid_steps import STEPS
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.ordered import Errand, FaultArgs, OrderedEngine, until
-from tilework.comm.backends.torch_ticket import TorchTicket
-from tilework.comm.backends.wires import Wires, Word
+from tilework.comm.backends.torch_completion import TorchTicket
+from tilework.comm.backends.torch_engines import end_connections
 from tilework.comm.reduce_op import AnyReduceOp
 
 #: How often a rank that waits for another host looks around.
@@ -46,7 +46,7 @@ _COLLECTIVES = 0
 class Lines:
     """A rank's connections to others, besides Gloo's."""
 
-    wires: Wires
+    wires: ControlChannel
     #: On the first rank of a host: to the first ranks of the others, by host.
     leaders: dict[int, socket.socket]
 

@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine import Kind, Operation, Parts, op_type
+from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _DTYPES: tuple[torch.dtype | None, ...] = (

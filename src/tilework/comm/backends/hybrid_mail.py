@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tilework.comm.backends.engine import Fault, Ticket
+from tilework.comm.backends.engine_protocol import Fault, Ticket
 from tilework.comm.backends.ordered import Errand, FaultArgs
 
 #: tag, number, bytes; the dtype's name follows.

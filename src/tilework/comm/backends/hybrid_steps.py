@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine import Kind, Operation, Parts, op_type
+from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
 from tilework.comm.backends.hybrid_hosts import Hosts
 from tilework.comm.backends.reference import combine
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp

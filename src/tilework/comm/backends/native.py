@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm.backends.engine import Engine, Operation, Parts, Ticket
-from tilework.comm.backends.memory import check_overlaps, plain, rows, stand_in
+from tilework.comm.backends.engine_protocol import Engine, Operation, Parts, Ticket
+from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import run_soon
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work

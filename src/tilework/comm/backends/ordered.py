@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from tilework.comm.backends.engine import Fault, Operation
+from tilework.comm.backends.engine_protocol import Fault, Operation
 
 FaultArgs = tuple[str, tuple[int, ...], str]
 #: How long closing waits for the operation under way to notice.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine import (
+from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
     Operation,

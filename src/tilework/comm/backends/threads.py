@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions
-from tilework.comm.backends.engine import Fault, Operation, Parts, op_factor, op_type
+from tilework.comm.backends.engine_protocol import Fault, Operation, Parts, op_factor, op_type
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.reference import combine
 from tilework.errors import DistBackendError

@@ -1,4 +1,4 @@
-"""Terms that are reduced where they arrive: region by region, so that all of them fit a buffer.
+"""RunMode that are reduced where they arrive: region by region, so that all of them fit a buffer.
 
 A round brings one region of each target tile, all terms of it. They are combined in the order of
 terms, whoever they come from: every rank that gets an element gets the same bits.

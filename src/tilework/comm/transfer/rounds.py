@@ -17,7 +17,7 @@ from tilework.comm.transfer.cuts import Part, rounds_for, shares
 from tilework.comm.transfer.local import Local
 from tilework.comm.transfer.reducing import Reduced, rounds_to_reduce
 from tilework.comm.transfer.rows import Rows, remembered
-from tilework.comm.transfer.terms import Terms
+from tilework.comm.transfer.run_mode import RunMode
 from tilework.layout import Piece
 
 #: The parts of each stream between two ranks, in one round.
@@ -36,7 +36,7 @@ def rounds_needed(local: Local, buffer_bytes: int) -> int:
     return rounds_for(max(sent, received), room, local.pg.size())
 
 
-def run_in_rounds(local: Local, terms: Terms) -> None:
+def run_in_rounds(local: Local, terms: RunMode) -> None:
     """Run the plan on the terms that all ranks have agreed on.
 
     Collective, unless no rank needs another.

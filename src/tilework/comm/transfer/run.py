@@ -10,12 +10,12 @@ from torch import Tensor
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import RedOpType, check_reduction
-from tilework.comm.transfer.fresh import fresh
+from tilework.comm.transfer.identity_element import neutral_element
+from tilework.comm.transfer.large_buffers import fresh
 from tilework.comm.transfer.local import Held, Local, moved_dtype
-from tilework.comm.transfer.neutral import neutral_element
 from tilework.comm.transfer.rounds import rounds_needed, run_in_rounds
-from tilework.comm.transfer.straight import same_for_all, straight_call
-from tilework.comm.transfer.terms import Terms, agree, refuse
+from tilework.comm.transfer.run_mode import RunMode, agree, refuse
+from tilework.comm.transfer.single_collective import same_for_all, straight_call
 from tilework.comm.world import AnyGroup, member
 from tilework.layout import Plan, Tiling
 
@@ -42,7 +42,7 @@ def run_plan(
     moves nothing between ranks is run without communication.
 
     One collective does it where the plan is recognised as one and all ranks' memory fits it as it
-    is; else it takes rounds of all_to_all (all_gather, if every rank gets the same). Terms of a
+    is; else it takes rounds of all_to_all (all_gather, if every rank gets the same). RunMode of a
     partial source are combined in their order, 16-bit floats in float32, so that every rank
     gets the same bits; where one all_reduce or reduce_scatter does it, as the backend does that.
 
@@ -118,10 +118,10 @@ def _run(local: Local, buffer_bytes: int) -> None:
     rounds = rounds_needed(local, buffer_bytes)
     if plan.collective.kind == "none":
         _fill(local)
-        run_in_rounds(local, Terms(rounds, straight=False, spread=False))
+        run_in_rounds(local, RunMode(rounds, straight=False, spread=False))
         return
     call = straight_call(local) if _has_room(local, buffer_bytes) else None
-    proposed = Terms(
+    proposed = RunMode(
         rounds=rounds,
         straight=call is not None,
         spread=pg.uneven_sizes and not plan.reduces and same_for_all(local.sends),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, broadcast, term, volume
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
 from tilework.layout import Shard
+from tilework.tiled.factors import Dim, Factor, broadcast, term, volume
 
 _attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
@@ -50,7 +50,7 @@ def _attention(
     if attn_mask is not None:
         inputs[attn_mask] = aligned(attn_mask.shape, term([*out, length, keys]))
 
-    def run(choice: Choice) -> Callable[..., Tensor] | None:
+    def run(choice: Strategy) -> Callable[..., Tensor] | None:
         # What runs is of one kind on all ranks: their gradients have to come in one order.
         if is_causal and choice.axes(length):
             offset, size = choice.part(length)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, factors_of
-from tilework.dtensor.registry import Answer, Arg, MakeRun, native, rule
-from tilework.dtensor.rules.own import tied
+from tilework.dtensor.propagation.op_table import Answer, Arg, MakeRun, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import tied
+from tilework.tiled.factors import Dim, Factor, factors_of
 
 _torch: Any = torch
 _nn: Any = torch._C._nn
@@ -24,7 +24,7 @@ def on_parts(
     function: Callable[..., Any],
     given: Mapping[str, Any],
     dtypes: Sequence[torch.dtype | None] = (None,),
-    local: Callable[[Choice], Mapping[str, Any]] = lambda choice: {},
+    local: Callable[[Strategy], Mapping[str, Any]] = lambda choice: {},
     bias: str = "",
 ) -> MakeRun:
     """Runs an operator on parts of its tensors, of which torch takes none that is empty.
@@ -37,7 +37,7 @@ def on_parts(
         bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
     """
 
-    def make(choice: Choice) -> Callable[..., Any]:
+    def make(choice: Strategy) -> Callable[..., Any]:
         here = {**given, **local(choice)}
         specs = choice.outputs
 

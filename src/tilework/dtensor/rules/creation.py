@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch import into
-from tilework.dtensor.names import special
-from tilework.dtensor.philox import Distribution, Integers, Normal, Uniform
-from tilework.dtensor.random import fill_part, next_key
-from tilework.dtensor.structures import replicated
+from tilework.dtensor.dispatch.call import into
+from tilework.dtensor.dispatch.op_names import special
+from tilework.dtensor.propagation.pytree import replicated
+from tilework.dtensor.random.generator import fill_part, next_key
+from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.philox import Bernoulli
-from tilework.dtensor.random import fill_part, next_key
-from tilework.dtensor.registry import Answer, Composed, rule
+from tilework.dtensor.propagation.op_table import Answer, Composed, rule
+from tilework.dtensor.random.generator import fill_part, next_key
+from tilework.dtensor.random.philox import Bernoulli
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Replicate, Shard

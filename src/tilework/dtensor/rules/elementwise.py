@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.factors import Dim, Factor, broadcast, broadcast_shape
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.sharded.pointwise import pointwise_names
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
+from tilework.tiled.pointwise import pointwise_names
 
 #: Elementwise too, but without torch's tag, or spelled differently.
 _UNTAGGED = """

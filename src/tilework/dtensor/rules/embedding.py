@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Factor, factors_of
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.own import Span, tied
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import Span, tied
+from tilework.tiled.factors import Factor, factors_of
 
 
 @rule(torch.embedding)
@@ -34,7 +34,7 @@ def _embedding(
     features = Factor(weight.shape[1], "features")
     places = [Factor(size, whole=scale_grad_by_freq) for size in indices.shape]
 
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         mine = Span(choice, rows)
         padding = mine.place(padding_idx)
         padding = -1 if padding is None else padding
@@ -64,7 +64,7 @@ def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: flo
     rows = Factor(weight.shape[0], "rows")
     dims = [rows, Factor(weight.shape[1], whole=True)]
 
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         mine = Span(choice, rows)
 
         def renorm(*tensors: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def _embedding_bag(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
 
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         mine = Span(choice, rows)
 
         def look_up(*tensors: Tensor) -> Tensor:

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor import linking
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Factor
-from tilework.dtensor.registry import Answer, Arg, Composed, native
+from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native
+from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.elementwise import pointwise
-from tilework.dtensor.rules.own import operator, settled
-from tilework.dtensor.rules.reducing import any_cut, dims_of, left_of, reduced, reduction
+from tilework.dtensor.rules.helpers import operator, settled
+from tilework.dtensor.rules.reduction_args import any_cut, dims_of, left_of, reduced, reduction
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.tiled.factors import Factor
 
 # -- operators of parts ------------------------------------------------------------------------
 
 
 def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> Answer:
-    def make(choice: Choice, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+    def make(choice: Strategy, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
         fold: Callable[..., Tensor] = getattr(torch, name)
         if all(choice.part(factors[dim])[1] for dim in dims):
             return lambda part: fold(part, dims, keepdim)
@@ -57,7 +57,7 @@ def _first_rule(input: Arg, best: Arg, dim: int) -> Answer:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
     kept = left_of(factors, (dim,), True)
 
-    def make(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
         offset, size = choice.part(factors[dim])
         none = input.shape[dim]
 
@@ -81,7 +81,7 @@ def _first(input: Tensor, best: Tensor, dim: int) -> Tensor:
 def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> Answer:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
 
-    def make(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
         parts = [choice.part(factor) for factor in factors]
 
         def run(part: Tensor, best: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _best(input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = F
 
 def _part(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
-    return linking.local_of(tensor)
+    return local_graph.local_of(tensor)
 
 
 def _spec(tensor: Tensor) -> DTensorSpec:

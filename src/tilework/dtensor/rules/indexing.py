@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor.registry import Answer, Arg, Composed, rule
-from tilework.dtensor.rules.putting import never, on_mesh, put_at_, writer
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, rule
+from tilework.dtensor.rules.index_read import everywhere, take_at, whole
+from tilework.dtensor.rules.index_write import never, on_mesh, put_at_, writer
 from tilework.dtensor.rules.slicing import Item, basic, indexed
-from tilework.dtensor.rules.taking import everywhere, take_at, whole
 from tilework.dtensor.tensor import DTensor
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.factors import Factor, factors_of
-from tilework.dtensor.registry import Answer, Arg, native, patterned, rule
-from tilework.dtensor.rules.nothing import on_nothing_too
+from tilework.dtensor.propagation.op_table import Answer, Arg, native, patterned, rule
+from tilework.dtensor.rules.empty_shards import on_nothing_too
+from tilework.tiled.factors import Factor, factors_of
 
 
 def _over_batches(names: str, text: str) -> None:

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, Pattern, Term, broadcast, factors_of, term
-from tilework.dtensor.registry import Answer, Arg, MakeRun, line, native, patterned, rule
+from tilework.dtensor.propagation.op_table import (
+    Answer,
+    Arg,
+    MakeRun,
+    line,
+    native,
+    patterned,
+    rule,
+)
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.tiled.factors import Dim, DimFactors, Factor, Pattern, broadcast, factors_of, term
 
 line("mm _int_mm(input, mat2)", "i k, k j -> i j", linear="input, mat2")
 line("bmm(input, mat2)", "b i k, b k j -> b i j", linear="input, mat2")
@@ -35,7 +43,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Answer:
 
 @rule("bilinear", values_matter=False)
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Answer:
-    def run(choice: Choice) -> Callable[..., Tensor] | None:
+    def run(choice: Strategy) -> Callable[..., Tensor] | None:
         # On all ranks alike: gradients have to come in one order.
         return _bilinear_of_nothing if choice.leaves_empty else None
 
@@ -118,7 +126,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
 
 @rule("addmv")
 def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         # torch.addmv does not expand what it adds to a sum over nothing.
         return lambda input, mat, vec: torch.addmv(
             input.expand(len(mat)), mat, vec, beta=beta, alpha=alpha
@@ -153,7 +161,7 @@ def _given(values: Sequence[Any]) -> list[Arg]:
     return list(values)
 
 
-def _multilinear(tensors: Sequence[Arg], terms: Sequence[Term], out: Sequence[Dim]) -> Answer:
+def _multilinear(tensors: Sequence[Arg], terms: Sequence[DimFactors], out: Sequence[Dim]) -> Answer:
     return native(dict(zip(tensors, terms, strict=True)), [out], linear=[[one] for one in tensors])
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, broadcast, broadcast_shape
-from tilework.dtensor.registry import Answer, Arg, Native, native, rule
-from tilework.dtensor.rules.own import tied
+from tilework.dtensor.propagation.op_table import Answer, Arg, Native, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import tied
+from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
 
 #: What torch's functions call reductions.
 NONE, MEAN, SUM = 0, 1, 2
@@ -41,7 +41,7 @@ def reduced(
     how = given["reduction"]
     count = math.prod(factor.size for factor in out)
 
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         mine = choice.local_size(tuple(out))
         # A part's mean, weighted: no sum overflows that is none in torch.
         share = mine / count if how == MEAN and mine < count else None

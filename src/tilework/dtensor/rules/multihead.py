@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.factors import Dim, Factor, factors_of
-from tilework.dtensor.names import body_of
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.own import operator
+from tilework.dtensor.dispatch.op_names import body_of
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.rules.helpers import operator
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
+from tilework.tiled.factors import Dim, Factor, factors_of
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _torchs_own: Any = body_of(F.multi_head_attention_forward)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, factors_of
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.own import settled, tied
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import settled, tied
 from tilework.dtensor.tensor import DTensor
+from tilework.tiled.factors import Dim, Factor, factors_of
 
 
 @rule("local_response_norm")
@@ -139,7 +139,7 @@ def _group_norm(
     dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *_whole(input.shape[2:])]
     affine = _given(weight, bias)
 
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         _, groups = choice.part(group)
 
         def normed(*tensors: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def _instance_norm(
     n, c = factors_of(input.shape[:2])
     dims = [n, c, *_whole(input.shape[2:])]
 
-    def run(choice: Choice) -> Callable[..., Tensor]:
+    def run(choice: Strategy) -> Callable[..., Tensor]:
         def normed(*tensors: Tensor) -> Tensor:
             x, w, b = _placed(tensors, [input, weight, bias])
             assert x is not None

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilework.dtensor.factors import Dim, Factor, factors_of
-from tilework.dtensor.registry import Answer, native, rule
+from tilework.dtensor.propagation.op_table import Answer, native, rule
 from tilework.dtensor.rules.convolution import on_parts, windows
+from tilework.tiled.factors import Dim, Factor, factors_of
 
 _functional: Any = F
 _nn: Any = torch._C._nn

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor import explaining, linking
-from tilework.dtensor.factors import Dim, Factor
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.debug import explain
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.tiled.factors import Dim, Factor
 
 _vf: Any = torch._VF
 _SEQUENCES = (list, tuple)
@@ -99,9 +100,9 @@ def _on_whole(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args:
         assert isinstance(sizes, DTensor)
         return function(first, sizes.full_tensor(), *args)
     if not first._spec.is_replicated:
-        explaining.gathers(function.__name__, [first._spec], [first.dtype])
+        explain.gathers(function.__name__, [first._spec], [first.dtype])
     whole = first.redistribute(placements=first._spec.replicated.placements)
     if isinstance(sizes, DTensor):
         sizes = sizes.full_tensor()
-    data, sizes = function(linking.local_of(whole), sizes, *args)
+    data, sizes = function(local_graph.local_of(whole), sizes, *args)
     return wrap(data, spec_of(whole.device_mesh, whole.placements, data.shape)), sizes

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Factor
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.own import operator, settled, tied
-from tilework.dtensor.rules.reducing import dims_of, reduced, reduction
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import operator, settled, tied
+from tilework.dtensor.rules.reduction_args import dims_of, reduced, reduction
+from tilework.tiled.factors import Factor
 
 
 @reduction("sum")
@@ -35,7 +35,7 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
         return None
     count = math.prod(input.shape[one] for one in dims)
 
-    def make(choice: Choice, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+    def make(choice: Strategy, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
         here = math.prod(choice.part(factors[one])[1] for one in dims)
         if here == count:
             return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
@@ -92,7 +92,7 @@ def _trace(input: Arg) -> Answer:
         return None
     rows, columns = Factor(input.shape[0], "row"), Factor(input.shape[1], "column")
 
-    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
         offset = choice.part(rows)[0] - choice.part(columns)[0]
         wide = (
             torch.int64 if not (input.dtype.is_floating_point or input.dtype.is_complex) else None

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor import aliasing, gradients
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, broadcast_shape
-from tilework.dtensor.names import canonical, special
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.autograd import gradients
+from tilework.dtensor.dispatch.op_names import canonical, special
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.spec import Ints
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.views import copied_views
+from tilework.tiled.factors import Dim, Factor, broadcast_shape
 
 
 def sizes_of(given: Sequence[Any]) -> Ints:
@@ -160,7 +161,7 @@ def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> Answer:
         return None
     befores, afters = regrouped(input.shape, shape)
 
-    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
         local = tuple(map(choice.local_size, afters))
         # What was moved is a copy, so there is no memory to share.
         if copies or choice.inputs[0] != input.spec:
@@ -284,7 +285,7 @@ def _expand(input: Arg, *size: Any, **named: Any) -> Answer:
         dims.append(out[-1] if same else None)
     kept = [factor in dims for factor in out]
 
-    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
         local = [-1 if keep else int(size) for keep, size in zip(kept, sizes, strict=True)]
         return lambda x: x.expand(local)
 
@@ -383,7 +384,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
 
     view = tensor._view_of
     if view is not None:
-        aliasing.refresh(tensor)
+        copied_views.refresh(tensor)
         before, view.redo, view.write = view.redo, lambda x: redo(before(x)), None
     return gradients.become(tensor, redo(tensor))
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor, factors_of
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
-from tilework.dtensor.rules.own import operator, settled, tied
-from tilework.dtensor.rules.reducing import dims_of
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import operator, settled, tied
+from tilework.dtensor.rules.reduction_args import dims_of
+from tilework.tiled.factors import Dim, Factor, factors_of
 
 #: Of a running operator, what a part comes to, and what combines that with the parts after it.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -22,7 +22,7 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 }
 
 
-def _place(choice: Choice, factor: Factor) -> int:
+def _place(choice: Strategy, factor: Factor) -> int:
     """Which of the parts of a factor this rank has, in their order."""
     coordinate, place = choice.mesh.get_coordinate(), 0
     for axis in choice.axes(factor):
@@ -37,7 +37,7 @@ def _parts_rule(input: Arg, name: str, dim: int) -> Answer:
     out: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
     shape = tuple(count if at == dim else size for at, size in enumerate(input.shape))
 
-    def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
         place = _place(choice, factors[dim])
 
         def run(part: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> Answer:
     factors = factors_of(input.shape)
     others: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
 
-    def make(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+    def make(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
         place = _place(choice, factors[dim])
         fold, combine = _KINDS[name]
 

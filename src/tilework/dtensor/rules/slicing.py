@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor import aliasing
-from tilework.dtensor.factors import Factor
-from tilework.dtensor.registry import Answer, Arg, Composed, Placed, native, rule
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, Placed, native, rule
 from tilework.dtensor.rules.reshaping import dim_at
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.windows import Measure, lying, resized, uncut
+from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.resize_shards import Measure, lying, resized, uncut
+from tilework.tiled.factors import Factor
 
 #: What basic indexing does to one dim: takes a range, takes one element, or makes a new dim.
 Item = slice | int | None
@@ -142,7 +142,9 @@ def _two_steps(input: DTensor, index: Any) -> Tensor:
     part = input[tuple(first)]
     assert isinstance(part, DTensor)
     found: DTensor = whole_dims(part, single)[tuple(then)]  # type: ignore[assignment]
-    aliasing.mark(found, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value))
+    copied_views.mark(
+        found, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
+    )
     return found
 
 

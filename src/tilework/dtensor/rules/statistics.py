@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Factor, broadcast_shape
-from tilework.dtensor.registry import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.extrema import extreme
-from tilework.dtensor.rules.own import settled
-from tilework.dtensor.rules.reducing import any_cut, dims_of, reduced, reduction, wide
+from tilework.dtensor.rules.helpers import settled
+from tilework.dtensor.rules.reduction_args import any_cut, dims_of, reduced, reduction, wide
 from tilework.dtensor.spec import Ints
+from tilework.tiled.factors import Factor, broadcast_shape
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -44,7 +44,7 @@ def _spread(name: str) -> None:
         if correction is None:
             correction = 1 if unbiased is None else int(unbiased)
 
-        def make(choice: Choice, factors: list[Factor]) -> Callable[[Tensor], Any]:
+        def make(choice: Strategy, factors: list[Factor]) -> Callable[[Tensor], Any]:
             left = [one for at, one in enumerate(factors) if at not in dims]
             if all(choice.part(one)[1] for one in left):
                 return lambda part: of_part(part, dims, correction=correction, keepdim=keepdim)

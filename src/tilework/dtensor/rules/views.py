@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.choice import Choice
-from tilework.dtensor.factors import Dim, Factor
-from tilework.dtensor.registry import (
+from tilework.dtensor.propagation.op_table import (
     Answer,
     Arg,
     Composed,
@@ -21,12 +19,14 @@ from tilework.dtensor.registry import (
     native,
     rule,
 )
+from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.reshaping import atleast_1d, atleast_2d, atleast_3d, dim_at, sizes_of
 from tilework.dtensor.rules.slicing import measure
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.windows import Measure, lying, place_of, resized, uncut
+from tilework.dtensor.views.resize_shards import Measure, lying, place_of, resized, uncut
 from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.tiled.factors import Dim, Factor
 
 # -- putting together ------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ def _triangle(name: str) -> None:
     def answer(input: Arg, diagonal: int = 0) -> Answer:
         factors = [Factor(size) for size in input.shape]
 
-        def make(choice: Choice) -> Callable[[Tensor], Tensor]:
+        def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
             row, column = (choice.part(factor)[0] for factor in factors[-2:])
             here = diagonal + row - column
             return lambda x: whole_one(x, here)

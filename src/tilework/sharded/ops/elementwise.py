@@ -25,9 +25,9 @@ from tilework.sharded.ops.tiles import (
     settle,
     wrap,
 )
-from tilework.sharded.pointwise import pointwise_names
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.pointwise import pointwise_names
 
 #: Spelled differently from an operator with the tag, or made of such.
 _ALIASES = """

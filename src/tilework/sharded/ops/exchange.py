@@ -20,7 +20,7 @@ from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_process_group_ranks
 from tilework.layout import Box, Tile, Tiling, plan
 from tilework.sharded.ops.tiles import graph_tiles, no_elements
-from tilework.sharded.steps import whole_on
+from tilework.sharded.plan_cache import whole_on
 from tilework.sharded.tensor import ShardedTensor
 
 

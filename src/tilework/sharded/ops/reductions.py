@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.along import dims_of, options_of, run_along
+from tilework.sharded.ops.dim_ops import dims_of, options_of, run_along
 from tilework.sharded.ops.elementwise import elementwise, spellings
-from tilework.sharded.ops.held import of_each_tile
+from tilework.sharded.ops.gather_tiles import of_each_tile
 from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.along import dims_of, options_of
+from tilework.sharded.ops.dim_ops import dims_of, options_of
 from tilework.sharded.ops.elementwise import elementwise
 from tilework.sharded.ops.tiles import sharded_argument
 from tilework.sharded.ops.views import alias, expand, narrow, permute, reshape, select, unsqueeze

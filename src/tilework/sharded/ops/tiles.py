@@ -14,8 +14,8 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember, current_world, get_rank
 from tilework.layout import Box
 from tilework.sharded import checks
-from tilework.sharded.alike import check_alike
 from tilework.sharded.checks import unsupported
+from tilework.sharded.consistency import check_alike
 from tilework.sharded.graph import graph_tiles as graph_tiles
 from tilework.sharded.graph import keep_stand_in as keep_stand_in
 from tilework.sharded.metadata import Items, Shard, ShardedTensorMetadata, ShardMetadata

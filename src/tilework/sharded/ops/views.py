@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tilework.layout import Box
-from tilework.sharded.ops.along import first_cut
+from tilework.sharded.ops.dim_ops import first_cut
 from tilework.sharded.ops.tiles import graph_tiles, recut, wrap
 from tilework.sharded.tensor import ShardedTensor
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.lacks import Lack
+from tilework.comm.capabilities import Lack
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tilework.testing.groups.base import (
     SHORT,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.capabilities import Lack
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.lacks import Lack
 from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
 from tilework.testing.groups.values import DTYPES, Case, cases, defined, reduce_op

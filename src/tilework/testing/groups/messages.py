@@ -8,7 +8,7 @@ import time
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.lacks import Lack
+from tilework.comm.capabilities import Lack
 from tilework.errors import CollectiveMismatchError
 from tilework.testing.groups.base import (
     GroupSuite,

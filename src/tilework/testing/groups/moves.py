@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.lacks import Lack
+from tilework.comm.capabilities import Lack
 from tilework.testing.groups.base import GroupSuite, finish, needs, still_works
 from tilework.testing.groups.values import Case, assert_same, pattern
 

@@ -1,0 +1,212 @@
+"""Small messages between every two ranks of a group, and word of those that are gone.
+
+A wire is a TCP connection that carries no tensors: only what ranks must know of each other to
+move them. One thread reads all wires of a rank. It notices a process that ended at once,
+whichever host it ran on, because the kernel there closes its connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from typing import Protocol
+
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.errors import DistBackendError
+from tilework.store import Store
+
+_FRAME = struct.Struct("=IB")
+_HELLO = struct.Struct("=32sI")
+#: A frame is written at once unless its reader is stopped and the kernel's buffers are full.
+SEND_SECONDS = 5.0
+_CHUNK = 1 << 16
+
+
+class Word(enum.IntEnum):
+    """What a frame is."""
+
+    MAIL = 1
+    ABORT = 2
+    LAST_WORDS = 3
+    MISSING = 4
+    GOODBYE = 5
+
+
+class Listener(Protocol):
+    """Who is told what comes. Called on the reading thread."""
+
+    def hear(self, source: int, word: Word, payload: bytes) -> None: ...
+    def lose(self, source: int) -> None: ...
+    def tick(self) -> bool:
+        """Called now and then while it returns True."""
+        ...
+
+
+class ControlChannel:
+    """One rank's ends of the wires to all others."""
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self._sockets = sockets
+        self._locks = {rank: threading.Lock() for rank in sockets}
+        self._wake_reader, self._waker = socket.socketpair()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def start(self, listener: Listener, name: str) -> None:
+        """Begin to read."""
+        self._thread = threading.Thread(target=self._read, args=(listener,), name=name, daemon=True)
+        self._thread.start()
+
+    def send(self, rank: int, word: Word, payload: bytes = b"") -> None:
+        """Send a frame; to a rank that is gone, nothing."""
+        sock = self._sockets.get(rank)
+        if sock is None:
+            return
+        with self._locks[rank], contextlib.suppress(OSError):
+            sock.sendall(_FRAME.pack(len(payload), word) + payload)
+
+    def send_all(self, word: Word, payload: bytes = b"") -> None:
+        """Send a frame to every other rank."""
+        for rank in self._sockets:
+            self.send(rank, word, payload)
+
+    def wake(self) -> None:
+        """Have the listener's ``tick`` called soon."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"w")
+
+    def close(self) -> None:
+        """Hang up, and end the reading thread."""
+        self._ended = True
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        for sock in (*self._sockets.values(), self._wake_reader, self._waker):
+            sock.close()
+
+    def _read(self, listener: Listener) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_reader, selectors.EVENT_READ, None)
+            for rank, sock in self._sockets.items():
+                selector.register(sock, selectors.EVENT_READ, (rank, bytearray()))
+            busy = False
+            while not self._ended:
+                for key, _ in selector.select(0.05 if busy else None):
+                    if key.data is None:
+                        self._wake_reader.recv(_CHUNK)
+                    elif not self._serve(key.fileobj, key.data[0], key.data[1], listener):
+                        selector.unregister(key.fileobj)
+                        listener.lose(key.data[0])
+                busy = listener.tick()
+
+    def _serve(self, sock: object, rank: int, pending: bytearray, listener: Listener) -> bool:
+        """Read what came from ``rank``; return whether more may come."""
+        assert isinstance(sock, socket.socket)
+        try:
+            data = sock.recv(_CHUNK)
+        except OSError:
+            data = b""
+        pending += data
+        while len(pending) >= _FRAME.size:
+            length, word = _FRAME.unpack_from(pending)
+            if len(pending) < _FRAME.size + length:
+                break
+            payload = bytes(pending[_FRAME.size : _FRAME.size + length])
+            del pending[: _FRAME.size + length]
+            listener.hear(rank, Word(word), payload)
+        return bool(data)
+
+
+def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, socket.socket]:
+    """A connection to every other rank, by its rank. Collective; blocks until all came.
+
+    Only who read the group's token in the store is let in.
+
+    Raises:
+        DistBackendError: Some ranks did not come in time, or cannot be reached.
+    """
+    rank, size, store = request.group_rank, request.group_size, request.store
+    deadline = time.monotonic() + request.timeout.total_seconds()
+    if rank == 0:
+        store.set("wires/token", secrets.token_bytes(32).hex())
+    sockets: dict[int, socket.socket] = {}
+    with _listen(address, size) as listener:
+        host, port = listener.getsockname()[:2]
+        store.set(f"wires/{rank}", f"{port} {host}")
+        token = bytes.fromhex(store.get("wires/token").decode())
+        try:
+            for peer in range(rank):
+                sockets[peer] = _call(store, rank, peer, token, deadline)
+            _accept(listener, sockets, size - rank - 1, token, deadline)
+        except OSError as error:
+            for sock in sockets.values():
+                sock.close()
+            ranks = request.global_ranks_in_group
+            missing = [ranks[r] for r in range(size) if r != rank and r not in sockets]
+            raise DistBackendError(
+                f"rank {ranks[rank]} at {host} is not connected with ranks {missing} of group "
+                f"{request.group_id!r}: {error}. Check that they were started, and that no "
+                f"firewall is between the hosts",
+                ranks=missing,
+            ) from error
+    for sock in sockets.values():
+        sock.settimeout(SEND_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sockets
+
+
+def _listen(address: str, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _call(store: Store, rank: int, peer: int, token: bytes, deadline: float) -> socket.socket:
+    port, host = store.get(f"wires/{peer}").decode().split(" ", 1)
+    sock = socket.create_connection((host, int(port)), _left(deadline))
+    sock.sendall(_HELLO.pack(token, rank))
+    return sock
+
+
+def _accept(
+    listener: socket.socket,
+    sockets: dict[int, socket.socket],
+    count: int,
+    token: bytes,
+    deadline: float,
+) -> None:
+    """Let ``count`` ranks in, and nobody else."""
+    wanted = len(sockets) + count
+    while len(sockets) < wanted:
+        listener.settimeout(_left(deadline))
+        sock, _ = listener.accept()
+        sock.settimeout(min(SEND_SECONDS, _left(deadline)))
+        try:
+            hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
+        except OSError:
+            hello = b""
+        shown, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if hmac.compare_digest(shown, token) and rank not in sockets:
+            sockets[rank] = sock
+        else:
+            sock.close()
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("they did not come in time")
+    return left

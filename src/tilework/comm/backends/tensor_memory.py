@@ -1,0 +1,101 @@
+"""The memory under an operation's tensors: made contiguous, and checked for sharing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backends.engine_protocol import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
+
+#: Addresses from, to (exclusive).
+Span = tuple[int, int]
+
+
+def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
+    """``tensor``'s values as contiguous memory that means what it says."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if as_real and tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.contiguous()
+
+
+def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
+    """Contiguous memory for ``tensor``'s new values: its own, or noted to be copied back."""
+    memory = tensor.detach()
+    if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+        if _overlaps(tensor):
+            raise ValueError(
+                f"cannot write to a tensor of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}, whose elements share memory; pass its clone()"
+            )
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        operation.copy_back.append((tensor.detach(), memory))
+    return torch.view_as_real(memory) if as_real and memory.is_complex() else memory
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in sizes)
+
+
+def rows(tensor: Tensor, splits: list[int]) -> Parts:
+    """``tensor``'s rows per rank; itself, for equal parts, where there are no splits."""
+    return torch.split(tensor, splits) if splits else tensor
+
+
+def check_overlaps(operation: Operation, rank: int, size: int) -> None:
+    """Outputs share no memory with each other, nor with inputs except exactly in place.
+
+    In place is an output that is the very input of the same rank: then what is read from it is
+    read before it is written.
+
+    Raises:
+        ValueError: They do.
+    """
+    outputs = _spans(operation.outputs, operation.kind in MANY_OUTPUTS, size)
+    if not outputs:
+        return
+    if len(outputs) > 1 and not isinstance(operation.outputs, Tensor):
+        ordered = sorted(span for span in outputs if span[0] < span[1])
+        if any(low[1] > high[0] for low, high in pairwise(ordered)):
+            raise ValueError(
+                f"outputs of {operation.title or operation.kind} overlap in memory, so that one "
+                f"result would overwrite another; give each its own memory"
+            )
+    inputs = _spans(operation.inputs, operation.kind in MANY_INPUTS, size)
+    if not inputs or not _overlap(_hull(inputs), _hull(outputs)):
+        return
+    for i, source in enumerate(inputs):
+        for o, target in enumerate(outputs):
+            in_place = source == target and _belong_together(i, o, inputs, outputs, rank)
+            if _overlap(source, target) and not in_place:
+                raise ValueError(
+                    f"an input and an output of {operation.title or operation.kind} overlap in "
+                    f"memory without being the same part; pass a clone() of the input"
+                )
+
+
+def _belong_together(i: int, o: int, inputs: list[Span], outputs: list[Span], rank: int) -> bool:
+    """Whether input ``i`` and output ``o`` are of the same rank."""
+    return (i if len(inputs) > 1 else rank) == (o if len(outputs) > 1 else rank) or (
+        len(inputs) == len(outputs) == 1
+    )
+
+
+def _spans(parts: Parts, many: bool, size: int) -> list[Span]:
+    if not isinstance(parts, Tensor):
+        return [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts]
+    start, share = parts.data_ptr(), parts.nbytes // (size if many else 1)
+    count = size if many else 1
+    return [(start + k * share, start + (k + 1) * share) for k in range(count)]
+
+
+def _hull(spans: list[Span]) -> Span:
+    full = [span for span in spans if span[0] < span[1]]
+    return (min(s[0] for s in full), max(s[1] for s in full)) if full else (0, 0)
+
+
+def _overlap(a: Span, b: Span) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])

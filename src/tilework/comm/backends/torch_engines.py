@@ -1,0 +1,428 @@
+"""torch's own engines (gloo, nccl, ucc, mpi) behind tilework's contract.
+
+An engine is torch's backend object for one group, meeting through tilework's store. It is fed
+with what the native backends' engines are fed with: contiguous tensors, one operation at a time.
+Data that is only moved goes as bytes, so every dtype can. What an engine does not have natively
+is listed on its group's class and raises; nothing is emulated. What gloo has, and why the code
+around it is as it is, stands in docs/how-to/many-hosts.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
+from tilework.comm.backends.engine_protocol import Fault, Kind, Operation, Parts
+from tilework.comm.backends.failure_log import FailureLog
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.network_interfaces import address_towards
+from tilework.comm.backends.ordered import FaultArgs, OrderedEngine
+from tilework.comm.backends.torch_completion import TorchTicket
+from tilework.comm.capabilities import Lack
+from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.reduce_op import AnyReduceOp, RedOpType
+from tilework.errors import DistBackendError
+from tilework.store.torch_bridge import as_torch_store
+
+#: torch's engines and their options; absent from builds of torch without them.
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+#: What the messages of failures say if a rank came late, or if connections ended.
+_LATE = ("timed out",)
+_LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
+#: A tag of which no message is ever sent.
+_NEVER_SENT = 0x7FFF_FFFE
+
+# -- what is called for each kind of operation ----------------------------------------------
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _all_bytes(parts: Parts) -> list[Tensor]:
+    return [_bytes(part) for part in parts]
+
+
+def _barrier(backend: Any, operation: Operation, rank: int) -> Any:
+    return backend.barrier(_options(_c10d.BarrierOptions(), operation))
+
+
+def _broadcast(backend: Any, operation: Operation, rank: int) -> Any:
+    return backend.broadcast(
+        _all_bytes(operation.outputs), _options(_c10d.BroadcastOptions(), operation)
+    )
+
+
+def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
+    source, target = operation.inputs[0], operation.outputs[0]
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
+    return backend.allreduce([_number(target)], _options(_c10d.AllreduceOptions(), operation))
+
+
+def _reduce(backend: Any, operation: Operation, rank: int) -> Any:
+    # torch's leaves partial sums in the tensors of ranks that are not the root.
+    at_root = rank == operation.root
+    tensor = operation.outputs[0] if at_root else operation.inputs[0].clone()
+    if at_root and tensor.data_ptr() != operation.inputs[0].data_ptr():
+        tensor.copy_(operation.inputs[0])
+    return backend.reduce([_number(tensor)], _options(_c10d.ReduceOptions(), operation))
+
+
+def _all_gather(backend: Any, operation: Operation, rank: int) -> Any:
+    source, outputs = _bytes(operation.inputs[0]), operation.outputs
+    options = _options(_c10d.AllgatherOptions(), operation)
+    if isinstance(outputs, Tensor):
+        return backend._allgather_base(_bytes(outputs), source, options)
+    return backend.allgather([_all_bytes(outputs)], [source], options)
+
+
+def _gather(backend: Any, operation: Operation, rank: int) -> Any:
+    lists = [_all_bytes(operation.outputs)] if rank == operation.root else []
+    options = _options(_c10d.GatherOptions(), operation)
+    return backend.gather(lists, [_bytes(operation.inputs[0])], options)
+
+
+def _scatter(backend: Any, operation: Operation, rank: int) -> Any:
+    lists = [_all_bytes(operation.inputs)] if rank == operation.root else []
+    options = _options(_c10d.ScatterOptions(), operation)
+    return backend.scatter([_bytes(operation.outputs[0])], lists, options)
+
+
+def _reduce_scatter(backend: Any, operation: Operation, rank: int) -> Any:
+    target, inputs = _number(operation.outputs[0]), operation.inputs
+    options = _options(_c10d.ReduceScatterOptions(), operation)
+    if isinstance(inputs, Tensor):
+        return backend._reduce_scatter_base(target, _number(inputs), options)
+    return backend.reduce_scatter([target], [[_number(part) for part in inputs]], options)
+
+
+def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
+    options = _options(_c10d.AllToAllOptions(), operation)
+    inputs, outputs = operation.inputs, operation.outputs
+    if isinstance(inputs, Tensor) and isinstance(outputs, Tensor):
+        source, target = _bytes(inputs), _bytes(outputs)
+        source = source.clone() if source.data_ptr() == target.data_ptr() else source
+        return backend.alltoall_base(target, source, [], [], options)
+    # torch's form for lists wants equal sizes, the one for a tensor with split sizes does not.
+    sources, targets = _split(inputs, backend.size()), _split(outputs, backend.size())
+    target = targets[0].new_empty(sum(part.numel() for part in targets))
+    splits = [[part.numel() for part in parts] for parts in (targets, sources)]
+    work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
+    work.wait()
+    for part, came in zip(targets, torch.split(target, splits[0]), strict=True):
+        part.copy_(came)
+    return work
+
+
+def _split(parts: Parts, size: int) -> list[Tensor]:
+    if isinstance(parts, Tensor):
+        return list(torch.split(_bytes(parts), max(parts.nbytes // size, 1)))
+    return _all_bytes(parts)
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as gloo adds it up rightly: truth values are bytes."""
+    return _bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
+
+
+_CALLS: dict[Kind, Callable[[Any, Operation, int], Any]] = {
+    "barrier": _barrier,
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _options(torch_options: Any, operation: Operation) -> Any:
+    if hasattr(torch_options, "reduceOp"):
+        torch_options.reduceOp = _torch_reduce_op(operation.reduce_op, operation.dtype)
+    if hasattr(torch_options, "rootRank"):
+        torch_options.rootRank = operation.root
+    torch_options.timeout = timedelta(seconds=operation.timeout)
+    return torch_options
+
+
+def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
+    kind = _kind_of(op)
+    if dtype is torch.bool:  # gloo's sum of bytes counts them
+        kind = _OF_TRUTH.get(kind, kind)
+    if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
+        return _c10d._make_nccl_premul_sum(op.factor)
+    return getattr(_c10d.ReduceOp, kind.name)
+
+
+_OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
+
+
+def _kind_of(op: AnyReduceOp | None) -> RedOpType:
+    return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type
+
+
+# -- the engine -----------------------------------------------------------------------------
+
+
+class TorchEngine(OrderedEngine):
+    """One rank's end of one of torch's backends."""
+
+    def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
+        super().__init__(request.group_rank, request.global_ranks_in_group)
+        self.name = name
+        self._backend = backend
+        self._story = FailureLog(request.store, self.rank, self.size)
+
+    def perform(self, operation: Operation) -> None:
+        self.blocking(lambda: _CALLS[operation.kind](self._backend, operation, self.rank).wait())
+
+    def _attempt(self, act: Callable[[], object]) -> FaultArgs | None:
+        return self.outcome(lambda: self.blocking(act))
+
+    def blocking(self, act: Callable[[], object]) -> None:
+        """Call into torch's backend, with its failures as faults."""
+        try:
+            act()
+        except RuntimeError as error:
+            raise self._fault(error) from error
+
+    def _fault(self, error: RuntimeError) -> Exception:
+        """What a failure of the engine means. Asks the other ranks, so it takes a moment."""
+        if self.closed:
+            return Fault("closed", (self.rank,), "")
+        detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
+        text = str(error).lower()
+        if not any(words in text for words in (*_LATE, *_LOST)):
+            return DistBackendError(f"{self.name}: {detail}")
+        kind, silent = self._story.ask(late=any(words in text for words in _LATE))
+        if kind == "aborted":
+            self.abortion = self.abortion or self._story.abortion()
+        if self.abortion is not None:
+            return Fault("aborted", (self.abortion[0],), self.abortion[2])
+        return Fault(kind, silent, f"{self.name}: {detail}")
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> TorchTicket:
+        self.check_open()
+        source = _bytes(tensor)
+        return self._message(lambda: self._backend.send([source], dst, tag), source, timeout)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> TorchTicket:
+        self.check_open()
+        target = _bytes(tensor)
+        if src < 0:
+            return self._message(
+                lambda: self._backend.recv_anysource([target], tag), target, timeout
+            )
+        return self._message(lambda: self._backend.recv([target], src, tag), target, timeout)
+
+    def _message(self, start: Callable[[], Any], memory: Tensor, timeout: float) -> TorchTicket:
+        try:
+            return TorchTicket(start(), memory, timeout, self._attempt)
+        except RuntimeError as error:
+            raise self._fault(error) from error
+
+    def last_entered(self) -> list[str]:
+        return ["an operation of which it said nothing"] * self.size
+
+    def say(self, text: str) -> None:
+        self._story.say(text)
+
+    def heard(self, timeout: float) -> list[str | None]:
+        return self._story.heard(timeout)
+
+    def tell(self, kind: str, text: str) -> None:
+        self._story.tell_abort(kind, text)
+
+    def interrupt(self) -> None:
+        if self._backend is not None:
+            end_connections(self._backend, self.rank, self.size)
+
+    def release(self) -> None:
+        self._backend = None
+
+
+def end_connections(backend: Any, rank: int, size: int) -> None:
+    """Make every wait on a Gloo object fail, here and at the other ends.
+
+    The one way to: a wait that times out closes all its connections. Its abort() ends nothing.
+    """
+    for peer in (other for other in range(size) if other != rank):
+        nothing = torch.empty(1, dtype=torch.uint8)
+        try:
+            backend.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            # A connection that was closed already fails without closing the others.
+            if "timed out" in str(error).lower():
+                return
+
+
+class StreamEngine(TorchEngine):
+    """An engine whose operations run on a device's streams: none waits on a thread."""
+
+    def submit(self, operation: Operation) -> TorchTicket:
+        self.check_open()
+        self._entered += 1
+        work = _CALLS[operation.kind](self._backend, operation, self.rank)
+        return TorchTicket(work, operation, operation.timeout, self._attempt)
+
+    def interrupt(self) -> None:
+        if self._backend is not None:
+            self._backend.abort()
+
+
+# -- the groups -----------------------------------------------------------------------------
+
+
+class EngineGroup(NativeGroup):
+    """A process group on one of torch's backends."""
+
+    uneven_sizes = False
+    holds_copies = True
+    lacks: ClassVar[frozenset[Lack]] = frozenset(Lack)
+
+    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
+        super().__init__(engine, request.group_rank, request.group_size, request.timeout)
+        self._authenticated = request.store.authenticated
+        self.devices = tuple(Backend.backend_capability[engine.name])
+
+    @property
+    def authenticated(self) -> bool:
+        return self._authenticated
+
+    def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
+        op, dtype = operation.reduce_op, operation.dtype
+        if op is not None and dtype is not None and not self.reduces(op, dtype):
+            raise NotImplementedError(
+                f"backend {self.name()!r} has no ReduceOp.{_kind_of(op)} of {dtype}; convert the "
+                f"tensor, or use a backend that has it (hybrid, shm and threads do)"
+            )
+        if operation.kind != "all_to_all" and not (
+            _even(operation.inputs) and _even(operation.outputs)
+        ):
+            raise NotImplementedError(
+                f"backend {self.name()!r} has no {operation.title or operation.kind} of tensors "
+                f"of different sizes; pad them, or use a backend that has it (hybrid, shm and "
+                f"threads do)"
+            )
+        return super()._start(operation, opts, outputs)
+
+
+def _even(parts: Parts) -> bool:
+    return isinstance(parts, Tensor) or len({part.numel() for part in parts}) < 2
+
+
+class GlooGroup(EngineGroup):
+    """torch's Gloo."""
+
+    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
+        super().__init__(engine, request)
+        self.devices = ("cpu",)  # on a GPU it was never tried
+
+    _DTYPES = frozenset(
+        getattr(torch, name)
+        for name in [
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "int64",
+            "int32",
+            "int8",
+            "uint8",
+            "bool",
+        ]
+    )
+
+    @classmethod
+    def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
+        kind = _kind_of(op)
+        if dtype.is_complex:
+            return kind in (RedOpType.SUM, RedOpType.AVG)
+        return dtype in cls._DTYPES and kind is not RedOpType.PREMUL_SUM
+
+
+# -- making them ----------------------------------------------------------------------------
+
+
+def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -> Any:
+    """Torch's Gloo object for a group. Collective over its ranks; blocks until all came.
+
+    Args:
+        request: The group.
+        address: This host's address to listen at; None for what Gloo finds by itself.
+    """
+    store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
+    if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _c10d.ProcessGroupGloo(store, rank, size, request.timeout)
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = request.timeout
+    return _c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:
+    return make_gloo_backend(request, address_towards(request.store))
+
+
+def _make_nccl(request: DistributedBackendOptions, options: Any) -> Any:
+    options = options or _c10d.ProcessGroupNCCL.Options()
+    options._timeout = request.timeout
+    store = as_torch_store(request.store)
+    return _c10d.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
+
+
+def _make_ucc(request: DistributedBackendOptions, options: Any) -> Any:
+    store = as_torch_store(request.store)
+    return _c10d.ProcessGroupUCC(store, request.group_rank, request.group_size, request.timeout)
+
+
+def _make_mpi(request: DistributedBackendOptions, options: Any) -> Any:
+    return _c10d.ProcessGroupMPI.create(list(request.global_ranks_in_group))
+
+
+_Make = Callable[[DistributedBackendOptions, Any], Any]
+
+
+def _engine(
+    name: str, make: _Make, engine: type[TorchEngine], group: type[EngineGroup]
+) -> Callable[[DistributedBackendOptions, Any], ProcessGroup]:
+    def create(request: DistributedBackendOptions, options: Any) -> EngineGroup:
+        check_available(name)
+        try:
+            backend = make(request, options)
+        except RuntimeError as error:
+            raise DistBackendError(
+                f"{name} could not make group {request.group_id!r}: {error}"
+            ) from error
+        return group(engine(backend, request, name), request)
+
+    create.__doc__ = f"Make a group on torch's {name}. Collective over its ranks."
+    return create
+
+
+def check_available(name: str) -> None:
+    """Raise DistBackendError unless this torch has the engine ``name``."""
+    if not is_backend_available(name):
+        raise DistBackendError(
+            f"backend {name!r} is not part of this torch ({torch.__version__}); install a torch "
+            f"that has it, or use 'shm' for ranks of one host"
+        )
+
+
+ENGINES: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
+    "gloo": _engine("gloo", _make_gloo, TorchEngine, GlooGroup),
+    "nccl": _engine("nccl", _make_nccl, StreamEngine, EngineGroup),
+    "ucc": _engine("ucc", _make_ucc, StreamEngine, EngineGroup),
+    "mpi": _engine("mpi", _make_mpi, TorchEngine, EngineGroup),
+}

@@ -1,0 +1,1 @@
+"""Gradients of DTensors: the graph of the local tensors."""

@@ -1,0 +1,196 @@
+"""What DTensor's methods do about gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.autograd.local_graph import local_of, lying_as, plain
+from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
+from tilework.dtensor.redistribution.redistribute import out_of_terms, redistribute_local
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.layout import Placement
+
+if TYPE_CHECKING:
+    from tilework.dtensor.tensor import DTensor
+
+_WithoutInterception = torch._C.DisableTorchFunctionSubclass
+_base: Any = torch._C.TensorBase
+
+
+def local_with_grad(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """The local tensor, whose gradient will lie as ``placements`` say."""
+    spec = tensor._spec
+    terms = spec_of(spec.mesh, placements, spec.shape, spec.order)
+    local = local_of(tensor)
+    if terms == spec.dual or not (local.requires_grad and torch.is_grad_enabled()):
+        return local
+    if terms.local_shape != spec.local_shape or terms.dual != spec.dual:
+        raise ValueError(
+            f"the gradient of a tensor that lies as {list(spec.placements)} cannot lie as "
+            f"{list(placements)}: Partial() may stand where the tensor is replicated, nothing else"
+        )
+    return alias(tensor, terms.partial_axes)
+
+
+def set_grad(tensor: DTensor, value: Tensor) -> None:
+    """Make ``value`` the tensor's gradient."""
+    from tilework.dtensor.tensor import DTensor
+
+    tensor._grad = None
+    if not isinstance(value, DTensor):
+        raise TypeError(
+            f"the gradient of a DTensor is a DTensor, got {type(value).__name__}: distribute it "
+            f"with distribute_tensor(grad, mesh, placements)"
+        )
+    if value.shape != tensor.shape:
+        raise RuntimeError(
+            f"a gradient has its tensor's shape, {list(tensor.shape)}, got {list(value.shape)}"
+        )
+    tensor._local_tensor.grad = lying_as(value, tensor._spec.dual, "the gradient")
+    if value._spec == tensor._spec.dual:
+        tensor._grad = value
+
+
+def become(tensor: DTensor, value: DTensor) -> DTensor:
+    """Make ``tensor`` what an operator in place has changed it to, of whatever shape."""
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    tensor._aliases = tensor._grad = None
+    with _WithoutInterception():
+        _base.data.__set__(tensor, value)
+    return tensor
+
+
+def set_data(tensor: DTensor, value: Tensor) -> None:
+    """Make ``value`` what the tensor holds, as ``tensor.data = value`` does."""
+    from tilework.dtensor.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        raise TypeError(
+            f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
+        )
+    tensor._local_tensor.data = value._local_tensor.data
+    tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
+    with _WithoutInterception():
+        _base.data.__set__(tensor, value)
+
+
+def autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """``torch.autograd.backward`` where some of the tensors are DTensors."""
+    outs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if inputs is not None:
+        inputs = [plain(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+    pairs = _roots(outs, grad_tensors if grad_variables is None else grad_variables)
+    if pairs:
+        torch.autograd.backward(
+            [root for root, _ in pairs],
+            [grad for _, grad in pairs],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            inputs=inputs,
+        )
+
+
+def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Local tensors that gradients start from, with theirs; none on a rank outside the mesh."""
+    from tilework.dtensor.tensor import DTensor
+
+    given = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
+    return [
+        root_of(out, grad) if isinstance(out, DTensor) else (out, grad)
+        for out, grad in zip(outs, given, strict=True)
+        if not isinstance(out, DTensor) or out._spec.takes_part
+    ]
+
+
+def root_of(tensor: DTensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A local tensor that gradients start from, and its gradient."""
+    spec = tensor._spec
+    local = local_of(tensor)
+    if spec.reduce_op not in (None, "sum"):
+        local = redistribute_local(local, spec, spec.dual)
+    if gradient is not None:
+        if gradient.shape != tensor.shape:
+            raise RuntimeError(
+                f"a gradient has its tensor's shape, {list(tensor.shape)}, got "
+                f"{list(gradient.shape)}"
+            )
+        grad = lying_as(gradient, spec.dual, "the gradient")
+        if spec.partial_axes and spec.reduce_op == "sum" and grad.requires_grad:
+            grad = alias_local(grad, as_partial(spec.dual, spec.partial_axes), spec.dual)
+        return local, grad
+    if tensor.numel() != 1:
+        raise RuntimeError(
+            f"grad can be implicitly created only for scalar outputs: this tensor has shape "
+            f"{list(tensor.shape)}, so pass its gradient"
+        )
+    return local, torch.ones_like(local, requires_grad=False)
+
+
+def register_hook(tensor: DTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """What ``DTensor.register_hook`` does."""
+    from tilework.dtensor.tensor import wrap
+
+    spec = tensor._spec.dual
+
+    def called(grad: Tensor) -> Tensor | None:
+        found = hook(wrap(grad, spec))
+        return None if found is None else lying_as(found, spec, "what a hook returns")
+
+    local: Any = local_of(tensor)
+    return local.register_hook(called)
+
+
+def autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` where some of the tensors are DTensors."""
+    from tilework.dtensor.tensor import DTensor, wrap
+
+    outs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    ins = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if is_grads_batched:
+        raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
+    roots = _roots(outs, grad_outputs)
+    found = torch.autograd.grad(
+        [root for root, _ in roots],
+        [plain(one) for one in ins],
+        [grad for _, grad in roots],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    return tuple(
+        wrap(_own(grad, one._spec), one._spec.dual)
+        if isinstance(one, DTensor) and grad is not None
+        else grad
+        for one, grad in zip(ins, found, strict=True)
+    )
+
+
+def _own(grad: Tensor, spec: DTensorSpec) -> Tensor:
+    """The gradient of a tensor, to be differentiated further."""
+    return out_of_terms(grad, spec.dual, spec.partial_axes) if spec.partial_axes else grad

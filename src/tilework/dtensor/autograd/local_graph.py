@@ -1,0 +1,140 @@
+"""Local tensors at their place in the graph, also behind a user's own autograd.Function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.views import copied_views
+
+if TYPE_CHECKING:
+    from tilework.dtensor.tensor import DTensor
+
+_WithoutInterception = torch._C.DisableTorchFunctionSubclass
+_base: Any = torch._C.TensorBase
+_flag_of = _base.requires_grad.__get__
+_grad_fn_of = _base.grad_fn.__get__
+_grad_of = _base.grad.__get__
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """This rank's part, at its place in the graph."""
+    if tensor._view_of is not None:
+        copied_views.refresh(tensor)
+    local = tensor._local_tensor
+    if tensor._made_without_grad and not local.requires_grad and torch.is_grad_enabled():
+        return _linked(tensor)
+    return local
+
+
+def flag(tensor: DTensor) -> None:
+    """Let C++ see whether it requires a gradient, so that a user's own Function keeps it."""
+    with _WithoutInterception():
+        if _flag_of(tensor) != tensor._local_tensor.requires_grad and _grad_fn_of(tensor) is None:
+            _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
+
+
+def grad_fn_of(tensor: DTensor) -> Any:
+    """The node that computed it: a user's own Function, or that of the local tensor."""
+    with _WithoutInterception():
+        node = _grad_fn_of(tensor)
+    return local_of(tensor).grad_fn if node is None else node
+
+
+def _linked(tensor: DTensor) -> Tensor:
+    """The part of what a user's own autograd.Function returned, linked to the Function.
+
+    C++ put the Function into the graph of the wrappers, where no gradient would ever come.
+    """
+    with _WithoutInterception():
+        node = _grad_fn_of(tensor)
+    if node is None:
+        return tensor._local_tensor
+    leaves = _leaves(node)
+    tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
+        tensor._local_tensor, [tensor], leaves, *[local_of(leaf) for leaf in leaves]
+    )
+    return tensor._local_tensor
+
+
+def _leaves(node: Any) -> list[DTensor]:
+    """The wrappers that a node of C++'s graph comes from."""
+    from tilework.dtensor.tensor import DTensor
+
+    found, seen, todo = [], set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, DTensor):
+            found.append(variable)
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return found
+
+
+class _Link(torch.autograd.Function):
+    """From the graph of local tensors into that of wrappers, and back out at its leaves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, tensor: list[DTensor], leaves: list[DTensor], *locals_: Tensor
+    ) -> Tensor:
+        # In lists, where C++ does not take the wrappers for inputs.
+        (ctx.tensor,), ctx.leaves = tensor, leaves
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from tilework.dtensor.tensor import wrap
+
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a gradient of a gradient through your own autograd.Function on DTensors: write "
+                "the Function on local tensors (to_local, from_local), where torch can do it"
+            )
+        # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (ctx.tensor,),
+            (wrap(grad, ctx.tensor._spec.dual),),
+            True,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        with _WithoutInterception():
+            found = [_grad_of(leaf) for leaf in ctx.leaves]
+            for leaf in ctx.leaves:
+                _base.grad.__set__(leaf, None)
+        grads = [
+            None if one is None else lying_as(one, leaf._spec.dual, "the gradient")
+            for one, leaf in zip(found, ctx.leaves, strict=True)
+        ]
+        return None, None, None, *grads
+
+
+def lying_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
+    """The local part of ``tensor`` in another layout; a plain tensor counts as replicated."""
+    from tilework.dtensor.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return redistribute_local(tensor, spec.replicated, spec)
+    if tensor._spec.mesh != spec.mesh:
+        raise ValueError(
+            f"{what} lies on {tensor._spec.mesh}, the tensor on {spec.mesh}: they must be on the "
+            f"same mesh"
+        )
+    return redistribute_local(local_of(tensor), tensor._spec, spec)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor; other tensors as they are."""
+    from tilework.dtensor.tensor import DTensor
+
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

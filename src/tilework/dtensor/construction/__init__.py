@@ -1,0 +1,1 @@
+"""DTensors from nothing, from whole tensors, and from the ranks' parts."""

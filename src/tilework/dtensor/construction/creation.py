@@ -1,0 +1,233 @@
+"""New DTensors: zeros, ones, empty, full, rand, randn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.random.generator import fill_part, next_key
+from tilework.dtensor.random.philox import Distribution, Normal, Uniform
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.layout import Placement, Replicate
+from tilework.mesh import DeviceMesh, current_mesh
+
+_Sizes = int | Sequence[int]
+
+
+def zeros(
+    *size: _Sizes,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of zeros. Local; each rank makes its part.
+
+    Args:
+        size: The global shape: as numbers, or one sequence of them.
+        requires_grad: Whether it is to have a gradient.
+        dtype: None: torch's default dtype.
+        layout: torch.strided, the only one there is.
+        device_mesh: The mesh; None: the innermost of ``with mesh:``.
+        placements: What each axis of the mesh does; None: each rank has it all.
+        order: The axes in the order in which they cut; None: from the first to the last.
+
+    Raises:
+        ValueError: Placements do not fit the mesh or the shape.
+        RuntimeError: No mesh is given or active.
+
+    Example:
+        >>> from tilework.dtensor import Shard, init_device_mesh, zeros
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     return zeros(3, 5, device_mesh=mesh, placements=[Shard(0)]).to_local().shape
+        >>> run_ranks(2, program)
+        [torch.Size([2, 5]), torch.Size([1, 5])]
+    """
+    spec = _spec(size, layout, device_mesh, placements, order)
+    return _made(torch.zeros, spec, dtype, requires_grad)
+
+
+def ones(
+    *size: _Sizes,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of ones. Local; arguments and errors as for :func:`zeros`.
+
+    Example:
+        >>> from tilework.dtensor import Partial, init_device_mesh, ones
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     return ones(2, device_mesh=mesh, placements=[Partial()]).full_tensor().tolist()
+        >>> run_ranks(2, program)
+        [[1.0, 1.0], [1.0, 1.0]]
+    """
+    spec = _spec(size, layout, device_mesh, placements, order)
+    return _made(torch.ones, spec, dtype, requires_grad)
+
+
+def empty(
+    *size: _Sizes,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor whose values are not set yet. Local; arguments and errors as for :func:`zeros`.
+
+    Example:
+        >>> from tilework.dtensor import Shard, empty, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     return empty([4, 3], device_mesh=mesh, placements=[Shard(0)]).fill_(2).sum().item()
+        >>> run_ranks(2, program)
+        [24.0, 24.0]
+    """
+    spec = _spec(size, layout, device_mesh, placements, order)
+    return _made(torch.empty, spec, dtype, requires_grad)
+
+
+def full(
+    size: _Sizes,
+    fill_value: complex,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of one number. Local; arguments and errors as for :func:`zeros`.
+
+    Args:
+        fill_value: The number; without ``dtype``, its kind decides.
+
+    Example:
+        >>> from tilework.dtensor import Shard, full, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     return full((3,), 7, device_mesh=mesh, placements=[Shard(0)]).to_local().tolist()
+        >>> run_ranks(2, program)
+        [[7, 7], [7]]
+    """
+
+    def make(shape: Sequence[int], **kwargs: Any) -> Tensor:
+        return torch.full(tuple(shape), fill_value, **kwargs)
+
+    return _made(make, _spec((size,), layout, device_mesh, placements, order), dtype, requires_grad)
+
+
+def rand(
+    *size: _Sizes,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of random numbers from [0, 1), the same on every mesh and in every layout.
+
+    They follow from torch's default generator on the mesh's first rank. Collective over the mesh;
+    blocks. Arguments and errors as for :func:`zeros`.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, init_device_mesh, rand
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     torch.manual_seed(0)
+        ...     rows = rand(2, 2, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+        ...     torch.manual_seed(0)
+        ...     return torch.equal(rows, rand(2, 2, device_mesh=mesh).full_tensor())
+        >>> run_ranks(2, program)
+        [True, True]
+    """
+    spec = _spec(size, layout, device_mesh, placements, order)
+    return _drawn(Uniform(), spec, dtype, requires_grad)
+
+
+def randn(
+    *size: _Sizes,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of normally distributed numbers. As :func:`rand` otherwise.
+
+    Example:
+        >>> from tilework.dtensor import Shard, init_device_mesh, randn
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     return randn(4, 2, device_mesh=mesh, placements=[Shard(0)]).to_local().shape
+        >>> run_ranks(2, program)
+        [torch.Size([2, 2]), torch.Size([2, 2])]
+    """
+    spec = _spec(size, layout, device_mesh, placements, order)
+    return _drawn(Normal(), spec, dtype, requires_grad)
+
+
+def _spec(
+    size: Sequence[_Sizes],
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    order: Sequence[int] | None,
+) -> DTensorSpec:
+    if layout is not torch.strided:
+        raise ValueError(f"DTensors are dense: layout=torch.strided, got {layout}")
+    mesh = device_mesh or current_mesh()
+    shape: Any = size
+    if len(size) == 1 and not isinstance(size[0], int):
+        shape = size[0]
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a tensor has no negative sizes, got {list(shape)}")
+    return spec_of(
+        mesh, (Replicate(),) * mesh.ndim if placements is None else placements, shape, order
+    )
+
+
+def _made(
+    make: Callable[..., Tensor], spec: DTensorSpec, dtype: torch.dtype | None, requires_grad: bool
+) -> DTensor:
+    local = make(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
+    return _finished(local, spec, requires_grad)
+
+
+def _drawn(
+    distribution: Distribution, spec: DTensorSpec, dtype: torch.dtype | None, requires_grad: bool
+) -> DTensor:
+    local = torch.empty(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
+    fill_part(local, next_key(spec.mesh), distribution, spec)
+    return _finished(local, spec, requires_grad)
+
+
+def _finished(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
+    """The tensor whose value is this, spread where it is to be partial."""
+    if spec.takes_part:
+        local = redistribute_local(local, spec.dual, spec)
+    return wrap(local.requires_grad_(requires_grad), spec)

@@ -1,0 +1,1 @@
+"""What DTensors look like, and what they communicate."""

@@ -1,0 +1,323 @@
+"""What moves and why: ``explain()``, and the warning of what gathers.
+
+While nobody listens it costs a look at one variable. What ranks tell each other to agree on
+something, and keys of random numbers, are not told.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.callsite import call_site, user_frame
+from tilework.comm.world import current_world
+from tilework.dtensor.debug.formatting import layout_text, tensor_text
+from tilework.dtensor.spec import DTensorSpec
+from tilework.layout.steps import Steps
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+#: How many of all ranks' ``explain`` and ``strict`` are open.
+watchers = 0
+_lock = threading.Lock()
+
+#: Steps that communicate nothing.
+_LOCAL = ("slice", "fill")
+
+
+class GatherWarning(UserWarning):
+    """An operator has no rule for a call, so that every rank gets its tensors whole."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective."""
+
+    operator: str
+    """What needed it: torch's name of the operator, or the method."""
+    collective: str
+    """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or ``plan``."""
+    axes: tuple[str, ...]
+    """Along which axes of the mesh; by number where they have no names."""
+    tensor: str
+    """What was moved, like ``f32[8@dp, 4]``."""
+    target: str
+    """How it lies afterwards."""
+    nbytes: int
+    """What this takes on the rank that sends or receives the most."""
+    site: str
+    """``file:line in function`` of the program; where ``backward`` was called for a gradient."""
+    gradient: bool = False
+    """Whether it was in a backward pass."""
+    gathered: bool = False
+    """Whether the operator has no rule for such a call."""
+
+
+@dataclass
+class Log:
+    """What this rank saw. ``print`` shows it as a table, and rich draws it."""
+
+    events: list[Event] = field(default_factory=list)
+    """In the order in which they were."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of them."""
+        return sum(event.nbytes for event in self.events)
+
+    @property
+    def gathered(self) -> list[Event]:
+        """Those for lack of a rule."""
+        return [event for event in self.events if event.gathered]
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        return Group(self._summary(), *([self._table()] if self.events else []))
+
+    def _summary(self) -> str:
+        count = {0: "no collectives", 1: "1 collective"}.get(
+            len(self.events), f"{len(self.events)} collectives"
+        )
+        gathered = len(self.gathered)
+        told = f", {gathered} of them to gather for lack of a rule" if gathered else ""
+        return f"{count}{told}, {self.nbytes:,} bytes per rank"
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table()
+        for name in ("operator", "collective", "axes", "tensor", "to"):
+            table.add_column(name)
+        table.add_column("bytes", justify="right")
+        table.add_column("where", overflow="fold")
+        for event in self.events:
+            notes = " (gradient)" * event.gradient + " (no rule)" * event.gathered
+            table.add_row(
+                event.operator + notes,
+                event.collective,
+                ", ".join(event.axes),
+                # Its brackets are no markup.
+                *(text.replace("[", r"\[") for text in (event.tensor, event.target)),
+                f"{event.nbytes:,}",
+                event.site,
+            )
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=160).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What one rank is asked to tell."""
+
+    logs: list[Log] = field(default_factory=list)
+    #: How many ``strict`` are open.
+    strict: int = 0
+    #: The operator that runs, and whether it gathers.
+    operator: str = ""
+    gathered: bool = False
+    #: Calls that were warned of.
+    warned: set[Any] = field(default_factory=set)
+
+
+def _watch() -> _Watch:
+    return current_world().state(_Watch)
+
+
+@contextmanager
+def explain() -> Iterator[Log]:
+    """List each collective that DTensors need meanwhile on this rank, and its cause.
+
+    Local; may be nested. Nearly free while none is open.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, distribute_tensor, explain, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        ...     with explain() as log:
+        ...         x.full_tensor()
+        ...     return log.events[0]
+        >>> event = run_ranks(2, program)[0]
+        >>> event.collective, event.axes, event.tensor, event.target, event.nbytes
+        ('all_gather', ('tp',), 'f32[4@tp, 4]', 'f32[4, 4]', 32)
+    """
+    watch, log = _watch(), Log()
+    watch.logs.append(log)
+    with _watching():
+        try:
+            yield log
+        finally:
+            watch.logs.remove(log)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Let operators that have no rule for a call raise meanwhile, where they would gather.
+
+    For this rank; so open it on all of them.
+
+    Raises:
+        NotImplementedError: Within it, by such a call; nothing has moved then.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh, strict
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        ...     with strict():
+        ...         return (x + 1).placements
+        >>> run_ranks(2, program)[0]
+        (Shard(dim=0),)
+    """
+    watch = _watch()
+    watch.strict += 1
+    with _watching():
+        try:
+            yield
+        finally:
+            watch.strict -= 1
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(more: int) -> None:
+    global watchers
+    with _lock:
+        watchers += more
+
+
+# -- what the rest of the package tells ------------------------------------------------------
+
+
+def begins(operator: str, gathered: bool = False) -> None:
+    """An operator is about to move tensors. To be told while there are watchers."""
+    watch = _watch()
+    watch.operator, watch.gathered = operator, gathered
+    if gathered and watch.strict:
+        raise NotImplementedError(_no_rule(operator) + "; this is strict()")
+
+
+def gathers(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtype]) -> None:
+    """An operator has no rule for such a call: it will gather its tensors."""
+    moved = [
+        (spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True) if not spec.is_replicated
+    ]
+    watch = _watch()
+    key = name, tuple(moved)
+    if not moved or key in watch.warned:
+        return
+    nbytes = sum(spec.nbytes(dtype.itemsize) for spec, dtype in moved)
+    told = ", ".join(layout_text(spec, dtype) for spec, dtype in moved)
+    text = f"{_no_rule(name)}: every rank gets {told} whole, {nbytes:,} bytes"
+    if watch.strict:
+        raise NotImplementedError(f"{text}; this is strict()")
+    watch.warned.add(key)
+    frame = user_frame(sys._getframe(1))
+    warnings.warn_explicit(
+        f"{text} (told once; tilework.dtensor.register_rule teaches DTensor operators of your own)",
+        GatherWarning,
+        "tilework" if frame is None else frame.f_code.co_filename,
+        0 if frame is None else frame.f_lineno,
+    )
+
+
+def _no_rule(name: str) -> str:
+    return f"{name} has no rule for this call on DTensors, and gathers its tensors"
+
+
+def tag(made: Tensor) -> None:
+    """Let the gradient of what was moved for the operator that runs be told as this operator's."""
+    node: Any = made.grad_fn
+    if node is not None:
+        node.metadata.setdefault("operator", _watch().operator)
+
+
+def ran(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
+    """A tensor is about to go these steps. To be told while there are watchers."""
+    watch = _watch()
+    if not watch.logs:
+        return
+    operator, gradient = _cause(watch)
+    for step in steps.steps:
+        if step.kind in _LOCAL:
+            continue
+        before = source.with_placements(step.source.placements, step.source.order)
+        after = source.with_placements(step.target.placements, step.target.order)
+        event = Event(
+            operator,
+            step.kind,
+            tuple(steps.names[axis] for axis in step.axes),
+            layout_text(before, dtype),
+            layout_text(after, dtype),
+            step.nbytes,
+            call_site(),
+            gradient,
+            watch.gathered and not gradient,
+        )
+        for log in watch.logs:
+            log.events.append(event)
+
+
+def reduced(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Gradients that came in terms are about to be reduced together."""
+    watch = _watch()
+    names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
+    group = [names[axis] for axis in axes]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    ranks = 1
+    for axis in axes:
+        ranks *= spec.mesh.shape[axis]
+    shapes = [tensor_text(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    event = Event(
+        f"{len(tensors)} parameter{'s' * (len(tensors) != 1)}",
+        "all_reduce",
+        tuple(group),
+        ", ".join(shapes if len(shapes) <= 3 else [*shapes[:2], f"… {len(shapes) - 2} more"]),
+        "summed",
+        2 * nbytes * (ranks - 1) // ranks,
+        call_site(),
+        gradient=True,
+    )
+    for log in watch.logs:
+        log.events.append(event)
+
+
+def _cause(watch: _Watch) -> tuple[str, bool]:
+    """The operator, and whether it is its gradient that moves."""
+    if torch._C._current_graph_task_id() == -1:
+        return watch.operator, False
+    node: Any = torch._C._current_autograd_node()
+    metadata = {} if node is None else node.metadata
+    return metadata.get("operator", "backward"), True

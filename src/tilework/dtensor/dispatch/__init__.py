@@ -1,0 +1,1 @@
+"""Dispatch of torch's functions on DTensors."""

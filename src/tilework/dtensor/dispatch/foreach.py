@@ -1,0 +1,136 @@
+"""Operators on lists of tensors, as optimizers call them: ``torch._foreach_*`` and ``_fused_*``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.collectives import all_reduce
+from tilework.comm.reduce_op import ReduceOp
+from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.dispatch.op_names import special
+from tilework.dtensor.redistribution.redistribute import axes_group
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.tensor import DTensor, wrap
+
+_NAMES = """
+    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp
+    expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round
+    rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero
+"""
+#: Those that do the same to each element. Others are run tensor by tensor.
+ELEMENTWISE = frozenset(_NAMES.split())
+#: What is called for each tensor, where that has another name.
+_SINGLE = {
+    "norm": torch.linalg.vector_norm,
+    "powsum": lambda x, power, **kwargs: x.abs().pow(power).sum(**kwargs),
+}
+#: Steps of optimizers on lists of parameters, gradients and states.
+FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of lists on DTensors.
+
+    Where the tensors at each place of the lists have one layout, as parameters, gradients and
+    states of an optimizer have, it runs on this rank's parts of all; else tensor by tensor.
+    """
+    name: str = func.__name__
+    lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
+    layouts = _layouts(lists) if name in FUSED or _plain_name(name) in ELEMENTWISE else None
+    if layouts is None:
+        return _one_by_one(name, args, kwargs)
+    result = func(
+        *[_local(arg) for arg in args], **{key: _local(value) for key, value in kwargs.items()}
+    )
+    if name.endswith("_"):
+        if torch.is_grad_enabled():
+            for one in lists[0]:
+                if isinstance(one, DTensor):
+                    local_graph.flag(one)
+        return None
+    return [
+        one if spec is None else wrap(one, spec) for one, spec in zip(result, layouts, strict=True)
+    ]
+
+
+@special("_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients in place, as ``GradScaler`` does; all ranks learn what one rank finds."""
+    grads, found, scale = args
+    if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
+        raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
+    func(_local(grads), *map(local_graph.plain, (found, scale)), **kwargs)
+    meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
+    for mesh in meshes:
+        if mesh.here:
+            group = axes_group(mesh, tuple(range(mesh.ndim)))
+            all_reduce(local_graph.plain(found), ReduceOp.MAX, group)
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("_foreach_").removesuffix("_")
+
+
+def _is_list(arg: Any) -> bool:
+    return arg.__class__ in (list, tuple) and bool(arg) and isinstance(arg[0], Tensor)
+
+
+def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | None:
+    """The layout at each place of the lists; None if some place has several, or partial values."""
+    found: list[DTensorSpec | None] = [
+        one._spec if one.__class__ is DTensor else None for one in lists[0]
+    ]
+    for spec in found:
+        if spec is not None and spec.partial_axes:
+            return None
+    for others in lists[1:]:
+        if len(others) != len(found):
+            return None  # torch says what is wrong with that
+        for spec, one in zip(found, others, strict=True):
+            if one.__class__ is DTensor:
+                its = one._spec
+                if its is not spec and its != spec:
+                    return None
+            elif one.dim():
+                # A plain tensor counts as replicated: that it is one is looked at one by one.
+                return None
+    return found
+
+
+def _local(arg: Any) -> Any:
+    kind = arg.__class__
+    if kind is list or kind is tuple:
+        if torch.is_grad_enabled():
+            return [local_graph.plain(one) for one in arg]
+        return [one._local_tensor if one.__class__ is DTensor else one for one in arg]
+    if kind is DTensor:  # a number in a tensor, the same for all
+        return arg.full_tensor()
+    return arg
+
+
+def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not name.startswith("_foreach_"):
+        raise NotImplementedError(
+            f"{name} needs parameters, gradients and states in the same layouts: use an optimizer "
+            f"with fused=False"
+        )
+    writes = name.endswith("_")
+    plain = _plain_name(name)
+    operator = _SINGLE.get(plain)
+    if operator is None:
+        operator = getattr(Tensor, f"{plain}_") if writes else getattr(torch, plain)
+    length = len(next(arg for arg in args if _is_list(arg)))
+    results = []
+    for at in range(length):
+
+        def here(arg: Any, at: int = at) -> Any:
+            return arg[at] if arg.__class__ in (list, tuple) and len(arg) == length else arg
+
+        results.append(
+            operator(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
+        )
+    return None if writes else results

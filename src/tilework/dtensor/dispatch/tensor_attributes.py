@@ -1,0 +1,145 @@
+"""Functions that are no operators: what a tensor is, where it is in the graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+
+from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.dispatch.op_names import special
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.views import copied_views
+
+
+@special("size")
+def _size(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *dim = args
+    dim = dim[0] if dim else kwargs.get("dim")
+    return tensor._spec.size if dim is None else tensor._spec.size[dim]
+
+
+@special("dim", "ndimension")
+def _dim(func: Any, args: Any, kwargs: Any) -> int:
+    return len(args[0]._spec.shape)
+
+
+@special("numel", "nelement")
+def _numel(func: Any, args: Any, kwargs: Any) -> int:
+    return math.prod(args[0]._spec.shape)
+
+
+@special("__len__")
+def _len(func: Any, args: Any, kwargs: Any) -> int:
+    (tensor,) = args
+    if not tensor._spec.shape:
+        raise TypeError("len() of a 0-d tensor")
+    return int(tensor._spec.shape[0])
+
+
+@special("__hash__")
+def _hash(func: Any, args: Any, kwargs: Any) -> int:
+    return id(args[0])
+
+
+@special("stride")
+def _stride(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *dim = args
+    strides = strides_of(tensor)
+    dim = dim[0] if dim else kwargs.get("dim")
+    return strides if dim is None else strides[dim]
+
+
+def strides_of(tensor: DTensor) -> tuple[int, ...]:
+    """The strides of the whole tensor, with dims in memory ordered as they are in this part."""
+    local = tensor._local_tensor
+    order = sorted(range(tensor.ndim), key=lambda dim: (local.stride(dim), -dim))
+    strides, step = [0] * tensor.ndim, 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(tensor._spec.shape[dim], 1)
+    return tuple(strides)
+
+
+@special("is_contiguous")
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(func(args[0]._local_tensor, *args[1:], **kwargs))
+
+
+@special(
+    *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device"),
+    *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
+)
+def _of_part(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*[local_graph.plain(arg) for arg in args], **kwargs)
+
+
+@special("detach")
+def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
+    (tensor,) = args
+    if tensor._view_of is None:
+        return wrap(tensor._local_tensor.detach(), tensor._spec)
+    copied_views.refresh(tensor)
+    made = wrap(tensor._local_tensor.detach(), tensor._spec)
+    copied_views.mark(made, tensor, torch.Tensor.detach, shares=True)
+    return made
+
+
+@special("detach_")
+def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
+    (tensor,) = args
+    tensor._local_tensor = tensor._local_tensor.detach_()
+    local_graph.flag(tensor)
+    return tensor  # type: ignore[no-any-return]
+
+
+@special("backward")
+def _backward(func: Any, args: Any, kwargs: Any) -> None:
+    if func is torch.autograd.backward:
+        gradients.autograd_backward(*args, **kwargs)
+    else:
+        DTensor.backward(*args, **kwargs)
+
+
+@special("register_hook")
+def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    return DTensor.register_hook(*args, **kwargs)
+
+
+@special("requires_grad_")
+def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
+    return DTensor.requires_grad_(*args, **kwargs)
+
+
+@special("grad")
+def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    return gradients.autograd_grad(*args, **kwargs)
+
+
+@special("is_same_size")
+def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+@special("__repr__")
+def _repr(func: Any, args: Any, kwargs: Any) -> str:
+    return repr(args[0])
+
+
+@special("__format__")
+def _format(func: Any, args: Any, kwargs: Any) -> str:
+    tensor, spec = args
+    return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
+
+
+@special(
+    *("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
+    *("_make_dual", "make_dual", "share_memory_"),
+)
+def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    name = getattr(func, "__name__", str(func))
+    raise TypeError(
+        f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
+        f"it plain with full_tensor(), or take this rank's part with to_local()"
+    )

@@ -1,0 +1,122 @@
+"""Random numbers for DTensors: the same global values on every mesh and in every layout.
+
+Each draw has a key, which is drawn from torch's default generator and agreed upon; an element's
+value is a function of that key and of its global index. docs/concepts/random.md tells what follows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.collectives import broadcast
+from tilework.comm.world import current_world
+from tilework.dtensor.random import philox
+from tilework.dtensor.random.philox import Distribution, Key
+from tilework.dtensor.spec import DTensorSpec
+from tilework.mesh import DeviceMesh
+
+#: One thread at a time has torch's default generator for its own.
+_default = threading.Lock()
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
+    """``torch.manual_seed`` on every rank of a mesh, once all have said the same seed.
+
+    Collective over the mesh; blocks. Where all ranks call ``torch.manual_seed`` anyway, that is
+    enough: the first rank's generator counts.
+
+    Raises:
+        ValueError: Ranks gave different seeds; on every rank, and no generator has changed.
+
+    Example:
+        >>> from tilework.dtensor import Shard, init_device_mesh, manual_seed, rand
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     manual_seed(7, mesh)
+        ...     first = rand(4, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+        ...     manual_seed(7, mesh)
+        ...     return bool((rand(4, device_mesh=mesh).full_tensor() == first).all())
+        >>> run_ranks(2, program)
+        [True, True]
+    """
+    if device_mesh.here:
+        group = device_mesh.axes_group(range(device_mesh.ndim))
+        for rank, theirs in zip(group.global_ranks, agree(lambda: int(seed), group), strict=True):
+            if theirs != int(seed):
+                raise ValueError(
+                    f"manual_seed needs one seed on all ranks of the mesh, got {theirs} on rank "
+                    f"{rank} and {seed} here"
+                )
+    torch.manual_seed(int(seed))
+
+
+def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
+    """A new key, the same on every rank of the mesh. Collective over the mesh; blocks.
+
+    Every rank draws 64 bits from its generator, so that ranks which were seeded alike stay alike;
+    the mesh's first rank's count.
+
+    Args:
+        mesh: The mesh.
+        generator: What to draw from; None: torch's default generator.
+    """
+    if generator is None:
+        generator = current_world().generator
+    # A key comes from the state of the CPU's generator, whatever device the numbers are for.
+    drawn = torch.empty((), dtype=torch.int64)
+    if generator is None or generator.device.type == "cpu":
+        drawn.random_(-(1 << 63), None, generator=generator)
+    else:
+        drawn = drawn.to(generator.device).random_(-(1 << 63), None, generator=generator)
+    if mesh.here and mesh.size() > 1:
+        drawn = drawn.to(mesh.device_type)
+        broadcast(drawn, src=mesh.spec.ranks[0], group=mesh.axes_group(range(mesh.ndim)))
+    return Key(int(drawn), 0)
+
+
+def fill_part(local: Tensor, key: Key, distribution: Distribution, spec: DTensorSpec) -> Tensor:
+    """Draw this rank's part of a tensor that lies as ``spec``, into ``local``. Local.
+
+    Autograd does not see it.
+    """
+    if spec.takes_part:
+        philox.fill(local, key, distribution, spec.shape, spec.local_box.offsets)
+    return local
+
+
+@contextmanager
+def seeded(key: Key) -> Iterator[torch.Generator]:
+    """A generator that begins as the key says; meanwhile torch's default one does so, too.
+
+    For operators that draw by themselves, so that ranks which compute the same draw the same. Do
+    not communicate within: ranks that are threads wait for each other.
+    """
+    with _default:
+        default = torch.default_generator
+        state = default.get_state()
+        try:
+            default.manual_seed(key.seed)
+            yield torch.Generator().manual_seed(key.seed)
+        finally:
+            default.set_state(state)
+
+
+def draw_alike(mesh: DeviceMesh, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function of whole local tensors gives that draws by itself: alike on every rank.
+
+    Collective over the mesh; blocks. The function must not communicate. A ``generator`` among the
+    arguments is replaced by one that all ranks have in the same state.
+    """
+    key = next_key(mesh, kwargs.get("generator"))
+    with seeded(key) as generator:
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = generator
+        return function(*args, **kwargs)

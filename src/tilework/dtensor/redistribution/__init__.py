@@ -1,0 +1,1 @@
+"""Redistribution: from one layout of a DTensor to another."""

@@ -1,0 +1,357 @@
+"""Losses of classes: where classes are cut, no rank has all logits of an element.
+
+The mean is weighted by what the target's class weighs, so its denominator is a sum, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import Span, operator, settled
+from tilework.dtensor.rules.losses import MEAN, NONE, SUM, reduced
+from tilework.tiled.factors import Factor, factors_of
+
+_nn: Any = torch._C._nn
+_NAMES = {NONE: "none", MEAN: "mean", SUM: "sum"}
+#: Marks the targets that are no class of this rank's.
+_IGNORED = -100
+
+
+def _class_dim(input: Arg | Tensor) -> int:
+    return 0 if input.ndim == 1 else 1
+
+
+def _has_indices(input: Arg, target: Arg) -> bool:
+    """Whether targets are classes, one for each element."""
+    at = _class_dim(input)
+    return target.shape == (*input.shape[:at], *input.shape[at + 1 :])
+
+
+class _Loops:
+    """What a loss of classes runs over."""
+
+    def __init__(self, input: Arg) -> None:
+        at = _class_dim(input)
+        self.classes = Factor(input.shape[at], "classes")
+        self.elements = factors_of((*input.shape[:at], *input.shape[at + 1 :]))
+        self.input = [*self.elements[:at], self.classes, *self.elements[at:]]
+
+
+def _valid(input: Any, weight: Any) -> bool:
+    return input.ndim > 0 and (weight is None or weight.shape == (input.shape[_class_dim(input)],))
+
+
+def _uncut(*args: Any) -> bool:
+    return all(arg is None or arg.spec.is_replicated for arg in args)
+
+
+# -- negative log likelihood -----------------------------------------------------------------
+
+
+@rule(_nn.nll_loss_nd)
+def _nll_loss(input: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Answer:
+    if not _valid(input, weight) or not _has_indices(input, target):
+        return None
+    if reduction == MEAN and _uncut(input, target, weight):
+        whole = {arg: [None] * arg.ndim for arg in (input, target, weight) if arg is not None}
+        return native(whole, [[]])
+    if reduction == MEAN:
+        return Composed(_mean_nll)
+    return _nll_terms(input, target, weight, ignore_index, reduction)
+
+
+def _mean_nll(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> Tensor:
+    return _quotient(_nll(input, target, weight, ignore_index, MEAN), input.dtype)
+
+
+def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    loss, weight = settled(sums).unbind(0)
+    return (loss / weight).to(dtype)
+
+
+def _nll_terms(input: Any, target: Any, weight: Any, ignore_index: int, reduction: int) -> Answer:
+    """The losses' terms on ranks with parts of the classes; of a mean, both sums."""
+    loops = _Loops(input)
+    dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
+    if weight is not None:
+        dims[weight] = [loops.classes]
+
+    def run(choice: Strategy) -> Callable[..., Tensor]:
+        span = Span(choice, loops.classes)
+
+        def terms(*tensors: Tensor) -> Tensor:
+            x, t = tensors[input.number], tensors[target.number]
+            w = None if weight is None else tensors[weight.number]
+            ignored = t == ignore_index
+            if not span.all:
+                x, t, w = _local_classes(x, t, w, span, ignored)
+            ignore = ignore_index if span.all else _IGNORED
+            return _nll_of(x, t, w, ignore, reduction)
+
+        return terms
+
+    if reduction == MEAN:
+        return native(dims, [[None]], run=run, shapes=[(2,)])
+    return native(dims, [loops.elements if reduction == NONE else []], run=run, linear=[[input]])
+
+
+def _local_classes(
+    x: Tensor, target: Tensor, weight: Tensor | None, span: Span, ignored: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same with targets as numbers of this rank's classes."""
+    numbers, here = span.find(target, ignored)
+    if span.count == 0:  # torch wants a class, if only one that no target is
+        at = _class_dim(x)
+        x = F.pad(x, (0, 0) * (x.ndim - 1 - at) + (0, 1))
+        weight = None if weight is None else F.pad(weight, (0, 1))
+    return x, numbers.where(here, _IGNORED), weight
+
+
+def _nll_of(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int
+) -> Tensor:
+    if reduction != MEAN:
+        return F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=_NAMES[reduction])
+    loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction="none")
+    return _pair(loss, _weights(target, weight, ignore_index, loss.dtype))
+
+
+def _pair(loss: Tensor, weights: Tensor) -> Tensor:
+    dtype = torch.promote_types(loss.dtype, torch.float32)
+    return torch.stack([loss.sum(dtype=dtype), weights.sum(dtype=dtype)])
+
+
+def _weights(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """What each target's class weighs; 0 for those that are ignored."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.to(dtype)
+    return weight[target.where(counted, 0)].to(dtype).masked_fill(~counted, 0)
+
+
+@operator(_nll_terms)
+def _nll(
+    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int
+) -> Tensor:
+    return _nll_of(input, target, weight, ignore_index, reduction)
+
+
+# -- cross entropy ---------------------------------------------------------------------------
+
+
+@rule(_nn.cross_entropy_loss)
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Answer:
+    indices = target.shape != input.shape
+    if not _valid(input, weight) or (indices and not _has_indices(input, target)):
+        return None
+    if input.is_cut(_class_dim(input)):
+        return Composed(_split_cross_entropy)
+    if indices and reduction == MEAN and not _uncut(input, target, weight):
+        return Composed(_mean_cross_entropy)
+    loops = _Loops(input)
+    loops.classes.whole = True
+    dims = {input: loops.input, target: loops.elements if indices else loops.input}
+    if weight is not None:
+        dims[weight] = [loops.classes]
+    given = {
+        "input": input,
+        "target": target,
+        "weight": weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
+    return reduced(_nn.cross_entropy_loss, given, dims, loops.elements)
+
+
+def _mean_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    return _quotient(_entropy(input, target, weight, ignore_index, label_smoothing), input.dtype)
+
+
+def _entropy_sums(
+    input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
+) -> Answer:
+    loops = _Loops(input)
+    loops.classes.whole = True
+    dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
+    if weight is not None:
+        dims[weight] = [loops.classes]
+    return native(dims, [[None]], shapes=[(2,)])
+
+
+@operator(_entropy_sums)
+def _entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """The sums of which the quotient is the mean."""
+    loss = F.cross_entropy(
+        *(input, target, weight),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    return _pair(loss, _weights(target, weight, ignore_index, loss.dtype))
+
+
+# -- cross entropy where classes are cut -----------------------------------------------------
+#
+# With z the logits less the greatest one, and q what the classes of an element are to be, times
+# their weights, its loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.
+
+
+def _split_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """From two small reductions over classes: the greatest logit, then all sums together."""
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    top = settled(x.detach().amax(_class_dim(x), keepdim=True))
+    sums = settled(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
+    indices = target if target.shape != input.shape else None
+    found = _class_losses(sums, indices, ignore_index, reduction)
+    if reduction == MEAN:
+        return _quotient(found, input.dtype)
+    return found.to(input.dtype)
+
+
+def _class_sums_rule(
+    input: Any, top: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
+) -> Answer:
+    loops = _Loops(input)
+    at = _class_dim(input)
+    indices = target.shape != input.shape
+    dims: dict[Arg, Any] = {
+        input: loops.input,
+        top: [*loops.elements[:at], None, *loops.elements[at:]],
+        target: loops.elements if indices else loops.input,
+    }
+    if weight is not None:
+        dims[weight] = [loops.classes]
+    rows = 4 if indices else 3
+
+    def run(choice: Strategy) -> Callable[..., Tensor]:
+        span = Span(choice, loops.classes)
+
+        def sums(*tensors: Tensor) -> Tensor:
+            x, t = tensors[input.number], tensors[target.number]
+            w = None if weight is None else tensors[weight.number]
+            z = x - tensors[top.number]
+            found = (
+                _sums_of_indices(z, t, w, span, t == ignore_index, label_smoothing)
+                if indices
+                else _sums_of_probabilities(z, t, w, span, label_smoothing)
+            )
+            return torch.stack([z.exp().sum(at), *found])
+
+        return sums
+
+    shape = (rows, *(factor.size for factor in loops.elements))
+    return native(dims, [[None, *loops.elements]], run=run, shapes=[shape])
+
+
+def _sums_of_indices(
+    z: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    span: Span,
+    ignored: Tensor,
+    smoothing: float,
+) -> list[Tensor]:
+    """This rank's terms of sum(q), sum(q * z) and of what the target's class weighs."""
+    at = _class_dim(z)
+    by_class = _along_classes(weight, z)
+    x, local, w = _local_classes(z, target, weight, span, ignored)
+    of_target = -F.nll_loss(x, local, w, ignore_index=_IGNORED, reduction="none")
+    weights = _weights(local, w, _IGNORED, z.dtype)
+    q, qz = weights, of_target
+    if smoothing:
+        share = smoothing / span.total
+        every = torch.ones_like(z) if by_class is None else by_class.expand_as(z)
+        q = (1 - smoothing) * q + share * every.sum(at)
+        qz = (1 - smoothing) * qz + share * (every * z).sum(at)
+    return [q, qz, weights]
+
+
+def _sums_of_probabilities(
+    z: Tensor, target: Tensor, weight: Tensor | None, span: Span, smoothing: float
+) -> list[Tensor]:
+    at = _class_dim(z)
+    q = target * (1 - smoothing) + smoothing / span.total if smoothing else target
+    by_class = _along_classes(weight, z)
+    q = q if by_class is None else q * by_class
+    return [q.sum(at), (q * z).sum(at)]
+
+
+def _along_classes(weight: Tensor | None, z: Tensor) -> Tensor | None:
+    if weight is None:
+        return None
+    return weight.reshape((-1,) + (1,) * (z.ndim - 1 - _class_dim(z)))
+
+
+@operator(_class_sums_rule)
+def _class_sums(
+    input: Tensor,
+    top: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    raise NotImplementedError("its rule computes it")
+
+
+def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int) -> Answer:
+    elements = factors_of(sums.shape[1:])
+    dims: dict[Arg, Any] = {sums: [None, *elements]}
+    if target is not None:
+        dims[target] = elements
+    if reduction == MEAN:
+        return native(dims, [[None]], shapes=[(2,)])
+    return native(dims, [elements if reduction == NONE else []])
+
+
+@operator(_class_losses_rule)
+def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
+    """The losses, or their sum, or for a mean the sums of which it is the quotient."""
+    exps, q, qz, *weights = sums.unbind(0)
+    loss = q * exps.log() - qz
+    if target is not None:
+        loss = loss.where(target != ignore_index, 0)
+    if reduction == NONE:
+        return loss
+    if reduction == SUM:
+        return loss.sum()
+    return _pair(loss, weights[0] if weights else torch.ones_like(loss))

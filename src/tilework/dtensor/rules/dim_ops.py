@@ -1,0 +1,215 @@
+"""Sorting, selecting, accumulating: a row along the dim is needed whole, other dims stay cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.propagation.op_table import Answer, Arg, native, rule
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import tied
+from tilework.dtensor.rules.reduction_args import dims_of, left_of, reduced, reduction
+from tilework.dtensor.spec import Ints
+from tilework.tiled.factors import Dim, Factor, broadcast, factors_of
+
+
+def _loops(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
+    """A factor for each dim that may be cut."""
+    return _loops_of(factors_of(shape), whole)
+
+
+def _loops_of(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | None]:
+    return [None if at in whole else one for at, one in enumerate(factors)]
+
+
+def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> Answer:
+    """Rows along ``dim`` become others, of whatever length."""
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    factors = _loops(input.shape, dims)
+    return native({input: factors}, [factors] * results, linear=[[input]] if linear else [])
+
+
+@rule("logcumsumexp")
+def _logcumsumexp(input: Arg, dim: int) -> Answer:
+    return _kept(input, dim, 1)
+
+
+@rule("cummax", "cummin")
+def _cummax(input: Arg, dim: int) -> Answer:
+    return _kept(input, dim, 2)
+
+
+@rule("sort")
+def _sort(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    # The forms are (dim, descending) and (*, stable, dim, descending).
+    dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
+    return _kept(input, dim, 2)
+
+
+@rule("argsort")
+def _argsort(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
+    return _kept(input, dim, 1)
+
+
+@rule("msort")
+def _msort(input: Arg) -> Answer:
+    return _kept(input, 0, 1)
+
+
+@rule("topk")
+def _topk(input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Answer:
+    return _kept(input, dim, 2)
+
+
+@reduction("kthvalue")
+def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Answer:
+    return _selected(input, dim, keepdim)
+
+
+@reduction("mode")
+def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> Answer:
+    return _selected(input, dim, keepdim)
+
+
+@reduction("median", "nanmedian")
+def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> Answer:
+    return None if dim is None else _selected(input, dim, keepdim)
+
+
+def _selected(input: Arg, dim: int, keepdim: bool) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, None, results=2)
+
+
+def _quantiles(name: str) -> None:
+    quantile: Callable[..., Tensor] = getattr(torch, name)
+
+    @reduction(name)
+    def answer(
+        input: Arg,
+        q: Any,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+    ) -> Answer:
+        dims = dims_of(input.ndim, dim)
+        if dims is None or dim is None:
+            return None
+        factors = factors_of(input.shape)
+        left = left_of(factors, dims, keepdim)
+        levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
+
+        def make(choice: Strategy) -> Callable[..., Tensor]:
+            sizes = [
+                1 if at in dims else choice.part(one)[1]
+                for at, one in enumerate(factors)
+                if keepdim or at not in dims
+            ]
+            if 0 in sizes:  # torch takes no tensor without elements
+                several = q.shape if isinstance(q, Arg) else ()
+                return lambda part, *q: tied(part.reshape(*several, *sizes), *q)
+            return lambda part, q=q: quantile(part, q, dim, keepdim, interpolation=interpolation)
+
+        inputs = {input: _loops_of(factors, dims)}
+        if isinstance(q, Arg):
+            inputs[q] = levels
+        return native(inputs, [[*levels, *left]], run=make)
+
+
+_quantiles("quantile")
+_quantiles("nanquantile")
+
+
+@rule("diff")
+def _diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    given = [one for one in (input, prepend, append) if isinstance(one, Arg)]
+    factors = _loops(input.shape, dims)
+    if any(one.ndim != input.ndim for one in given):
+        return None
+    return native(dict.fromkeys(given, factors), [factors], linear=[given])
+
+
+@rule("trapezoid", "trapz")
+def _trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Answer:
+    return _integrated(y, x, dim, keeps=False)
+
+
+@rule("cumulative_trapezoid")
+def _cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Answer:
+    return _integrated(y, x, dim, keeps=True)
+
+
+def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> Answer:
+    dims = dims_of(y.ndim, dim)
+    if dims is None:
+        return None
+    # One point for each place along the dim, or one for each element.
+    for_each = isinstance(x, Arg) and x.ndim != 1
+    if for_each and x.ndim > y.ndim:
+        return None
+    factors, terms = broadcast([y.shape, x.shape] if for_each else [y.shape])
+    whole = [None if at in dims else one for at, one in enumerate(factors)]
+    out = whole if keeps else left_of(factors, dims, False)
+    gone = {factors[at] for at in dims}
+    inputs = {y: [None if gone & set(one) else one for one in terms[0]]}
+    if isinstance(x, Arg):
+        inputs[x] = [None if gone & set(one) else one for one in terms[1]] if for_each else [None]
+    return native(inputs, [out], linear=[[y]])
+
+
+@rule("gradient")
+def _gradient(
+    input: Arg, *, spacing: Any = 1, dim: int | Sequence[int] | None = None, edge_order: int = 1
+) -> Answer:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    loops = _loops(input.shape, dims)
+    inputs: dict[Arg, list[Factor | Dim | None]] = {input: loops}
+    for one in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
+        if isinstance(one, Arg):
+            inputs[one] = [None] * one.ndim
+    return native(inputs, [loops] * len(dims), linear=[[input]])
+
+
+@rule("searchsorted")
+def _searchsorted(
+    sorted_sequence: Arg,
+    input: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: Any = None,
+    sorter: Any = None,
+) -> Answer:
+    # Sequences in a row for each row of values, or one for all.
+    rows = _loops(sorted_sequence.shape[:-1])
+    given = {sorted_sequence: [*rows, None]}
+    if isinstance(sorter, Arg):
+        given[sorter] = [*rows, None]
+    if not isinstance(input, Arg):
+        return native(given, [[]])
+    if rows and input.ndim != sorted_sequence.ndim:
+        return None
+    dims = given[input] = [*rows, *_loops(input.shape[-1:])] if rows else _loops(input.shape)
+    return native(given, [dims])
+
+
+@rule("bucketize")
+def _bucketize(
+    input: Any, boundaries: Arg, *, out_int32: bool = False, right: bool = False
+) -> Answer:
+    if not isinstance(input, Arg):
+        return native({boundaries: [None]}, [[]])
+    dims = _loops(input.shape)
+    return native({input: dims, boundaries: [None]}, [dims])

@@ -1,0 +1,46 @@
+"""Parts without elements, for operators that torch cannot do on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tilework.dtensor.propagation.strategy import Strategy
+
+
+def on_nothing_too(function: Callable[..., Any]) -> Callable[[Strategy], Callable[..., Any] | None]:
+    """For ``op_table.native``: ``function`` of any parts of a whole.
+
+    It is called with the local tensors. Dims that are cut have the same places in all results as
+    in the first tensor.
+    """
+
+    def run(choice: Strategy) -> Callable[..., Any] | None:
+        whole = all(0 not in spec.shape for spec in choice.inputs)
+        return partial(_with_stand_ins, function) if whole and choice.leaves_empty else None
+
+    return run
+
+
+def _with_stand_ins(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """One row stands for none, which then is left out of the results."""
+    empty = [dim for dim, size in enumerate(tensors[0].shape) if size == 0]
+    result = function(*[_stand_in(one) if one.numel() == 0 else one for one in tensors])
+
+    def left_out(one: Tensor) -> Tensor:
+        for dim in empty:
+            one = one.narrow(dim, 0, 0)
+        return one
+
+    return tree_map(left_out, result)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Zeros, at the tensor's place in the graph."""
+    return tensor.new_zeros([max(size, 1) for size in tensor.shape]) + tensor.sum(
+        dtype=tensor.dtype
+    )

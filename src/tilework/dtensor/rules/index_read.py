@@ -1,0 +1,273 @@
+"""Reading elements by index tensors: index_select, gather, take, and indexing's own operator.
+
+Of a cut dim each rank reads what it has, and has zeros for the rest: results are then in terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.pytree import replicated
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import Span, operator, tied
+from tilework.dtensor.rules.reshaping import common_shape, dim_at
+from tilework.dtensor.tensor import DTensor
+from tilework.tiled.factors import DimFactors, Factor, broadcast
+
+#: For each dim the tensor that indexes it, or None for one that is taken as it is.
+Indices = Sequence[Any]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The value on every rank, as a plain tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def everywhere(value: Tensor, like: DTensor) -> DTensor:
+    """What every rank has computed alike, as a DTensor on the mesh of another."""
+    return replicated(value, like._spec.mesh)
+
+
+def factors_read(input: Arg) -> list[Factor]:
+    """A factor for each dim, of which an operator reads elements by index.
+
+    Zeros stand for what other ranks have: True and False are combined by their maximum.
+    """
+    reduce_op = "max" if input.dtype is torch.bool else "sum"
+    return [Factor(size, f"d{i}", reduce_op=reduce_op) for i, size in enumerate(input.shape)]
+
+
+def front_of(indices: Indices) -> int:
+    """Where in a result the dims of the indices are: where the indices are if these are adjacent,
+    else in front.
+    """
+    at = [dim for dim, index in enumerate(indices) if index is not None]
+    return at[0] if at[-1] - at[0] + 1 == len(at) else 0
+
+
+def spread(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
+    """The factors that index tensors are broadcast to, and what each of them runs over."""
+    return broadcast([index.shape for index in indices if index is not None])
+
+
+# -- indexing's own operator -----------------------------------------------------------------
+
+
+def _taken_at(input: Arg, indices: Indices) -> Answer:
+    dims = factors_read(input)
+    factors, terms = spread(indices)
+    at = front_of(indices)
+    out = [factor for factor, index in zip(dims, indices, strict=True) if index is None]
+    out[at:at] = factors
+    given = [index for index in indices if index is not None]
+
+    def run(choice: Strategy) -> Callable[..., Tensor]:
+        spans = [Span(choice, f) for f, i in zip(dims, indices, strict=True) if i is not None]
+        return lambda x, *places: _read(x, _placed(indices, places), spans, at)
+
+    return native(
+        {input: dims, **dict(zip(given, terms, strict=True))}, [out], linear=[[input]], run=run
+    )
+
+
+@operator(_taken_at)
+def take_at(input: Tensor, indices: Indices) -> Tensor:
+    """``input[indices]``, where there is one index tensor of integers or None for each dim."""
+    return input[tuple(slice(None) if index is None else index for index in indices)]
+
+
+def _placed(indices: Indices, places: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's parts of the index tensors, where they belong."""
+    rest = iter(places)
+    return [None if index is None else next(rest) for index in indices]
+
+
+def found(
+    places: Sequence[Tensor | None], spans: Sequence[Span]
+) -> tuple[list[Any], Tensor | None]:
+    """Where elements are within this rank's part, and which of them are in it (None: all)."""
+    rest = iter(spans)
+    at: list[Any] = []
+    here: Tensor | None = None
+    for place in places:
+        if place is None:
+            at.append(slice(None))
+            continue
+        span = next(rest)
+        if span.all:
+            at.append(place)
+            continue
+        number, its = span.find(place.where(place >= 0, place + span.total))
+        at.append(number)
+        here = its if here is None else here & its
+    if here is not None:
+        here = here.expand(common_shape(*[one.shape for one in places if one is not None]))
+    return at, here
+
+
+def _read(x: Tensor, places: Sequence[Tensor | None], spans: Sequence[Span], front: int) -> Tensor:
+    at, here = found(places, spans)
+    if here is None:
+        return _get(x, at)
+    if x.numel() == 0:
+        shape = [size for size, place in zip(x.shape, places, strict=True) if place is None]
+        shape[front:front] = common_shape(*[one.shape for one in places if one is not None])
+        return tied(x.new_zeros(shape), x)
+    values = _get(x, at)
+    after = values.dim() - front - here.dim()
+    return values.masked_fill(~here.reshape(here.shape + (1,) * after), 0)
+
+
+def _get(x: Tensor, at: Sequence[Any]) -> Tensor:
+    indexed = [dim for dim, place in enumerate(at) if isinstance(place, Tensor)]
+    if len(indexed) == 1 and at[indexed[0]].dim() == 1:
+        # The same, with a faster way back.
+        dim, place = indexed[0], at[indexed[0]]
+        if place.numel() == 0 or place.min() >= 0:
+            return x.index_select(dim, place)
+    return x[tuple(at)]
+
+
+# -- torch's operators -----------------------------------------------------------------------
+
+
+@rule("index_select")
+def _index_select(input: Arg, dim: int, index: Arg) -> Answer:
+    return Composed(_select_at)
+
+
+def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    if input.dim() == 0:
+        return take_at(input.reshape(1), [index.reshape(-1)]).reshape(())
+    indices: list[Any] = [None] * input.dim()
+    indices[dim] = index.reshape(-1)
+    return take_at(input, indices)
+
+
+@rule("gather")
+def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> Answer:
+    if not input.ndim or input.ndim != index.ndim:
+        return None
+    dim = dim_at(dim, input.ndim)
+    if any(index.shape[i] > input.shape[i] for i in range(input.ndim) if i != dim):
+        return None
+    if any(index.shape[i] < input.shape[i] for i in range(input.ndim) if i != dim):
+        return Composed(_gather_among)
+    factors = factors_read(input)
+    wanted = list(factors)
+    wanted[dim] = Factor(index.shape[dim], "wanted")
+
+    def run(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
+        span = Span(choice, factors[dim])
+
+        def look_up(x: Tensor, places: Tensor) -> Tensor:
+            if span.all:
+                return x.gather(dim, places)
+            at, here = span.find(places)
+            if x.numel() == 0:
+                return tied(x.new_zeros(places.shape), x)
+            return x.gather(dim, at).masked_fill(~here, 0)
+
+        return look_up
+
+    return native({input: factors, index: wanted}, [wanted], linear=[[input]], run=run)
+
+
+def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    return narrowed_to(input, index, dim).gather(dim, index)
+
+
+def narrowed_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
+    """The first elements of each dim, as many as another tensor has there; all of ``dim``."""
+    for i in range(tensor.dim()):
+        if (dim is None or i != dim % tensor.dim()) and other.shape[i] < tensor.shape[i]:
+            tensor = tensor.narrow(i, 0, other.shape[i])
+    return tensor
+
+
+@rule("take")
+def _take(input: Arg, index: Arg) -> Answer:
+    return Composed(
+        lambda input, index: take_at(input.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+    )
+
+
+@rule("take_along_dim")
+def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Answer:
+    def compute(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+        if dim is None:
+            return input.reshape(-1).gather(0, indices.reshape(-1))
+        sizes, wanted = list(input.shape), list(indices.shape)
+        sizes[dim] = wanted[dim] = 1
+        both = list(common_shape(sizes, wanted))
+        sizes, wanted = list(both), list(both)
+        sizes[dim], wanted[dim] = input.shape[dim], indices.shape[dim]
+        return input.expand(sizes).gather(dim, indices.expand(wanted))
+
+    return Composed(compute)
+
+
+# -- masks -----------------------------------------------------------------------------------
+
+
+@rule("nonzero")
+def _nonzero(input: Arg, *, as_tuple: bool = False) -> Answer:
+    return Composed(_places_of)
+
+
+def _places_of(input: DTensor, *, as_tuple: bool = False) -> Any:
+    """Where a tensor is not zero; replicated. What moves is a mask."""
+    mask = input if input.dtype is torch.bool else input != 0
+    places = whole(mask.detach()).nonzero()
+    if not as_tuple:
+        return everywhere(places, input)
+    if input.dim() == 0:
+        places = places.new_zeros((len(places), 1))
+    return tuple([everywhere(one, input) for one in places.unbind(1)])
+
+
+rule("argwhere")(lambda input: Composed(_places_of))
+
+
+@rule("masked_select")
+def _masked_select(input: Arg, mask: Arg) -> Answer:
+    def compute(input: Tensor, mask: Tensor) -> Tensor:
+        shape = common_shape(input.shape, mask.shape)
+        return input.expand(shape)[mask.expand(shape)]
+
+    return Composed(compute)
+
+
+@rule("masked_scatter")
+def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> Answer:
+    if mask.dtype is not torch.bool or source.dtype != input.dtype:
+        return None  # torch tells what is wrong
+
+    def compute(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        shape = common_shape(input.shape, mask.shape)
+        places = whole(mask).expand(shape).reshape(-1).cumsum(0).reshape(shape) - 1
+        if places.numel() and places.max() >= source.numel():
+            raise RuntimeError(
+                f"masked_scatter: the mask has {int(places.max()) + 1} elements set, but the "
+                f"source has only {source.numel()}"
+            )
+        if source.numel() == 0:
+            return input.expand(shape).clone()
+        values = source.reshape(-1)[places.clamp(min=0)]
+        return torch.where(mask, values, input)
+
+    return Composed(compute)
+
+
+@rule("isin")
+def _isin(elements: Any, test_elements: Any, **_: Any) -> Answer:
+    given = {one: [None] * one.ndim for one in (elements, test_elements) if isinstance(one, Arg)}
+    if not isinstance(elements, Arg):
+        return native(given, [[]])
+    factors = [Factor(size) for size in elements.shape]
+    return native({**given, elements: factors}, [factors])

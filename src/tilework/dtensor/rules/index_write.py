@@ -1,0 +1,371 @@
+"""Writing elements by index tensors: index_put, scatter, index_add, and their like.
+
+Into a cut dim each rank writes what falls into its part; the written tensor stays where it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.pytree import replicated, tensors_in
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.rules.helpers import Span, operator
+from tilework.dtensor.rules.index_read import Indices, found, front_of, narrowed_to, spread
+from tilework.dtensor.rules.reshaping import common_shape, dim_at
+from tilework.dtensor.tensor import DTensor
+from tilework.tiled.factors import Factor
+
+# -- indexing's own operator -----------------------------------------------------------------
+
+
+def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> Answer:
+    dims = [Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)]
+    factors, _ = spread(indices)
+    at = front_of(indices)
+    result: list[Factor | None] = [
+        factor for factor, index in zip(dims, indices, strict=True) if index is None
+    ]
+    result[at:at] = [None] * len(factors)
+    have = result[len(result) - values.ndim :]
+    if values.ndim > len(result):
+        return None
+    terms: dict[Arg, Any] = {index: [None] * index.ndim for index in indices if index is not None}
+    terms[input] = dims
+    terms[values] = [
+        factor if factor is not None and factor.size == size else None
+        for factor, size in zip(have, values.shape, strict=True)
+    ]
+
+    def run(choice: Strategy) -> Callable[..., Tensor]:
+        spans = [Span(choice, f) for f, i in zip(dims, indices, strict=True) if i is not None]
+
+        def put(x: Tensor, *rest: Tensor) -> Tensor:
+            its = iter(rest[:-1])
+            places = [None if index is None else next(its) for index in indices]
+            return _put(x, places, rest[-1], accumulate, spans, at)
+
+        return put
+
+    return native(terms, [dims], linear=[[input, values]], run=run)
+
+
+@operator(_put_rule)
+def put_at_(input: Tensor, indices: Indices, values: Tensor, accumulate: bool) -> Tensor:
+    """``input[indices] = values``, with an index tensor of integers or None for each dim."""
+    return _index_put_(input, list(indices), values, accumulate)  # type: ignore[no-any-return]
+
+
+#: The method takes no None among indices.
+_index_put_ = torch.ops.aten.index_put_.default
+
+
+def _told(places: Indices) -> list[Any]:
+    return [None if isinstance(one, slice) else one for one in places]
+
+
+def _put(
+    x: Tensor,
+    places: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool,
+    spans: Sequence[Span],
+    front: int,
+) -> Tensor:
+    at, here = found(places, spans)
+    if here is None:
+        return _index_put_(x, _told(at), values, accumulate)  # type: ignore[no-any-return]
+    shape = common_shape(*[one.shape for one in places if one is not None])
+    rest = [size for size, one in zip(x.shape, places, strict=True) if one is None]
+    mine = here.expand(shape).reshape(-1).nonzero().squeeze(1)
+    whole_shape = [*rest[:front], *shape, *rest[front:]]
+    flat = [*rest[:front], here.expand(shape).numel(), *rest[front:]]
+    values = values.expand(whole_shape).reshape(flat).index_select(front, mine)
+    numbers = [
+        None if isinstance(one, slice) else one.expand(shape).reshape(-1)[mine] for one in at
+    ]
+    if front == 0 and any(one is None for one in numbers):
+        # The numbers are one dim now, which stands in front only if they are apart.
+        adjacent = front_of(numbers)
+        values = values.movedim(0, adjacent)
+    return _index_put_(x, numbers, values, accumulate)  # type: ignore[no-any-return]
+
+
+# -- torch's operators -----------------------------------------------------------------------
+
+
+def on_mesh(input: Tensor, *others: Any) -> DTensor:
+    """The tensor as a DTensor, on the mesh of others where it is plain."""
+    if isinstance(input, DTensor):
+        return input
+    first = next(one for one in tensors_in(others) if isinstance(one, DTensor))
+    return replicated(input, first._spec.mesh)
+
+
+def writer(name: str, here: Callable[..., Answer], body: Callable[..., Any]) -> None:
+    """Register the rules of an operator that writes elements, and of its form in place.
+
+    Args:
+        name: The operator.
+        here: Its rule where that is simple, else None; first it gets whether it writes in place.
+        body: Writes to its first argument by other operators.
+    """
+
+    def anew(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made = on_mesh(input, *args, *kwargs.values()).clone()
+        body(made, *args, **kwargs)
+        return made
+
+    def in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        body(input, *args, **kwargs)
+        return input
+
+    rule(name)(lambda *args, **named: here(False, *args, **named) or Composed(anew))
+    rule(getattr(Tensor, name + "_"))(
+        lambda *args, **named: here(True, *args, **named) or Composed(in_place)
+    )
+
+
+def never(*_: Any, **__: Any) -> None:
+    """For operators that are never simple."""
+
+
+def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
+    """Write where elements are, counted from the first one."""
+    numbers = index.reshape(-1)
+    numbers = torch.where(numbers < 0, numbers + input.numel(), numbers)
+    places: list[Any] = []
+    for size in reversed(input.shape):
+        places.insert(0, numbers % size)
+        numbers = numbers // size
+    if not places:
+        input.copy_(source.reshape(-1)[-1] if not accumulate else input + source.sum())
+        return
+    put_at_(input, places, source.reshape(-1), accumulate)
+
+
+writer("put", never, _put_flat)
+
+
+# Along one dim, with an index of one dim.
+
+
+def _along_dim(linear: bool) -> Callable[..., Answer]:
+    """The rule where the dim is whole on each rank.
+
+    Args:
+        linear: Whether the operator is linear in the tensor and what is written, together.
+    """
+
+    def here(
+        writes: bool, input: Arg, dim: Any, index: Arg, source: Any = None, *_: Any, **named: Any
+    ) -> Answer:
+        source = source if source is not None else named.get("source", named.get("value"))
+        if not input.ndim or input.is_cut(dim) or not isinstance(index, Arg):
+            return None
+        dims: list[Factor | None] = [
+            Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)
+        ]
+        its = list(dims)
+        its[dim] = None
+        terms: dict[Arg, Any] = {input: dims, index: [None] * index.ndim}
+        if isinstance(source, Arg):
+            if source.ndim not in (0, input.ndim):
+                return None
+            terms[source] = its if source.ndim else []
+        dims[dim] = Factor(input.shape[dim], whole=True)
+        sets = [[input, source]] if linear and isinstance(source, Arg) else []
+        return native(terms, [dims], linear=sets)
+
+    return here
+
+
+def _write_lines(input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool) -> None:
+    """Write to what an index of one dim, or a number, names along a dim."""
+    if input.dim() == 0:
+        input = input.view(1)
+    if source.dim():
+        wanted = [*input.shape]
+        wanted[dim] = index.numel()
+        if source.numel() != math.prod(wanted) or (source.dim() > 1 and [*source.shape] != wanted):
+            raise RuntimeError(
+                f"the source has shape {list(source.shape)}, for this index of {index.numel()} "
+                f"along dim {dim} of a tensor of shape {list(input.shape)} it must be {wanted}"
+            )
+    places: list[Any] = [None] * input.dim()
+    places[dim] = index.reshape(-1)
+    put_at_(input, places, source, accumulate)
+
+
+def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> None:
+    _write_lines(input, dim, index, source if alpha == 1 else source * alpha, True)
+
+
+def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
+    _write_lines(input, dim, index, source, False)
+
+
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> None:
+    value = value if isinstance(value, Tensor) else torch.tensor(value)
+    _write_lines(input, dim, index, value.to(input.dtype), False)
+
+
+def _index_reduce(
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> None:
+    if input.dim() == 0:
+        input, source = input.view(1), source.reshape(1)
+    shape = [1] * input.dim()
+    shape[dim] = -1
+    places = index.reshape(shape).expand(source.shape)
+    input.scatter_reduce_(dim, places, source, reduce, include_self=include_self)
+
+
+writer("index_add", _along_dim(True), _index_add)
+writer("index_copy", _along_dim(True), _index_copy)
+writer("index_fill", _along_dim(True), _index_fill)
+writer("index_reduce", _along_dim(False), _index_reduce)
+
+
+# -- scatter ---------------------------------------------------------------------------------
+
+
+def _scatter_rule(name: str) -> Callable[..., Answer]:
+    """The rule of scattering where all sizes but that of the dim are the same."""
+    anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
+
+    def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:
+        if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
+            return None
+        dim = dim_at(dim, input.ndim)
+        source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Arg)), None)
+        if source is not None and source.shape != index.shape:
+            return None
+        if any(input.shape[i] != index.shape[i] for i in range(input.ndim) if i != dim):
+            return None
+        dims = [Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)]
+        its: list[Factor | None] = [*dims]
+        its[dim] = None
+        terms: dict[Arg, Any] = {input: dims, index: its}
+        if source is not None:
+            terms[source] = its
+        plain = name == "scatter_add" or (name == "scatter" and "reduce" not in kwargs)
+        linear = [[input, source]] if plain and source is not None else []
+
+        def run(choice: Strategy) -> Callable[..., Any]:
+            span = Span(choice, dims[dim])
+
+            def scatter(x: Tensor, places: Tensor, *values: Tensor) -> Any:
+                rest = [values[0] if isinstance(one, Arg) else one for one in args]
+                named = {k: values[0] if isinstance(v, Arg) else v for k, v in kwargs.items()}
+                if span.all:
+                    return (in_place if writes else anew)(x, dim, places, *rest, **named)
+                return _with_spare(
+                    x, dim, places, span, lambda y, at: in_place(y, dim, at, *rest, **named)
+                )
+
+            return scatter
+
+        return native(terms, [dims], linear=linear, run=run)
+
+    return here
+
+
+def _with_spare(
+    x: Tensor,
+    dim: int,
+    places: Tensor,
+    span: Span,
+    write: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Write to a part that has one more place, for what belongs to other ranks."""
+    numbers, mine = span.find(places)
+    sizes = list(x.shape)
+    sizes[dim] = 1
+    wider = torch.cat([x, x.new_zeros(sizes)], dim)
+    return write(wider, numbers.where(mine, span.count)).narrow(dim, 0, span.count)
+
+
+def _scatter_body(name: str) -> Callable[..., None]:
+    def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
+        if input.dim() == 0:
+            input, index = input.view(1), index.reshape(1)
+        part = narrowed_to(input, index, dim)
+        sizes = [size for i, size in enumerate(part.shape) if i != dim % part.dim()]
+        if sizes != [size for i, size in enumerate(index.shape) if i != dim % part.dim()]:
+            raise RuntimeError(
+                f"Expected index {list(index.shape)} to be no larger than self "
+                f"{list(input.shape)} apart from dimension {dim}"
+            )
+
+        def fit(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return narrowed_to(value if value.dim() else value.reshape(1), index)
+
+        getattr(part, name + "_")(
+            dim, index, *map(fit, args), **{key: fit(value) for key, value in kwargs.items()}
+        )
+
+    return body
+
+
+for _name in ("scatter", "scatter_add", "scatter_reduce"):
+    writer(_name, _scatter_rule(_name), _scatter_body(_name))
+
+
+# -- ranges and diagonals --------------------------------------------------------------------
+
+
+def _into(view: Callable[..., Tensor]) -> Callable[..., Answer]:
+    """The rule of an operator that copies to a view of a copy."""
+
+    def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made = on_mesh(input, src).clone()
+        view(made, *args, **kwargs).copy_(src)
+        return made
+
+    return lambda *_, **__: Composed(compute)
+
+
+rule("diagonal_scatter")(_into(torch.diagonal))
+
+
+@rule("select_scatter")
+def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> Answer:
+    def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+        made = on_mesh(input, src).clone()
+        made[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
+        return made
+
+    return Composed(compute)
+
+
+@rule("slice_scatter")
+def _slice_scatter(
+    input: Arg, src: Arg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Answer:
+    def compute(
+        input: Tensor,
+        src: Tensor,
+        dim: int = 0,
+        start: int | None = None,
+        end: int | None = None,
+        step: int = 1,
+    ) -> Tensor:
+        made = on_mesh(input, src).clone()
+        made[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
+        return made
+
+    return Composed(compute)

@@ -1,0 +1,124 @@
+"""What rules of reductions share: which dims, what is left of them, and torch's spellings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilework.dtensor.propagation.op_table import (
+    Answer,
+    Arg,
+    Composed,
+    MakeRun,
+    Native,
+    RuleFunction,
+    native,
+    rule,
+)
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.spec import Ints
+from tilework.tiled.factors import Dim, Factor
+
+#: What numpy calls them, and torch takes too.
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
+
+
+def dims_of(ndim: int, dim: Any) -> Ints | None:
+    """The dims to be reduced, all for None or none; None if they do not exist, or come twice."""
+    given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
+    if not given:
+        return tuple(range(ndim))
+    if any(not isinstance(one, int) for one in given):
+        return None
+    if ndim == 0:
+        return () if all(one in (0, -1) for one in given) else None
+    if any(not -ndim <= one < ndim for one in given):
+        return None
+    found = tuple(one % ndim for one in given)
+    return found if len(set(found)) == len(found) else None
+
+
+def reduced(
+    input: Arg,
+    dims: Ints,
+    keepdim: bool,
+    reduce_op: str | None,
+    *,
+    results: int = 1,
+    linear: bool = False,
+    run: Callable[[Strategy, list[Factor]], Callable[..., Any]] | None = None,
+) -> Native:
+    """The answer of a reduction of which the ranks' results are combined.
+
+    Args:
+        input: The tensor.
+        dims: Those that are reduced.
+        keepdim: Whether they are left with a size of one.
+        reduce_op: What combines results; None: the dims are needed whole, others may be cut.
+        results: How many tensors it gives.
+        linear: Whether it is linear.
+        run: Makes what is run instead of the operator, from the choice and each dim's factor.
+    """
+    factors = [
+        Factor(size, f"d{dim}", whole=reduce_op is None and dim in dims, reduce_op=reduce_op)
+        for dim, size in enumerate(input.shape)
+    ]
+    make: MakeRun | None = None if run is None else lambda choice: run(choice, factors)
+    left = left_of(factors, dims, keepdim)
+    shape = tuple(one.size if isinstance(one, Factor) else 1 for one in left)
+    return native(
+        {input: factors},
+        [left] * results,
+        linear=[[input]] if linear else [],
+        run=make,
+        shapes=[shape] * results,
+    )
+
+
+def left_of(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Factor | Dim | None]:
+    """What a reduction leaves of dims."""
+    return [
+        None if dim in gone else factor
+        for dim, factor in enumerate(dims)
+        if keepdim or dim not in gone
+    ]
+
+
+def any_cut(input: Arg, dims: Ints) -> bool:
+    """Whether ranks have different parts of some of these dims."""
+    return any(map(input.is_cut, dims))
+
+
+def reduction(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a rule whose arguments may also have numpy's names; :func:`rule` otherwise."""
+
+    def put(function: RuleFunction) -> RuleFunction:
+        signature = inspect.signature(function)
+
+        def answer(*args: Any, **kwargs: Any) -> Answer:
+            try:
+                bound = signature.bind(*args, **_torch_names(kwargs))
+            except TypeError:
+                return None
+            found = function(*bound.args, **bound.kwargs)
+            if isinstance(found, Composed):
+                run = found.run
+                return Composed(lambda *args, **kwargs: run(*args, **_torch_names(kwargs)))
+            return found
+
+        rule(*names)(answer)
+        return function
+
+    return put
+
+
+def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {_NUMPY.get(name, name): value for name, value in kwargs.items()}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are accumulated in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

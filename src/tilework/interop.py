@@ -1,0 +1,163 @@
+"""ShardedTensors as DTensors, and the other way round: the same memory, described otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations, product
+
+from tilework.comm.world import AnyGroup, get_rank
+from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.construction.from_local import cut_dim
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.tensor import DTensor, nothing, wrap
+from tilework.layout import Box, Placement, Replicate, Shard
+from tilework.mesh import DeviceMesh
+from tilework.sharded import Shard as LocalShard
+from tilework.sharded import (
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    infer_sharding_spec_from_shards_metadata,
+)
+from tilework.sharded.metadata import Items
+
+
+def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
+    """A sharded tensor as a DTensor of the same shards. Local; shares memory.
+
+    Args:
+        tensor: Each rank of the mesh has one shard of it, and others have none.
+        device_mesh: Along whose axes it is cut.
+
+    Raises:
+        ValueError: No placements on this mesh cut a tensor so.
+        TypeError: It is no sharded tensor.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import init_device_mesh, to_dtensor
+        >>> from tilework.sharded import ChunkShardingSpec, shard_tensor
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     sharded = shard_tensor(torch.arange(6.0).view(3, 2), rows)
+        ...     return to_dtensor(sharded, init_device_mesh("cpu", (2,)))
+        >>> run_ranks(2, program)[0]
+        DTensor f32[3@0, 2] on cpu mesh 0=2
+    """
+    if not isinstance(tensor, ShardedTensor):
+        raise TypeError(f"to_dtensor takes a ShardedTensor, got {type(tensor).__name__}")
+    spec = _on_mesh(_boxes(tensor, device_mesh), tuple(tensor.shape), device_mesh)
+    if not spec.takes_part:
+        return wrap(nothing(tensor), spec)
+    return wrap(tensor.local_shards()[0].tensor, spec)
+
+
+def _boxes(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
+    """What each rank of the mesh has."""
+    found: dict[int, Box] = {}
+    for tile in tensor.tiling.tiles:
+        for rank in tile.owners:
+            if rank in found or rank not in mesh.spec.ranks:
+                raise ValueError(
+                    f"a DTensor has one part on each rank of its mesh, {list(mesh.spec.ranks)}, "
+                    f"but {tensor!r} has "
+                    + (f"several shards on rank {rank}" if rank in found else f"one on rank {rank}")
+                )
+            found[rank] = tile.box
+    missing = [rank for rank in mesh.spec.ranks if rank not in found]
+    if missing:
+        raise ValueError(
+            f"a DTensor has one part on each rank of its mesh, but {tensor!r} has none on ranks "
+            f"{missing}"
+        )
+    return found
+
+
+def _on_mesh(boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh) -> DTensorSpec:
+    for placements, order in _candidates(boxes, shape, mesh):
+        try:
+            spec = spec_of(mesh, placements, shape, order)
+        except ValueError:
+            continue  # sizes that are not the same everywhere
+        if all(_same(spec, rank, box) for rank, box in boxes.items()):
+            return spec
+    told = ", ".join(f"{box} on rank {rank}" for rank, box in list(boxes.items())[:8])
+    raise ValueError(
+        f"no placements on {mesh} cut a tensor of shape {list(shape)} into {told}: reshard it "
+        f"along the mesh's axes first, or distribute its full_tensor()"
+    )
+
+
+def _same(spec: DTensorSpec, rank: int, box: Box) -> bool:
+    coordinate = spec.mesh.spec.coordinate(rank)
+    assert coordinate is not None
+    found = spec.box_at(coordinate)
+    return found == box or (found.empty and box.empty and found.sizes == box.sizes)
+
+
+def _candidates(
+    boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh
+) -> Iterator[tuple[list[Placement], Ints]]:
+    """Placements with which each axis cuts some dim, and orders, that may be those of the boxes."""
+    sizes = {rank: box.sizes for rank, box in boxes.items()}
+    choices = [range(len(shape)) if length > 1 else (None,) for length in mesh.shape]
+    for dims in product(*choices):
+        for order in permutations(range(mesh.ndim)):
+            placements: list[Placement] = [Replicate()] * mesh.ndim
+            for dim in {one for one in dims if one is not None}:
+                axes = [axis for axis in order if dims[axis] == dim]
+                _, parts = cut_dim(sizes, mesh, dim, axes)
+                for axis, part in zip(axes, parts, strict=True):
+                    placements[axis] = Shard(dim, part)
+            yield placements, order
+
+
+def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor:
+    """A DTensor as a sharded tensor of the same parts. Local; shares memory.
+
+    Args:
+        tensor: Cut along every axis of its mesh, or along none that is longer than 1.
+        process_group: The group of the result; the default group if None.
+
+    Raises:
+        ValueError: Several ranks have the same part, or terms of it.
+        TypeError: It is no DTensor.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh, to_sharded
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     return to_sharded(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))
+        >>> run_ranks(2, program)[0]
+        ShardedTensor(float32[3, 2] in 2 chunks along dim 0 on ranks 0-1)
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"to_sharded takes a DTensor, got {type(tensor).__name__}")
+    spec = tensor._spec
+    for axis, (one, length) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True)):
+        if length > 1 and not isinstance(one, Shard):
+            raise ValueError(
+                f"a sharded tensor has each element once, but {tensor!r} is {one} along axis "
+                f"{axis}: redistribute it to Shard there"
+            )
+    here = get_rank()
+    listed, mine = [], []
+    for rank in spec.mesh.spec.ranks:
+        coordinate = spec.mesh.spec.coordinate(rank)
+        assert coordinate is not None
+        box = spec.box_at(coordinate)
+        shard = ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{tensor.device.type}")
+        listed.append(shard)
+        if rank == here:
+            mine.append(LocalShard(local_graph.local_of(tensor), shard))
+    properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
+    return ShardedTensor.from_local_shards_and_global_metadata(
+        mine,
+        ShardedTensorMetadata(Items(listed), spec.size, properties),
+        process_group,
+        sharding_spec=infer_sharding_spec_from_shards_metadata(listed),
+    )

@@ -1,0 +1,95 @@
+"""Making a rank's agent: finding the others, and agreeing with them."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backends import hybrid_hosts
+from tilework.comm.backends.network_interfaces import reachable_address
+from tilework.comm.world import current_world
+from tilework.rendezvous import rendezvous
+from tilework.rpc.agent import Agent
+from tilework.rpc.keys import agree_on_keys
+from tilework.rpc.memory import SharedBufferPool
+from tilework.rpc.options import RpcBackendOptions
+from tilework.rpc.peer_discovery import Card, Meeting
+from tilework.rpc.state import RpcState
+from tilework.rpc.transport import Transport
+from tilework.rpc.workers import Directory, check_name
+from tilework.store import Store
+
+#: The longest that a rank waits for the others to call init_rpc.
+_LONGEST_SECONDS = 7 * 24 * 3600.0
+
+
+def find_store(
+    options: RpcBackendOptions, rank: int, world_size: int | None
+) -> tuple[Store, int, int, bool]:
+    """Where to meet, as which rank, of how many; and whether the store was opened for that."""
+    size = -1 if world_size is None else world_size
+    world = current_world()
+    if options.init_method is None and world.default_group is not None:
+        group = world.record(world.default_group)
+        rank = group.group.rank() if rank == -1 else rank
+        size = group.group.size() if size == -1 else size
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to world_size - 1, got {rank} of {size}")
+        return group.store, rank, size, False
+    url = options.init_method or "env://"
+    limit = timedelta(seconds=min(options.rpc_timeout, _LONGEST_SECONDS))
+    return *next(rendezvous(url, rank, size, timeout=limit)), True
+
+
+def join(
+    state: RpcState, store: Store, rank: int, size: int, name: str, options: RpcBackendOptions
+) -> None:
+    """Give ``state`` an agent that knows all others. Collective; blocks until all came."""
+    with contextlib.ExitStack() as undo:
+        with Meeting(store, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS)) as meeting:
+            check_name(name)
+            meeting.agree_on_size()
+            if not store.authenticated:
+                meeting.wait_for_all()  # so that each is told why there are no keys
+            transport = Transport(rank, size, keys := agree_on_keys(meeting.store, size))
+            undo.callback(transport.close, 0.0)
+            lender = SharedBufferPool()
+            undo.callback(lender.close)
+            host = _host(meeting.store, rank, size)
+            mine = Card(name, keys.proof, host, transport.listen_here(), lender.probe)
+            cards = meeting.exchange(mine)
+            workers = Directory([card.name for card in cards])
+            addresses = _addresses(meeting, transport, store, cards, host)
+        undo.pop_all()
+    agent = Agent(
+        rank,
+        workers,
+        transport,
+        lender,
+        [card.probe for card in cards],
+        options.rpc_timeout,
+        options.num_worker_threads,
+    )
+    state.agent = agent
+    agent.start(addresses)
+
+
+def _host(store: Store, rank: int, size: int) -> str:
+    ranks = tuple(range(size))
+    request = DistributedBackendOptions(store, rank, size, store.timeout, "rpc", ranks)
+    return hybrid_hosts.host_identity(request)
+
+
+def _addresses(
+    meeting: Meeting, transport: Transport, store: Store, cards: list[Card], host: str
+) -> list[str]:
+    """Where each rank listens for this one. Collective."""
+    if len({card.host for card in cards}) == 1:
+        return [card.address for card in cards]
+    meeting.tell("tcp", transport.listen_on(reachable_address(store)))
+    far = meeting.gather("tcp")
+    return [
+        card.address if card.host == host else address
+        for card, address in zip(cards, far, strict=True)
+    ]

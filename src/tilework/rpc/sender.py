@@ -1,0 +1,82 @@
+"""Sending: objects into messages, large buffers into memory files, references counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tilework.rpc import memory
+from tilework.rpc.memory import Probe, SharedBufferPool
+from tilework.rpc.message import NO_FILE, File, Kind, Ref, encode
+from tilework.rpc.payload import Payload
+from tilework.rpc.references import References
+from tilework.rpc.rref import RRef
+from tilework.rpc.transport import Transport
+
+
+class Sender:
+    """What one rank sends. Never blocks."""
+
+    def __init__(
+        self, rank: int, transport: Transport, lender: SharedBufferPool, probes: Sequence[Probe]
+    ) -> None:
+        self._rank, self._transport, self._lender, self._probes = rank, transport, lender, probes
+        self.references = References(rank, self.tell, transport.wake)
+        #: Ranks that can open this one's memory files.
+        self.readers: set[int] = set()
+
+    def pack(self, obj: Any, to: int, new: Ref | None = None) -> tuple[Payload, list[Ref]]:
+        """``obj`` for ``to``, and the references in it, counted; ``new`` is one that ``to`` makes.
+
+        Raises:
+            TypeError: It cannot be pickled.
+            ValueError: A reference is of an RPC that was shut down.
+        """
+        refs: list[Ref] = []
+
+        def refer(rref: RRef[Any]) -> None:
+            if rref.agent.outbox is not self:
+                raise ValueError(f"{rref!r} is of an RPC that was shut down")
+            if new is not None and rref.entry.id == new.id:
+                refs.append(new)
+            else:
+                refs.append(self.references.outgoing(rref.entry, to))
+
+        try:
+            return Payload(obj, refer), refs
+        except BaseException:
+            self.references.unsent(refs, to)
+            raise
+
+    def post(self, kind: Kind, to: int, number: int, payload: Payload, refs: list[Ref]) -> bool:
+        """Send a message with a body; whether it may arrive."""
+        parts = [payload.data, *payload.buffers]
+        file, places = self._lend(to, parts)
+        sent = self._transport.send(to, encode(kind, self._rank, number, refs, parts, file, places))
+        if not sent:
+            self._lender.taken(file.number)
+            self.references.unsent(refs, to)
+        return sent
+
+    def _lend(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
+        """The memory file for the large ones of ``parts``, and the place of each part in it."""
+        sizes = [part.nbytes for part in parts]
+        large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
+        if not large or to not in self.readers:
+            return NO_FILE, []
+        offsets = memory.place([sizes[i] for i in large])
+        lent = self._lender.lend(to, [parts[i] for i in large], offsets)
+        if lent is None:
+            return NO_FILE, []
+        places = [-1] * len(parts)
+        for i, offset in zip(large, offsets, strict=True):
+            places[i] = offset
+        return File(*lent), places
+
+    def tell(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
+        """Send a message without a body; to a rank that is gone, nothing."""
+        self._transport.send(to, encode(kind, self._rank, number, refs))
+
+    def hello(self, to: int) -> bytes:
+        """The first message to a rank."""
+        return b"".join(encode(Kind.HELLO, self._rank, int(self._probes[to].readable())))

@@ -1,0 +1,70 @@
+"""Threads that receive messages and do what they ask."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from tilework.rpc.calls import Task
+
+
+class ThreadPool:
+    """Threads that take turns at receiving; whoever received does what is asked himself.
+
+    So no message is handed from thread to thread, and a function that blocks holds up nobody:
+    before a task begins, another thread has taken the turn. There are always as many threads as
+    there are tasks, and one more.
+
+    Args:
+        receive: Waits for the next task; None when there will be none. One thread at a time.
+        idle: How many threads are kept for later.
+        name: What the threads are called.
+    """
+
+    def __init__(self, receive: Callable[[], Task | None], idle: int, name: str) -> None:
+        self._receive, self._keep, self._name = receive, idle, name
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        #: Threads that receive, or wait for their turn.
+        self._idle: set[threading.Thread] = set()
+        self._ended = False
+
+    def start(self) -> None:
+        """Begin to receive."""
+        with self._lock:
+            self._add()
+
+    def _add(self) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        # Without one more thread, messages wait until a task has ended.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._idle.add(thread)
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._turn:
+                task = None if self._ended else self._receive()
+                if task is None:
+                    self._ended = True
+                    return
+                with self._lock:
+                    self._idle.discard(me)
+                    if not self._idle:
+                        self._add()
+            task()
+            del task  # what it holds must not live until the next one
+            with self._lock:
+                if len(self._idle) >= self._keep:
+                    return
+                self._idle.add(me)
+
+    def join(self) -> None:
+        """Wait until nobody receives. ``receive`` has returned None, or is about to."""
+        with self._lock:
+            idle = list(self._idle)
+        for thread in idle:
+            if thread is not threading.current_thread():
+                thread.join()

@@ -1,0 +1,59 @@
+"""From plain tensors that every rank has to sharded ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilework.comm.world import AnyGroup
+from tilework.sharded.specs import ShardingSpec
+from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.tensor import TiledTensor
+
+
+def from_full_tensor(
+    tensor: Tensor, sharding_spec: ShardingSpec, process_group: AnyGroup = None
+) -> ShardedTensor:
+    """A sharded tensor with the values that every rank has already; each keeps its own part.
+
+    Local; nothing is communicated, and that ``tensor`` is the same on all ranks is the caller's
+    word (:func:`shard_tensor` sends that of one rank to the others). The result shares no memory
+    with it. It requires a gradient if ``tensor`` does, and is a leaf: nothing flows back into
+    ``tensor``. The opposite of :meth:`ShardedTensor.full_tensor`.
+
+    Args:
+        tensor: The whole tensor. A rank without shards only needs its size and dtype: a meta
+            tensor will do.
+        sharding_spec: Any that covers it.
+        process_group: The group; the default group if None. Ranks outside it may call this, too.
+
+    Raises:
+        TypeError: ``tensor`` is no plain tensor.
+        ValueError: The spec does not fit the tensor or the group.
+
+    Example:
+        >>> import torch
+        >>> from tilework.sharded import ChunkShardingSpec, from_full_tensor
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     return from_full_tensor(torch.arange(3), spec).local_tensor().tolist()
+        >>> run_ranks(2, program)
+        [[0, 1], [2]]
+    """
+    if not isinstance(tensor, Tensor) or isinstance(tensor, TiledTensor):
+        raise TypeError(
+            f"from_full_tensor takes a plain tensor, got {type(tensor).__name__}"
+            + (": use its reshard(spec)" if isinstance(tensor, TiledTensor) else "")
+        )
+    made = ShardedTensor(
+        sharding_spec,
+        tensor.shape,
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        process_group=process_group,
+    )
+    with torch.no_grad():
+        for shard in made.local_shards():
+            shard.tensor.copy_(tensor[shard.metadata.box.slices])
+    return made

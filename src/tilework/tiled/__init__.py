@@ -1,0 +1,1 @@
+"""What DTensor and ShardedTensor share: the base class, factor maps, pictures."""

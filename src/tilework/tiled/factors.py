@@ -1,0 +1,313 @@
+"""Factor maps: what an operator does to dims, in a line; the language that rules are written in."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class Factor:
+    """One loop of an operator: dims of inputs and outputs that have it are cut together.
+
+    Compared by identity. An axis of the mesh may cut one factor, or none.
+
+    Args:
+        size: How many elements it runs over.
+        name: For messages.
+        whole: Whether each rank needs all of it: it is never cut.
+        reduce_op: What combines the ranks' results if it is cut and an output lacks it; None if
+            nothing can.
+    """
+
+    __slots__ = ("name", "reduce_op", "size", "whole")
+
+    def __init__(
+        self, size: int, name: str = "", *, whole: bool = False, reduce_op: str | None = "sum"
+    ) -> None:
+        self.size, self.name, self.whole, self.reduce_op = size, name, whole, reduce_op
+
+    def __repr__(self) -> str:
+        return f"{self.name or 'factor'}={self.size}{'!' if self.whole else ''}"
+
+
+#: What a dim runs over: factors, the outermost first. None at all for a dim that is repeated
+#: (broadcast), and for one that is never cut.
+Dim = tuple[Factor, ...]
+DimFactors = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FactorMap:
+    """What one call of an operator does to dims.
+
+    Args:
+        inputs: For each tensor among the arguments, in their order, what its dims run over.
+        outputs: For each tensor of the result, likewise.
+        linear: Sets of inputs (their numbers) in which the operator is linear, all of a set
+            together: if these are sums over ranks and the others are not, the result is such a sum.
+        moves: Whether it only moves, repeats or drops elements: then any Partial passes.
+        added: Inputs that are added to what is summed over factors that no output has: where such
+            a factor is cut, one rank adds them.
+    """
+
+    inputs: tuple[DimFactors, ...]
+    outputs: tuple[DimFactors, ...]
+    linear: tuple[frozenset[int], ...] = ()
+    moves: bool = False
+    added: frozenset[int] = frozenset()
+
+    def reduces(self, factor: Factor) -> bool:
+        """Whether no output has a factor."""
+        return not any(factor in dim for out in self.outputs for dim in out)
+
+    def __str__(self) -> str:
+        def told(terms: Sequence[DimFactors]) -> str:
+            return ", ".join(
+                " ".join("(" + " ".join(map(str, dim)) + ")" for dim in term) for term in terms
+            )
+
+        return f"{told(self.inputs)} -> {told(self.outputs)}"
+
+
+def factors_of(shape: Sequence[int], names: str = "") -> list[Factor]:
+    """A factor for each dim of a shape."""
+    return [Factor(size, names[i : i + 1] or f"d{i}") for i, size in enumerate(shape)]
+
+
+def term(dims: Sequence[Factor | Dim | None]) -> DimFactors:
+    """A term from factors, tuples of them, and None for dims without any."""
+    return tuple(
+        () if dim is None else (dim,) if isinstance(dim, Factor) else tuple(dim) for dim in dims
+    )
+
+
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFactors]]:
+    """The factors of the shape that shapes are broadcast to, and what each one's dims run over.
+
+    Example:
+        >>> factors, (a, b) = broadcast([(4, 1), (3,)])
+        >>> factors, a, b
+        ([d0=4, d1=3], ((d0=4,), ()), ((d1=3,),))
+    """
+    ndim = max(map(len, shapes), default=0)
+    sizes = [1] * ndim
+    for shape in shapes:
+        for at, size in enumerate(shape, ndim - len(shape)):
+            if size != 1:
+                sizes[at] = size
+    factors = factors_of(sizes)
+    terms: list[DimFactors] = [
+        tuple(
+            (factors[at],) if size == sizes[at] else ()
+            for at, size in enumerate(shape, ndim - len(shape))
+        )
+        for shape in shapes
+    ]
+    return factors, terms
+
+
+def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that shapes are broadcast to (torch's own function is slow to import).
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    factors, _ = broadcast(shapes)
+    sizes = tuple(factor.size for factor in factors)
+    for shape in shapes:
+        for size, whole in zip(reversed(shape), reversed(sizes), strict=False):
+            if size not in (1, whole):
+                raise ValueError(f"shapes {list(map(tuple, shapes))} do not broadcast together")
+    return sizes
+
+
+# -- the language ----------------------------------------------------------------------------
+
+_TOKEN = re.compile(r"([A-Za-z_]\w*)([*!]?)$")
+
+
+@dataclass(frozen=True)
+class _Token:
+    name: str
+    many: bool
+    """Whether it stands for any number of dims, the last of which are aligned and broadcast."""
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _Slot:
+    tokens: tuple[_Token, ...]
+    optional: bool
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A factor map for any shapes, as text: ``b* i, o i, o? -> b* o``.
+
+    Terms are separated by commas: one for each tensor argument, in their order, then after ``->``
+    one for each tensor of the result. A term names what each dim runs over. ``b*`` stands for any
+    number of dims, which are broadcast as torch does it; ``i!`` for a dim that each rank needs
+    whole; a term that ends in ``?`` for an argument that may be None, all of whose dims are
+    broadcast.
+
+    A factor that no output has is reduced: by a sum, unless ``reduce_ops`` says otherwise.
+
+    Raises:
+        ValueError: The text is no such line.
+
+    Example:
+        >>> pattern = Pattern.parse("b* i, o i, o? -> b* o")
+        >>> print(pattern.of([(2, 5, 3), (4, 3), None]))
+        (b0=2) (b1=5) (i=3), (o=4) (i=3) -> (b0=2) (b1=5) (o=4)
+    """
+
+    text: str
+    inputs: tuple[_Slot, ...]
+    outputs: tuple[_Slot, ...]
+    reduce_ops: Mapping[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, reduce_ops: Mapping[str, str | None] | None = None) -> Pattern:
+        """The pattern that a line writes."""
+        sides = text.split("->")
+        if len(sides) != 2:
+            raise ValueError(
+                f"a rule is a line like 'b* i, o i -> b* o' with one '->', got {text!r}"
+            )
+        inputs, outputs = ([_slot(part, text) for part in side.split(",")] for side in sides)
+        for slot in inputs:
+            if sum(token.many for token in slot.tokens) > 1:
+                raise ValueError(f"an input in {text!r} has more than one name with *")
+        known = {token.name for slot in inputs for token in slot.tokens}
+        for slot in outputs:
+            for token in slot.tokens:
+                if token.name not in known:
+                    raise ValueError(
+                        f"{token.name!r} is in the result of {text!r}, but in none of its inputs"
+                    )
+        for name in reduce_ops or {}:
+            if name not in known:
+                raise ValueError(f"{text!r} has no factor {name!r} to be reduced")
+        return cls(text, tuple(inputs), tuple(outputs), dict(reduce_ops or {}))
+
+    def of(self, shapes: Sequence[Sequence[int] | None]) -> FactorMap:
+        """The factor map for arguments of these shapes; None stands for one that is not given.
+
+        Args:
+            shapes: Of each argument.
+
+        Raises:
+            ValueError: The shapes do not fit the text.
+        """
+        if len(shapes) > len(self.inputs):
+            raise ValueError(f"{self.text!r} is for {len(self.inputs)} tensors, got {len(shapes)}")
+        slots = self.inputs[: len(shapes)]
+        for slot in self.inputs[len(shapes) :]:
+            if not slot.optional:
+                raise ValueError(f"{self.text!r} needs {len(self.inputs)} tensors: {shapes}")
+        spans = [
+            None if shape is None else self._spans(slot, shape)
+            for slot, shape in zip(slots, shapes, strict=True)
+        ]
+        sizes = self._sizes(spans)
+        factors = {
+            name: [
+                Factor(
+                    size,
+                    name if len(its) == 1 else f"{name}{i}",
+                    whole=name in self._whole,
+                    reduce_op=self.reduce_ops.get(name, "sum"),
+                )
+                for i, size in enumerate(its)
+            ]
+            for name, its in sizes.items()
+        }
+        inputs = [
+            self._term(slot, span, factors)
+            for slot, span in zip(slots, spans, strict=True)
+            if span is not None
+        ]
+        outputs = [
+            term([factor for token in slot.tokens for factor in factors[token.name]])
+            for slot in self.outputs
+        ]
+        return FactorMap(tuple(inputs), tuple(outputs))
+
+    @property
+    def _whole(self) -> set[str]:
+        return {
+            token.name
+            for slot in (*self.inputs, *self.outputs)
+            for token in slot.tokens
+            if token.whole
+        }
+
+    def _spans(self, slot: _Slot, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
+        """Which sizes each token of a term stands for."""
+        many = [token for token in slot.tokens if token.many]
+        rest = len(shape) - (len(slot.tokens) - len(many))
+        if rest < 0 or (rest > 0 and not many):
+            raise ValueError(
+                f"a tensor of shape {list(shape)} has not the dims that {self.text!r} asks for"
+            )
+        spans, at = [], 0
+        for token in slot.tokens:
+            width = rest if token.many else 1
+            spans.append((token.name, list(shape[at : at + width])))
+            at += width
+        return spans
+
+    def _sizes(self, spans: Sequence[list[tuple[str, list[int]]] | None]) -> dict[str, list[int]]:
+        """The sizes of each name's factors, broadcast over the terms."""
+        found: dict[str, list[int]] = {}
+        for span in spans:
+            for name, sizes in span or ():
+                known = found.setdefault(name, [])
+                known[:0] = [1] * (len(sizes) - len(known))
+                for at, size in enumerate(sizes, len(known) - len(sizes)):
+                    if size != 1:
+                        if known[at] not in (1, size):
+                            raise ValueError(
+                                f"{name!r} in {self.text!r} has sizes {known[at]} and {size}"
+                            )
+                        known[at] = size
+        for slot in self.outputs:
+            for token in slot.tokens:
+                found.setdefault(token.name, [])
+        return found
+
+    def _term(
+        self, slot: _Slot, span: list[tuple[str, list[int]]], factors: Mapping[str, list[Factor]]
+    ) -> DimFactors:
+        dims: list[Factor | None] = []
+        for token, (name, sizes) in zip(slot.tokens, span, strict=True):
+            its = factors[name]
+            for factor, size in zip(its[len(its) - len(sizes) :], sizes, strict=True):
+                if factor.size != size and not (token.many or slot.optional):
+                    raise ValueError(
+                        f"{name!r} in {self.text!r} has sizes {factor.size} and {size}"
+                    )
+                dims.append(factor if factor.size == size else None)
+        return term(dims)
+
+
+def _slot(part: str, text: str) -> _Slot:
+    part = part.strip()
+    optional = part.endswith("?")
+    tokens = []
+    for word in part.removesuffix("?").split():
+        found = _TOKEN.match(word)
+        if found is None:
+            raise ValueError(
+                f"{word!r} in {text!r} is not a name, a name with * (any number of dims) or a name "
+                f"with ! (needed whole)"
+            )
+        tokens.append(_Token(found[1], found[2] == "*", found[2] == "!"))
+    return _Slot(tuple(tokens), optional)
+
+
+def volume(dim: Dim) -> int:
+    """How many elements a dim has."""
+    return math.prod(factor.size for factor in dim)
