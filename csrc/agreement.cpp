@@ -22,25 +22,25 @@ uint64_t pack(const Operation& operation, bool is_ragged) {
 }
 
 /// Whether data goes from one rank to another in this kind of operation.
-bool routed(Kind kind, int root, int from, int to) {
-  if (kind == Kind::kGather) return to == root;
-  if (kind == Kind::kScatter) return from == root;
+bool routed(OpKind kind, int root, int from, int to) {
+  if (kind == OpKind::kGather) return to == root;
+  if (kind == OpKind::kScatter) return from == root;
   return true;
 }
 
 /// What a rank sends to, and expects from, each rank.
-struct Pieces {
+struct ByteCounts {
   const Operation& operation;
   int rank;
 
   int64_t sends(int to) const {
     if (!routed(operation.kind, operation.root, rank, to)) return 0;
-    const bool one = operation.kind == Kind::kAllGather || operation.kind == Kind::kGather;
+    const bool one = operation.kind == OpKind::kAllGather || operation.kind == OpKind::kGather;
     return static_cast<int64_t>(operation.inputs[one ? 0 : to].bytes);
   }
   int64_t expects(int from) const {
     if (!routed(operation.kind, operation.root, from, rank)) return 0;
-    const bool one = operation.kind == Kind::kScatter || operation.kind == Kind::kReduceScatter;
+    const bool one = operation.kind == OpKind::kScatter || operation.kind == OpKind::kReduceScatter;
     return static_cast<int64_t>(operation.outputs[one ? 0 : from].bytes);
   }
 };
@@ -77,7 +77,7 @@ std::string describe(const Call& call) {
 }
 
 /// Ranks that called alike, told in one breath; the largest group is taken to be right.
-Fault disagreement(const std::vector<Call>& calls, bool labels_only) {
+Fault mismatch_fault(const std::vector<Call>& calls, bool labels_only) {
   std::map<std::string, std::vector<int>> groups;
   for (size_t rank = 0; rank < calls.size(); ++rank) {
     std::string text = describe(calls[rank]);
@@ -94,7 +94,7 @@ Fault disagreement(const std::vector<Call>& calls, bool labels_only) {
   std::vector<int> blamed;
   const bool majority = order[0]->second.size() * 2 > calls.size();
   for (auto* group : order) {
-    text += (text.empty() ? "" : "; ") + name_ranks(group->second) + " called " + group->first;
+    text += (text.empty() ? "" : "; ") + format_ranks(group->second) + " called " + group->first;
     if (majority && group == order[0]) continue;
     blamed.insert(blamed.end(), group->second.begin(), group->second.end());
   }
@@ -103,9 +103,9 @@ Fault disagreement(const std::vector<Call>& calls, bool labels_only) {
 }
 
 /// The tables of all ranks, real or implied by a uniform header.
-class Tables {
+class ByteTables {
  public:
-  Tables(const Segment& segment, unsigned parity, const std::vector<Call>& calls)
+  ByteTables(const Segment& segment, unsigned parity, const std::vector<Call>& calls)
       : segment_(segment), parity_(parity), calls_(calls) {}
 
   int64_t sends(int from, int to) const { return entry(from, to, 0); }
@@ -122,10 +122,10 @@ class Tables {
   const std::vector<Call>& calls_;
 };
 
-uint64_t compare_pairs(const Segment& segment, unsigned parity, const std::vector<Call>& calls) {
-  Tables tables(segment, parity, calls);
+uint64_t compare_byte_tables(const Segment& segment, unsigned parity, const std::vector<Call>& calls) {
+  ByteTables tables(segment, parity, calls);
   const int size = static_cast<int>(calls.size());
-  const auto kind = static_cast<Kind>(calls[0].kind());
+  const auto kind = static_cast<OpKind>(calls[0].kind());
   int64_t longest = 0;
   for (int from = 0; from < size; ++from)
     for (int to = 0; to < size; ++to) {
@@ -142,11 +142,11 @@ uint64_t compare_pairs(const Segment& segment, unsigned parity, const std::vecto
 }
 
 /// The slow path: something differs, which in some kinds is allowed.
-uint64_t settle(const Segment& segment, unsigned parity) {
+uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
   std::vector<Call> calls;
   for (int rank = 0; rank < segment.size(); ++rank)
     calls.push_back(read_call(segment.control(rank).headers[parity]));
-  const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<Kind>(calls[0].kind()));
+  const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<OpKind>(calls[0].kind()));
   const uint64_t mask = may_differ ? ~kRagged : ~uint64_t{0};
   bool what = false, labels = false;
   for (const Call& call : calls) {
@@ -154,8 +154,8 @@ uint64_t settle(const Segment& segment, unsigned parity) {
             (!may_differ && call.bytes != calls[0].bytes);
     labels |= call.label != calls[0].label;
   }
-  if (what || labels) throw disagreement(calls, !what);
-  return may_differ ? compare_pairs(segment, parity, calls) : calls[0].bytes;
+  if (what || labels) throw mismatch_fault(calls, !what);
+  return may_differ ? compare_byte_tables(segment, parity, calls) : calls[0].bytes;
 }
 
 }  // namespace
@@ -186,25 +186,25 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   if (!uneven) return;
   std::atomic<int64_t>* tables = segment.table(rank, parity);
   const int size = segment.size();
-  const Pieces pieces{operation, rank};
+  const ByteCounts pieces{operation, rank};
   for (int peer = 0; peer < size; ++peer) {
     tables[peer].store(pieces.sends(peer), relaxed);
     tables[size + peer].store(pieces.expects(peer), relaxed);
   }
 }
 
-uint64_t agree(const Segment& segment, int rank, unsigned parity, Terms& terms) {
+uint64_t agree(const Segment& segment, int rank, unsigned parity, PeerBuffers& peers) {
   const Call mine = read_call(segment.control(rank).headers[parity]);
   bool same = !mine.ragged();
   for (int peer = 0; peer < segment.size(); ++peer) {
     const Call call = read_call(segment.control(peer).headers[parity]);
-    terms.factors[peer] = call.factor;
-    terms.inputs[peer] = call.input;
-    terms.outputs[peer] = call.output;
+    peers.factors[peer] = call.factor;
+    peers.inputs[peer] = call.input;
+    peers.outputs[peer] = call.output;
     same &= call.sequence == mine.sequence && call.what == mine.what && call.bytes == mine.bytes &&
             call.label == mine.label;
   }
-  return same ? mine.bytes : settle(segment, parity);
+  return same ? mine.bytes : compare_all_calls(segment, parity);
 }
 
 }  // namespace tilework

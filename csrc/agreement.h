@@ -30,8 +30,8 @@ struct Call {
 Call read_call(const OperationHeader& header);
 
 /// What each rank brings along that may differ.
-struct Terms {
-  explicit Terms(int size) : factors(size), inputs(size), outputs(size) {}
+struct PeerBuffers {
+  explicit PeerBuffers(int size) : factors(size), inputs(size), outputs(size) {}
   std::vector<double> factors;
   std::vector<uint64_t> inputs, outputs;  // places in the ranks' arenas, as in OperationHeader
 };
@@ -41,6 +41,6 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
 
 /// Read all ranks' headers of the same round and return the longest piece that one rank sends to
 /// another, in bytes; throws Fault("mismatch") where they disagree. Fills in the terms.
-uint64_t agree(const Segment& segment, int rank, unsigned parity, Terms& terms);
+uint64_t agree(const Segment& segment, int rank, unsigned parity, PeerBuffers& peers);
 
 }  // namespace tilework

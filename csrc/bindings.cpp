@@ -1,4 +1,4 @@
-// tilework._core for Python: the module. Arguments are converted in py_group.cpp and direct.cpp, and
+// tilework._core for Python: the module. Arguments are converted in py_group.cpp and fast_path.cpp, and
 // the GIL is released around everything that may wait or copy; faults become exceptions. The
 // contract is src/tilework/_core.pyi.
 #include <nanobind/nanobind.h>
@@ -12,7 +12,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "direct.h"
+#include "fast_path.h"
 #include "random.h"
 
 using namespace nanobind::literals;
@@ -53,8 +53,8 @@ void bind_group(nb::module_& m) {
            "timeout"_a)
       .def("headers", &PyGroup::headers)
       .def("sequence", [](const PyGroup& self) { return self.core().sequence(); })
-      .def("say", &PyGroup::say, "text"_a)
-      .def("heard", &PyGroup::heard, "timeout"_a)
+      .def("report_failure", &PyGroup::report_failure, "text"_a)
+      .def("failure_reports", &PyGroup::failure_reports, "timeout"_a)
       .def("abort", &PyGroup::abort, "kind"_a, "text"_a)
       .def("aborted", &PyGroup::aborted)
       .def("arena", [](const PyGroup& self) { return self.core().arena(); })
@@ -62,9 +62,9 @@ void bind_group(nb::module_& m) {
       .def("statistics", &PyGroup::statistics);
 }
 
-/// Direct.run as a plain C function: the bindings' own conversion of arguments takes as long as
+/// FastPath.run as a plain C function: the bindings' own conversion of arguments takes as long as
 /// the rest of the way into the core.
-PyObject* direct_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   PyObject* given[] = {nullptr, Py_None, Py_None, Py_None, nullptr, Py_None, Py_None};
   if (count < 1 || count > static_cast<Py_ssize_t>(count_of(given))) {
     PyErr_Format(PyExc_TypeError, "run() takes 1 to 7 arguments, %zd given", count);
@@ -74,8 +74,8 @@ PyObject* direct_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const long root = given[4] ? PyLong_AsLong(given[4]) : 0;
   if (root == -1 && PyErr_Occurred()) return nullptr;
   try {
-    Direct& direct = *nb::inst_ptr<Direct>(self);
-    return PyBool_FromLong(direct.run(given[0], given[1], given[2], given[3],
+    FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
+    return PyBool_FromLong(fast_path.run(given[0], given[1], given[2], given[3],
                                       static_cast<int>(root), given[5], given[6]));
   } catch (nb::python_error& error) {
     error.restore();
@@ -85,36 +85,36 @@ PyObject* direct_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return nullptr;
 }
 
-void bind_direct(nb::module_& m) {
+void bind_fast_path(nb::module_& m) {
   static PyMethodDef run = {"run", reinterpret_cast<PyCFunction>(
-                                       reinterpret_cast<void (*)()>(direct_run)),
+                                       reinterpret_cast<void (*)()>(fast_path_run)),
                             METH_FASTCALL, nullptr};
-  nb::class_<Direct> direct(m, "Direct");
-  direct.attr("run") = nb::steal(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(direct.ptr()), &run));
-  direct
-      .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "journal"_a,
+  nb::class_<FastPath> fast_path(m, "FastPath");
+  fast_path.attr("run") = nb::steal(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path.ptr()), &run));
+  fast_path
+      .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "flight"_a,
            "timeout"_a, "on_failure"_a)
-      .def("send", &Direct::send, "tensor"_a, "dst"_a, "tag"_a)
-      .def("recv", &Direct::recv, "tensor"_a, "src"_a, "tag"_a)
-      .def_rw("timeout", &Direct::timeout);
+      .def("send", &FastPath::send, "tensor"_a, "dst"_a, "tag"_a)
+      .def("recv", &FastPath::recv, "tensor"_a, "src"_a, "tag"_a)
+      .def_rw("timeout", &FastPath::timeout);
 }
 
-void bind_journal(nb::module_& m) {
-  nb::class_<Journal>(m, "Journal")
+void bind_flight_ring(nb::module_& m) {
+  nb::class_<FlightRing>(m, "FlightRing")
       .def(nb::init<size_t>(), "capacity"_a)
       .def("begin",
-           [](Journal& self, nb::object what, nb::object peer, nb::object tag, nb::handle) {
+           [](FlightRing& self, nb::object what, nb::object peer, nb::object tag, nb::handle) {
              return self.begin(std::move(what), std::move(peer), std::move(tag));
            },
            "what"_a, "peer"_a.none() = nb::none(), "tag"_a = 0, "depth"_a = 1)
       .def("end",
-           [](Journal& self, uint64_t slot, nb::object failure) {
+           [](FlightRing& self, uint64_t slot, nb::object failure) {
              self.end(slot, std::move(failure));
            },
            "slot"_a, "failure"_a = "")
-      .def("follow", &Journal::follow, "slot"_a, "pending"_a)
-      .def("records", &Journal::records);
+      .def("follow", &FlightRing::follow, "slot"_a, "pending"_a)
+      .def("records", &FlightRing::records);
 }
 
 void bind_arena(nb::module_& m) {
@@ -130,17 +130,17 @@ void bind_arena(nb::module_& m) {
       .def("used_bytes", &Arena::used_bytes);
 }
 
-void bind_ticket(nb::module_& m) {
-  nb::class_<PyTicket>(m, "Ticket")
-      .def("done", [](const PyTicket& self) { return self.ticket->done(); })
-      .def("wait", &PyTicket::wait, "timeout"_a)
-      .def("fault", &PyTicket::fault)
+void bind_completion(nb::module_& m) {
+  nb::class_<PyCompletion>(m, "Completion")
+      .def("done", [](const PyCompletion& self) { return self.completion->done(); })
+      .def("wait", &PyCompletion::wait, "timeout"_a)
+      .def("fault", &PyCompletion::fault)
       .def("add_done_callback",
-           [](const PyTicket& self, nb::callable fn) {
-             self.ticket->when_done(callback_of(std::move(fn)));
+           [](const PyCompletion& self, nb::callable fn) {
+             self.completion->when_done(callback_of(std::move(fn)));
            },
            "fn"_a)
-      .def("source", [](const PyTicket& self) { return self.ticket->source(); });
+      .def("source", [](const PyCompletion& self) { return self.completion->source(); });
 }
 
 /// Integers are taken modulo 2^64.
@@ -150,35 +150,35 @@ uint64_t wrapped(nb::handle number) {
   return value;
 }
 
-Draw draw_of(Distribution distribution, nb::handle seed, nb::handle stream, nb::handle a,
+SampleParams params_of(Distribution distribution, nb::handle seed, nb::handle stream, nb::handle a,
              nb::handle b) {
-  Draw draw = {wrapped(seed), wrapped(stream), 0, 0, 0, 1};
+  SampleParams params = {wrapped(seed), wrapped(stream), 0, 0, 0, 1};
   if (distribution == Distribution::kIntegers) {
-    draw.low = wrapped(a);
-    draw.span = wrapped(b) - draw.low;
+    params.low = wrapped(a);
+    params.span = wrapped(b) - params.low;
   } else {
-    draw.a = nb::cast<double>(a);
-    draw.b = nb::cast<double>(b);
+    params.a = nb::cast<double>(a);
+    params.b = nb::cast<double>(b);
   }
-  return draw;
+  return params;
 }
 
 void bind_random(nb::module_& m) {
   m.attr("DISTRIBUTIONS") = names_of(kDistributionNames, kDistributions);
-  m.attr("LEVELS") = names_of(kLevelNames, static_cast<size_t>(best_level()) + 1);
+  m.attr("LEVELS") = names_of(kSimdLevelNames, static_cast<size_t>(best_simd_level()) + 1);
   m.def("fill_random",
         [](uint64_t address, unsigned dtype, unsigned distribution, nb::int_ seed, nb::int_ stream,
            std::vector<int64_t> shape, std::vector<int64_t> offsets, std::vector<int64_t> sizes,
            nb::handle a, nb::handle b, unsigned level) {
-          const auto best = static_cast<unsigned>(best_level());
+          const auto best = static_cast<unsigned>(best_simd_level());
           if (dtype >= kDTypes || distribution >= kDistributions)
             throw std::invalid_argument("no such dtype or distribution");
           const auto kind = static_cast<Distribution>(distribution);
-          const Draw draw = draw_of(kind, seed, stream, a, b);
+          const SampleParams params = params_of(kind, seed, stream, a, b);
           const Tile tile = {std::move(shape), std::move(offsets), std::move(sizes)};
           nb::gil_scoped_release unlocked;
-          fill_random(reinterpret_cast<char*>(address), static_cast<DType>(dtype), kind, draw, tile,
-                      static_cast<Level>(std::min(level, best)));
+          fill_random(reinterpret_cast<char*>(address), static_cast<DType>(dtype), kind, params, tile,
+                      static_cast<SimdLevel>(std::min(level, best)));
         },
         "address"_a, "dtype"_a, "distribution"_a, "seed"_a, "stream"_a, "shape"_a, "offsets"_a,
         "sizes"_a, "a"_a, "b"_a, "level"_a = ~0u);
@@ -206,7 +206,7 @@ NB_MODULE(_core, m) {
           return create_segment(size, slot_bytes, std::string(nonce.c_str(), nonce.size()));
         },
         "size"_a, "slot_bytes"_a, "nonce"_a);
-  m.def("segment_bytes", [](int size, size_t slot_bytes) { return Layout(size, slot_bytes, 0).total; },
+  m.def("segment_bytes", [](int size, size_t slot_bytes) { return SegmentLayout(size, slot_bytes, 0).total; },
         "size"_a, "slot_bytes"_a);
   m.def("shape_label",
         [](const nb::tuple& sizes) {
@@ -215,20 +215,20 @@ NB_MODULE(_core, m) {
           return label;
         },
         "shape"_a);
-  m.def("learn_torch",
+  m.def("register_torch",
         [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version,
            const nb::dict& reductions, nb::handle in_library) {
-          learn_reductions(reductions);
-          learn_libraries(in_library.ptr());
-          return learn_tensors(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
+          set_reduce_op_objects(reductions);
+          set_library_filter(in_library.ptr());
+          return set_tensor_types(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
         },
         "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a,
         "in_library"_a);
-  bind_ticket(m);
+  bind_completion(m);
   bind_group(m);
   bind_arena(m);
-  bind_journal(m);
-  bind_direct(m);
+  bind_flight_ring(m);
+  bind_fast_path(m);
   bind_random(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));
 }

@@ -5,7 +5,7 @@
 //   kinds                     rounds                 bytes written + read per rank
 //   barrier                   1                      none
 //   all_reduce, small         1                      n + N n
-//   all_reduce, large         n / slot + 1           n + 2 n (see reduce_in_parts)
+//   all_reduce, large         n / slot + 1           n + 2 n (see reduce_chunked)
 //   broadcast, all_gather,    longest / slot         own + all that is received
 //   gather
 //   scatter, all_to_all,      longest (N-1) / slot   all that is sent + all that is received
@@ -17,7 +17,7 @@
 
 #include <algorithm>
 
-#include "rows.h"
+#include "strided_copy.h"
 
 namespace tilework {
 namespace {
@@ -68,8 +68,8 @@ class Routes {
 
   /// Whether peers get different data, so that the slot is divided among them.
   bool split() const {
-    return operation_.kind == Kind::kScatter || operation_.kind == Kind::kAllToAll ||
-           operation_.kind == Kind::kReduceScatter;
+    return operation_.kind == OpKind::kScatter || operation_.kind == OpKind::kAllToAll ||
+           operation_.kind == OpKind::kReduceScatter;
   }
   size_t cell_bytes() const {
     return split() ? align_down(x_.slot_bytes / std::max(1, x_.size - 1)) : x_.slot_bytes;
@@ -79,18 +79,18 @@ class Routes {
 
   Buffer outgoing(int peer) const {
     switch (operation_.kind) {
-      case Kind::kBroadcast: return root() ? operation_.outputs[0] : Buffer{};
-      case Kind::kAllGather: return operation_.inputs[0];
-      case Kind::kGather: return root() == (peer == x_.rank) ? operation_.inputs[0] : Buffer{};
-      case Kind::kScatter: return root() ? operation_.inputs[peer] : Buffer{};
+      case OpKind::kBroadcast: return root() ? operation_.outputs[0] : Buffer{};
+      case OpKind::kAllGather: return operation_.inputs[0];
+      case OpKind::kGather: return root() == (peer == x_.rank) ? operation_.inputs[0] : Buffer{};
+      case OpKind::kScatter: return root() ? operation_.inputs[peer] : Buffer{};
       default: return operation_.inputs[peer];
     }
   }
   Buffer incoming(int peer) const {
     switch (operation_.kind) {
-      case Kind::kBroadcast: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
-      case Kind::kGather: return root() ? operation_.outputs[peer] : Buffer{};
-      case Kind::kScatter: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
+      case OpKind::kBroadcast: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
+      case OpKind::kGather: return root() ? operation_.outputs[peer] : Buffer{};
+      case OpKind::kScatter: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
       default: return operation_.outputs[peer];
     }
   }
@@ -140,7 +140,7 @@ void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
     const size_t bytes = bytes_of(to, offset, SIZE_MAX);
     if (bytes == 0) continue;
     const size_t at = offset + (routes.split() ? x.rank * to.bytes : 0);
-    const bool broadcast = x.operation.kind == Kind::kBroadcast;
+    const bool broadcast = x.operation.kind == OpKind::kBroadcast;
     const char* from = broadcast ? x.output_of(peer, at, bytes) : x.input_of(peer, at, bytes);
     copy_rows(to, offset, {const_cast<char*>(from), bytes}, 0, bytes, routes.streamed());
   }
@@ -154,7 +154,7 @@ void move(Exchange& x) {
   size_t offset = 0;
   bool in_place;
   do {
-    if (offset > 0 && routes.idle(offset)) x.stay_patient();
+    if (offset > 0 && routes.idle(offset)) x.check_deadline();
     write_pieces(x, routes, offset);
     x.publish();
     copy_own(x, routes, offset, cell);
@@ -199,7 +199,7 @@ void reduce_scatter(Exchange& x) {
   const size_t cell = routes.cell_bytes();
   size_t offset = 0;
   do {
-    if (offset > 0 && routes.idle(offset)) x.stay_patient();
+    if (offset > 0 && routes.idle(offset)) x.check_deadline();
     write_pieces(x, routes, offset);
     x.turn();
     const Buffer result = piece(x.operation.outputs[0], offset, cell);
@@ -213,7 +213,7 @@ void reduce_scatter(Exchange& x) {
 }
 
 /// Every rank shows all it has; whoever wants the result reduces all of it.
-void reduce_whole(Exchange& x, const Buffer& input, char* output) {
+void reduce_one_shot(Exchange& x, const Buffer& input, char* output) {
   if (x.size > 1) copy(x.slot(), input.data, input.bytes);  // alone, it may be larger than a slot
   x.turn();
   if (!output) return;
@@ -223,8 +223,8 @@ void reduce_whole(Exchange& x, const Buffer& input, char* output) {
 }
 
 /// How a long reduction is cut: into chunks, one per round; a chunk into parts, one per owner.
-struct Cut {
-  Cut(size_t bytes_, int size, size_t slot_bytes)
+struct ReductionChunks {
+  ReductionChunks(size_t bytes_, int size, size_t slot_bytes)
       : bytes(bytes_), cell(align_down(slot_bytes / size)) {
     chunks = ceil_div(bytes, cell * size);
     chunk = align_up(ceil_div(ceil_div(bytes, chunks), size)) * size;  // equal chunks
@@ -266,29 +266,29 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
 /// Once it is known that all buffers live in arenas, the first chunk is also the last, and each
 /// rank reduces its share of the rest where that lies, for everybody.
 /// `output` is null on ranks that do not want the result.
-void reduce_in_parts(Exchange& x, const Buffer& input, char* output) {
-  Cut cut(input.bytes, x.size, x.slot_bytes);
-  for (size_t t = 0; t <= cut.chunks; ++t) {
-    for (int owner = 0; t < cut.chunks && owner < x.size; ++owner) {
-      const Buffer part = cut.of(input.data, t, owner);
-      if (owner != x.rank) copy(x.slot() + owner * cut.cell, part.data, part.bytes);
+void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
+  ReductionChunks plan(input.bytes, x.size, x.slot_bytes);
+  for (size_t t = 0; t <= plan.chunks; ++t) {
+    for (int owner = 0; t < plan.chunks && owner < x.size; ++owner) {
+      const Buffer part = plan.of(input.data, t, owner);
+      if (owner != x.rank) copy(x.slot() + owner * plan.cell, part.data, part.bytes);
     }
     x.turn();
-    if (t < cut.chunks) {
-      const Buffer mine = cut.of(input.data, t, x.rank);
+    if (t < plan.chunks) {
+      const Buffer mine = plan.of(input.data, t, x.rank);
       for (int peer = 0; peer < x.size; ++peer)
-        x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer) + x.rank * cut.cell;
-      reduce_blocks(x, x.slot() + x.rank * cut.cell,
-                    output ? cut.of(output, t, x.rank).data : nullptr, mine.bytes);
-      if (cut.chunks > 1 && x.operation.kind == Kind::kAllReduce && x.all_in_place()) {
-        reduce_rest_in_place(x, cut.chunk);
-        cut.chunks = 1;
+        x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer) + x.rank * plan.cell;
+      reduce_blocks(x, x.slot() + x.rank * plan.cell,
+                    output ? plan.of(output, t, x.rank).data : nullptr, mine.bytes);
+      if (plan.chunks > 1 && x.operation.kind == OpKind::kAllReduce && x.all_in_place()) {
+        reduce_rest_in_place(x, plan.chunk);
+        plan.chunks = 1;
       }
     }
     for (int i = 1; t > 0 && output && i < x.size; ++i) {
       const int owner = (x.rank + i) % x.size;
-      const Buffer part = cut.of(output, t - 1, owner);
-      copy(part.data, x.slot_of(owner) + owner * cut.cell, part.bytes);
+      const Buffer part = plan.of(output, t - 1, owner);
+      copy(part.data, x.slot_of(owner) + owner * plan.cell, part.bytes);
     }
   }
 }
@@ -297,17 +297,17 @@ void reduce_in_parts(Exchange& x, const Buffer& input, char* output) {
 void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
-  if (x.size == 1 || input.bytes <= std::min(small_bytes(x.size), x.slot_bytes))
-    reduce_whole(x, input, output);
+  if (x.size == 1 || input.bytes <= std::min(one_shot_limit_bytes(x.size), x.slot_bytes))
+    reduce_one_shot(x, input, output);
   else
-    reduce_in_parts(x, input, output);
+    reduce_chunked(x, input, output);
 }
 
 void run(Exchange& x) {
   switch (x.operation.kind) {
-    case Kind::kBarrier: return x.turn();
-    case Kind::kAllReduce: case Kind::kReduce: return reduce(x);
-    case Kind::kReduceScatter: return reduce_scatter(x);
+    case OpKind::kBarrier: return x.turn();
+    case OpKind::kAllReduce: case OpKind::kReduce: return reduce(x);
+    case OpKind::kReduceScatter: return reduce_scatter(x);
     default: return move(x);
   }
 }
@@ -323,28 +323,28 @@ size_t payload_bytes(const Operation& operation) {
 }  // namespace
 
 /// Whole takes a round less, in parts moves fewer bytes from three ranks on. Measured.
-size_t small_bytes(int size) { return size_t{128} * 1024 / (size <= 2 ? 1 : size); }
+size_t one_shot_limit_bytes(int size) { return size_t{128} * 1024 / (size <= 2 ? 1 : size); }
 
-void Collectives::execute(const Operation& operation, const Patience& patience) {
+void Collectives::execute(const Operation& operation, const WaitOptions& options) {
   if (cause_) throw *cause_;
-  if (auto fault = station_.stopped()) throw *fault;
+  if (auto fault = context_.stopped()) throw *fault;
   try {
-    Exchange exchange(station_, state_, operation, patience, cancelled_);
+    Exchange exchange(context_, state_, operation, options, cancelled_);
     run(exchange);
   } catch (const Fault& fault) {
     cause_ = fault;
     throw;
   } catch (const Interrupted&) {
-    cause_ = Fault("aborted", {station_.rank}, "a signal interrupted an operation of this rank");
+    cause_ = Fault("aborted", {context_.rank}, "a signal interrupted an operation of this rank");
     throw;
   }
-  station_.operations.fetch_add(1, std::memory_order_relaxed);
-  station_.bytes.fetch_add(payload_bytes(operation), std::memory_order_relaxed);
+  context_.operations.fetch_add(1, std::memory_order_relaxed);
+  context_.bytes.fetch_add(payload_bytes(operation), std::memory_order_relaxed);
 }
 
 void Collectives::cancel() {
   cancelled_.store(true);
-  station_.segment.control(station_.rank).turn_bell.ring_always();
+  context_.segment.control(context_.rank).round_event.notify_always();
 }
 
 }  // namespace tilework

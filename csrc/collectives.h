@@ -6,23 +6,23 @@
 namespace tilework {
 
 /// Up to this many bytes an all_reduce takes one round, in which every rank reduces everything.
-size_t small_bytes(int size);
+size_t one_shot_limit_bytes(int size);
 
 /// Runs one rank's collectives, one at a time.
 class Collectives {
  public:
-  explicit Collectives(Station& station) : station_(station), state_(station.size) {}
+  explicit Collectives(RankContext& context) : context_(context), state_(context.size) {}
 
   /// Run to the end, or throw Fault. After a fault the rounds of the ranks no longer agree, so
   /// every later call throws the same fault.
-  void execute(const Operation& operation, const Patience& patience);
+  void execute(const Operation& operation, const WaitOptions& options);
 
   /// Make the operation that another thread executes, and all later ones, fail soon.
   void cancel();
 
  private:
 
-  Station& station_;
+  RankContext& context_;
   RoundState state_;
   std::atomic<bool> cancelled_{false};
   std::optional<Fault> cause_;  // of the thread that executes

@@ -7,16 +7,16 @@
 
 namespace tilework {
 
-Exchange::Exchange(Station& station, RoundState& state, const Operation& operation_,
-                   const Patience& patience, const std::atomic<bool>& cancelled)
+Exchange::Exchange(RankContext& context, RoundState& state, const Operation& operation_,
+                   const WaitOptions& options, const std::atomic<bool>& cancelled)
     : operation(operation_),
-      rank(station.rank),
-      size(station.size),
-      slot_bytes(station.segment.slot_bytes()),
-      station_(station),
-      segment_(station.segment),
+      rank(context.rank),
+      size(context.size),
+      slot_bytes(context.segment.slot_bytes()),
+      context_(context),
+      segment_(context.segment),
       state_(state),
-      patience_(patience),
+      options_(options),
       cancelled_(cancelled),
       first_step_(state.step + 1) {
   publish_call(operation, segment_, rank, parity(1));
@@ -31,19 +31,19 @@ void Exchange::publish() {
   for (int peer = 0; peer < size; ++peer)
     if (!arrived(peer)) return;
   for (int peer = 0; peer < size; ++peer)
-    if (peer != rank) segment_.control(peer).turn_bell.ring();
+    if (peer != rank) segment_.control(peer).round_event.notify();
 }
 
 void Exchange::await() {
   int next = 0;
   wait_until(
-      segment_.control(rank).turn_bell, station_.sleeps, patience_, [&] { return all_arrived(next); },
-      [&](bool thorough) { return trouble(thorough); });
-  if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.terms);
+      segment_.control(rank).round_event, context_.sleeps, options_, [&] { return all_arrived(next); },
+      [&](bool check_processes) { return fault_while_waiting(check_processes); });
+  if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.peers);
 }
 
-void Exchange::stay_patient() const {
-  if (auto fault = trouble(false)) throw *fault;
+void Exchange::check_deadline() const {
+  if (auto fault = fault_while_waiting(false)) throw *fault;
 }
 
 bool Exchange::all_arrived(int& next) const {
@@ -51,29 +51,29 @@ bool Exchange::all_arrived(int& next) const {
   return next == size;
 }
 
-std::optional<Fault> Exchange::trouble(bool thorough) const {
+std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
   if (cancelled_.load()) return Fault("aborted", {rank}, "the operation was cancelled");
-  if (auto fault = station_.stopped()) return fault;
+  if (auto fault = context_.stopped()) return fault;
   std::vector<int> missing;
   for (int peer = 0; peer < size; ++peer)
     if (!arrived(peer)) missing.push_back(peer);
-  if (auto fault = station_.lost(missing, thorough)) return fault;
-  if (now_ns() >= patience_.deadline) return late(missing);
+  if (auto fault = context_.lost(missing, check_processes)) return fault;
+  if (now_ns() >= options_.deadline) return timeout_fault(missing);
   return std::nullopt;
 }
 
 bool Exchange::readable_in_place() const {
-  const Terms& terms = state_.terms;
+  const PeerBuffers& peers = state_.peers;
   const auto there = [](uint64_t place) { return place != 0; };
   switch (operation.kind) {
-    case Kind::kBroadcast: return there(terms.outputs[operation.root]);
-    case Kind::kScatter: return there(terms.inputs[operation.root]);
-    default: return std::all_of(terms.inputs.begin(), terms.inputs.end(), there);
+    case OpKind::kBroadcast: return there(peers.outputs[operation.root]);
+    case OpKind::kScatter: return there(peers.inputs[operation.root]);
+    default: return std::all_of(peers.inputs.begin(), peers.inputs.end(), there);
   }
 }
 
 bool Exchange::all_in_place() const {
-  const auto& outputs = state_.terms.outputs;
+  const auto& outputs = state_.peers.outputs;
   return readable_in_place() && std::count(outputs.begin(), outputs.end(), 0u) == 0;
 }
 
@@ -87,12 +87,12 @@ char* Exchange::in_arena(int peer, uint64_t place, size_t offset, size_t bytes) 
   }
 }
 
-Fault Exchange::late(const std::vector<int>& missing) const {
+Fault Exchange::timeout_fault(const std::vector<int>& missing) const {
   char text[96];
   if (missing.empty()) return Fault("timeout", {}, "others still go on with the operation");
   snprintf(text, sizeof text, " did not %s the operation within %.3g s",
-           state_.step == first_step_ ? "enter" : "go on with", patience_.seconds);
-  return Fault("timeout", missing, name_ranks(missing) + text);
+           state_.step == first_step_ ? "enter" : "go on with", options_.seconds);
+  return Fault("timeout", missing, format_ranks(missing) + text);
 }
 
 }  // namespace tilework

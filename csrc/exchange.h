@@ -16,15 +16,15 @@
 #include <vector>
 
 #include "agreement.h"
-#include "station.h"
+#include "rank_context.h"
 
 namespace tilework {
 
 /// What outlives an operation.
 struct RoundState {
-  explicit RoundState(int size) : terms(size), sources(size) {}
+  explicit RoundState(int size) : peers(size), sources(size) {}
   uint64_t step = 0;
-  Terms terms;                       // of the current operation
+  PeerBuffers peers;                       // of the current operation
   std::vector<const void*> sources;  // scratch for reductions
 };
 
@@ -32,8 +32,8 @@ struct RoundState {
 class Exchange {
  public:
   /// Writes the header. Once `cancelled` is true, waits end with a fault.
-  Exchange(Station& station, RoundState& state, const Operation& operation,
-           const Patience& patience, const std::atomic<bool>& cancelled);
+  Exchange(RankContext& context, RoundState& state, const Operation& operation,
+           const WaitOptions& options, const std::atomic<bool>& cancelled);
 
   /// Where to write for the coming round. Not between publish() and await().
   char* slot() const { return segment_.slot(rank, parity(1)); }
@@ -48,11 +48,11 @@ class Exchange {
   }
 
   /// Throw if the group has stopped or the deadline has passed, also if nobody keeps us waiting.
-  void stay_patient() const;
+  void check_deadline() const;
 
   /// The longest piece that one rank sends to another; known after the first round.
   uint64_t longest() const { return longest_; }
-  const std::vector<double>& factors() const { return state_.terms.factors; }
+  const std::vector<double>& factors() const { return state_.peers.factors; }
   std::vector<const void*>& sources() { return state_.sources; }
 
   /// Whether what every rank reads from others lies in arenas; known after the first round.
@@ -61,10 +61,10 @@ class Exchange {
   bool all_in_place() const;
   /// Bytes [offset, offset + bytes) of a peer's inputs or outputs in its arena.
   const char* input_of(int peer, size_t offset, size_t bytes) const {
-    return in_arena(peer, state_.terms.inputs[peer], offset, bytes);
+    return in_arena(peer, state_.peers.inputs[peer], offset, bytes);
   }
   char* output_of(int peer, size_t offset, size_t bytes) const {
-    return in_arena(peer, state_.terms.outputs[peer], offset, bytes);
+    return in_arena(peer, state_.peers.outputs[peer], offset, bytes);
   }
 
   const Operation& operation;
@@ -76,14 +76,14 @@ class Exchange {
   unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
   bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
   bool all_arrived(int& next) const;
-  std::optional<Fault> trouble(bool thorough) const;
+  std::optional<Fault> fault_while_waiting(bool check_processes) const;
   char* in_arena(int peer, uint64_t place, size_t offset, size_t bytes) const;
-  Fault late(const std::vector<int>& missing) const;
+  Fault timeout_fault(const std::vector<int>& missing) const;
 
-  Station& station_;
+  RankContext& context_;
   const Segment& segment_;
   RoundState& state_;
-  const Patience& patience_;
+  const WaitOptions& options_;
   const std::atomic<bool>& cancelled_;
   const uint64_t first_step_;
   uint64_t longest_ = 0;

@@ -2,7 +2,7 @@
 
 namespace tilework {
 
-std::string name_ranks(const std::vector<int>& ranks) {
+std::string format_ranks(const std::vector<int>& ranks) {
   constexpr size_t kShown = 16;
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size() && i < kShown; ++i) {

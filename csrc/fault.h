@@ -25,6 +25,6 @@ struct Interrupted : std::exception {
 };
 
 /// "rank 3" or "ranks 1, 2, 7 and 60 more".
-std::string name_ranks(const std::vector<int>& ranks);
+std::string format_ranks(const std::vector<int>& ranks);
 
 }  // namespace tilework

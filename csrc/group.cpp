@@ -9,8 +9,8 @@
 namespace tilework {
 
 /// A submitted collective; owns its lists of buffers.
-struct Group::Queued {
-  Queued(const Operation& operation_, double timeout_)
+struct Group::QueuedOperation {
+  QueuedOperation(const Operation& operation_, double timeout_)
       : inputs(operation_.inputs.items, operation_.inputs.items + operation_.inputs.count),
         outputs(operation_.outputs.items, operation_.outputs.items + operation_.outputs.count),
         operation(operation_),
@@ -22,52 +22,52 @@ struct Group::Queued {
   std::vector<Buffer> inputs, outputs;
   Operation operation;
   double timeout;
-  std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
+  std::shared_ptr<Completion> completion = std::make_shared<Completion>();
 };
 
 /// A thread inside a method of a group; the segment stays mapped meanwhile.
-class Group::Entry {
+class Group::ActiveCall {
  public:
-  explicit Entry(Group& group) : group_(group), outer_(innermost) {
+  explicit ActiveCall(Group& group) : group_(group), outer_(innermost) {
     if (group.generation_ != fork_generation())
       throw Fault("closed", {group.rank_},
                   "the group belongs to process " + std::to_string(group.pid_) +
                       ", of which this is a fork; a forked process makes its own groups");
-    group_.inside_.fetch_add(1);
+    group_.active_calls_.fetch_add(1);
     if (group_.closing_.load()) {
-      group_.inside_.fetch_sub(1);
+      group_.active_calls_.fetch_sub(1);
       throw Fault("closed", {group.rank_}, "the group was closed on this rank");
     }
     innermost = this;
   }
-  ~Entry() {
+  ~ActiveCall() {
     innermost = outer_;
-    group_.inside_.fetch_sub(1);
+    group_.active_calls_.fetch_sub(1);
   }
-  Entry(const Entry&) = delete;
-  Entry& operator=(const Entry&) = delete;
+  ActiveCall(const ActiveCall&) = delete;
+  ActiveCall& operator=(const ActiveCall&) = delete;
 
   /// How many entries of this thread are in `group`: callbacks may call back.
   static int depth(const Group& group) {
     int count = 0;
-    for (Entry* entry = innermost; entry; entry = entry->outer_) count += &entry->group_ == &group;
+    for (ActiveCall* entry = innermost; entry; entry = entry->outer_) count += &entry->group_ == &group;
     return count;
   }
 
  private:
-  static thread_local Entry* innermost;
+  static thread_local ActiveCall* innermost;
   Group& group_;
-  Entry* outer_;
+  ActiveCall* outer_;
 };
 
-thread_local Group::Entry* Group::Entry::innermost = nullptr;
+thread_local Group::ActiveCall* Group::ActiveCall::innermost = nullptr;
 
 std::shared_ptr<Group> Group::make(int fd, int rank, int size, const std::string& nonce) {
   if (rank < 0 || rank >= size)
     throw std::invalid_argument("rank: " + std::to_string(rank) + " given, 0 to size - 1 (" +
                                 std::to_string(size - 1) + ") is possible");
   std::shared_ptr<Group> group(new Group(fd, rank, size, nonce));
-  group->engine_->mail.set_owner(group);
+  group->engine_->point_to_point.set_owner(group);
   return group;
 }
 
@@ -77,7 +77,7 @@ Group::Group(int fd, int rank, int size, const std::string& nonce)
       pid_(getpid()),
       generation_(fork_generation()),
       engine_(std::make_unique<Engine>(fd, rank, size, nonce)),
-      cores_(engine_->station.cores()) {}
+      cores_(engine_->context.cores()) {}
 
 Group::~Group() {
   close();
@@ -88,7 +88,7 @@ Group::~Group() {
     thread_.join();
 }
 
-Patience Group::patience(double timeout, SignalCheck signals, Pace pace) const {
+WaitOptions Group::wait_options(double timeout, SignalCheck signals, Pace pace) const {
   return {pace, timeout, deadline_after(timeout), signals};
 }
 
@@ -96,7 +96,7 @@ Patience Group::patience(double timeout, SignalCheck signals, Pace pace) const {
 
 /// Number the operation; true if this thread may execute it now, false if it must be queued.
 bool Group::claim(Operation& operation, bool inline_only) {
-  if (sequence_ == 1) cores_ = engine_->station.cores();  // now that all are here
+  if (sequence_ == 1) cores_ = engine_->context.cores();  // now that all are here
   operation.sequence = ++sequence_;
   if (!inline_only || busy_ || !queue_.empty()) return false;
   busy_thread_ = std::this_thread::get_id();
@@ -121,54 +121,54 @@ void Group::release() {
 }
 
 void Group::run(Operation& operation, double timeout, SignalCheck signals) {
-  Entry entry(*this);
-  if (!operation.prepared) prepare(operation, rank_, size_);
-  std::shared_ptr<Ticket> ticket;
+  ActiveCall entry(*this);
+  if (!operation.validated) validate(operation, rank_, size_);
+  std::shared_ptr<Completion> completion;
   {
     std::lock_guard<std::mutex> lock(order_);
     if (busy_ || !queue_.empty()) refuse_to_block();
-    if (!claim(operation, true)) ticket = enqueue(operation, timeout);
+    if (!claim(operation, true)) completion = enqueue(operation, timeout);
   }
-  if (ticket) return wait_for_queued(*ticket, signals);
+  if (completion) return wait_for_queued(*completion, signals);
   struct Release {
     ~Release() { group.release(); }
     Group& group;
   } release{*this};
-  engine_->collectives.execute(operation, patience(timeout, signals, pace()));
+  engine_->collectives.execute(operation, wait_options(timeout, signals, pace()));
 }
 
-std::shared_ptr<Ticket> Group::submit(Operation& operation, double timeout) {
-  Entry entry(*this);
-  prepare(operation, rank_, size_);
+std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) {
+  ActiveCall entry(*this);
+  validate(operation, rank_, size_);
   std::lock_guard<std::mutex> lock(order_);
   claim(operation, false);
   return enqueue(operation, timeout);
 }
 
 /// Under order_.
-std::shared_ptr<Ticket> Group::enqueue(const Operation& operation, double timeout) {
-  queue_.push_back(std::make_unique<Queued>(operation, timeout));
+std::shared_ptr<Completion> Group::enqueue(const Operation& operation, double timeout) {
+  queue_.push_back(std::make_unique<QueuedOperation>(operation, timeout));
   if (!thread_.joinable())
     thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
   work_.notify_one();
-  return queue_.back()->ticket;
+  return queue_.back()->completion;
 }
 
-void Group::wait_for_queued(Ticket& ticket, SignalCheck signals) {
+void Group::wait_for_queued(Completion& completion, SignalCheck signals) {
   try {
-    ticket.sleep_until_done(patience(-1, signals, background_pace()));
+    completion.sleep_until_done(wait_options(-1, signals, background_pace()));
   } catch (const Interrupted&) {
     engine_->collectives.cancel();  // the caller may free the buffers once we return
-    ticket.sleep_until_done(patience(-1, nullptr, background_pace()));
+    completion.sleep_until_done(wait_options(-1, nullptr, background_pace()));
     throw;
   }
-  if (auto fault = ticket.fault()) throw *fault;
+  if (auto fault = completion.fault()) throw *fault;
 }
 
 /// The oldest queued operation, for this thread to execute; null while there is none to be had.
-std::unique_ptr<Group::Queued> Group::take() {
+std::unique_ptr<Group::QueuedOperation> Group::take() {
   if (busy_ || queue_.empty()) return nullptr;
-  std::unique_ptr<Queued> next = std::move(queue_.front());
+  std::unique_ptr<QueuedOperation> next = std::move(queue_.front());
   queue_.pop_front();
   busy_ = true;
   busy_thread_ = std::this_thread::get_id();
@@ -176,11 +176,11 @@ std::unique_ptr<Group::Queued> Group::take() {
 }
 
 /// Execute an operation that was taken, and complete its ticket.
-void Group::finish(Queued& taken, SignalCheck signals, Pace pace) {
+void Group::finish(QueuedOperation& taken, SignalCheck signals, Pace pace) {
   std::optional<Fault> fault;
   bool interrupted = false;
   try {
-    engine_->collectives.execute(taken.operation, patience(taken.timeout, signals, pace));
+    engine_->collectives.execute(taken.operation, wait_options(taken.timeout, signals, pace));
   } catch (const Fault& caught) {
     fault = caught;
   } catch (const Interrupted&) {
@@ -188,14 +188,14 @@ void Group::finish(Queued& taken, SignalCheck signals, Pace pace) {
     interrupted = true;
   }
   release();
-  taken.ticket->complete(std::move(fault));
+  taken.completion->complete(std::move(fault));
   if (interrupted) throw Interrupted();
 }
 
 /// The progress thread: one operation after the other; on closing each fails at once.
 void Group::run_thread() {
   for (;;) {
-    std::unique_ptr<Queued> next;
+    std::unique_ptr<QueuedOperation> next;
     {
       std::unique_lock<std::mutex> lock(order_);
       work_.wait(lock, [this] { return !busy_ && (!queue_.empty() || stopping_); });
@@ -208,15 +208,15 @@ void Group::run_thread() {
 
 /// Execute what is queued before `ticket` and its own operation on the thread that waits for it,
 /// as long as the progress thread has not woken up: that takes some tens of microseconds.
-void Group::help(const Ticket& ticket, SignalCheck signals) {
-  std::optional<Entry> entry;
+void Group::help(const Completion& completion, SignalCheck signals) {
+  std::optional<ActiveCall> entry;
   try {
     entry.emplace(*this);
   } catch (const Fault&) {
     return;  // closing: the ticket fails by itself
   }
-  while (!ticket.done()) {
-    std::unique_ptr<Queued> next;
+  while (!completion.done()) {
+    std::unique_ptr<QueuedOperation> next;
     {
       std::lock_guard<std::mutex> lock(order_);
       next = take();
@@ -229,7 +229,7 @@ void Group::help(const Ticket& ticket, SignalCheck signals) {
 // ---- messages --------------------------------------------------------------------------------
 
 void Group::post(const RequestPtr& request, bool will_wait) {
-  Entry entry(*this);
+  ActiveCall entry(*this);
   const std::string name = request->is_send ? "send" : "receive";
   const int lowest = request->is_send ? 0 : kAnyRank;
   if (request->peer < lowest || request->peer >= size_)
@@ -237,38 +237,38 @@ void Group::post(const RequestPtr& request, bool will_wait) {
                                 " is not in this group of " + std::to_string(size_));
   if (request->buffer.bytes > 0 && !request->buffer.data)
     throw std::invalid_argument(name + ": null address");
-  engine_->mail.start(request, will_wait);
+  engine_->point_to_point.start(request, will_wait);
 }
 
 void Group::cancel(const RequestPtr& request) {
-  Entry entry(*this);
-  engine_->mail.cancel(request);
+  ActiveCall entry(*this);
+  engine_->point_to_point.cancel(request);
 }
 
-bool Group::wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals) {
-  if (ticket.done()) return true;
-  if (!is_mail) {
+bool Group::wait(Completion& completion, bool is_message, double timeout, SignalCheck signals) {
+  if (completion.done()) return true;
+  if (!is_message) {
     {
       std::lock_guard<std::mutex> lock(order_);
       refuse_to_block();
     }
-    if (timeout < 0) help(ticket, signals);  // what it has begun it cannot leave
-    return ticket.sleep_until_done(patience(timeout, signals, background_pace()));
+    if (timeout < 0) help(completion, signals);  // what it has begun it cannot leave
+    return completion.sleep_until_done(wait_options(timeout, signals, background_pace()));
   }
-  Entry entry(*this);
-  return engine_->mail.wait(ticket, patience(timeout, signals, pace()));
+  ActiveCall entry(*this);
+  return engine_->point_to_point.wait(completion, wait_options(timeout, signals, pace()));
 }
 
 // ---- looking around --------------------------------------------------------------------------
 
 std::shared_ptr<Arena> Group::arena() {
-  Entry entry(*this);
-  return engine_->station.segment.own_arena(rank_);
+  ActiveCall entry(*this);
+  return engine_->context.segment.own_arena(rank_);
 }
 
 /// The header may be rewritten while it is read: then the rank has moved on, and we look again.
 std::vector<std::pair<Call, int>> Group::calls() {
-  Entry entry(*this);
+  ActiveCall entry(*this);
   std::vector<std::pair<Call, int>> result;
   for (int rank = 0; rank < size_; ++rank) {
     const RankControl& peer = control(rank);
@@ -286,85 +286,85 @@ std::vector<std::pair<Call, int>> Group::calls() {
 
 Statistics Group::statistics() {
   try {
-    Entry entry(*this);
-    const Station& station = engine_->station;
-    return {station.operations.load(), station.bytes.load(), station.sleeps.load(),
-            station.segment.bytes()};
+    ActiveCall entry(*this);
+    const RankContext& context = engine_->context;
+    return {context.operations.load(), context.bytes.load(), context.sleeps.load(),
+            context.segment.bytes()};
   } catch (const Fault&) {
     return last_statistics_;
   }
 }
 
-void Group::say(const std::string& text) {
-  Entry entry(*this);
-  LastWords& words = control(rank_).words;
+void Group::report_failure(const std::string& text) {
+  ActiveCall entry(*this);
+  FailureReport& report = control(rank_).report;
   uint32_t none = 0;
-  if (!words.state.compare_exchange_strong(none, 1)) return;  // the first words stand
-  words.bytes = static_cast<uint32_t>(std::min(text.size(), kMaxWords));
-  memcpy(words.text, text.data(), words.bytes);
-  words.state.store(2);
-  engine_->station.segment.ring_everybody();
+  if (!report.state.compare_exchange_strong(none, 1)) return;  // the first words stand
+  report.bytes = static_cast<uint32_t>(std::min(text.size(), kMaxReportBytes));
+  memcpy(report.text, text.data(), report.bytes);
+  report.state.store(2);
+  engine_->context.segment.notify_all_ranks();
 }
 
-std::optional<std::string> Group::words_of(int rank) const {
-  const LastWords& words = control(rank).words;
-  if (words.state.load() != 2) return std::nullopt;
-  return std::string(words.text, std::min<size_t>(words.bytes, kMaxWords));
+std::optional<std::string> Group::failure_report(int rank) const {
+  const FailureReport& report = control(rank).report;
+  if (report.state.load() != 2) return std::nullopt;
+  return std::string(report.text, std::min<size_t>(report.bytes, kMaxReportBytes));
 }
 
 /// Everybody who still can.
-bool Group::everybody_spoke(bool thorough) const {
-  Liveness& liveness = engine_->station.liveness;
+bool Group::all_reported(bool check_processes) const {
+  Liveness& liveness = engine_->context.liveness;
   for (int rank = 0; rank < size_; ++rank) {
-    if (control(rank).words.state.load() == 2 || liveness.departed(rank)) continue;
-    if (!thorough || !liveness.dead(rank)) return false;
+    if (control(rank).report.state.load() == 2 || liveness.departed(rank)) continue;
+    if (!check_processes || !liveness.dead(rank)) return false;
   }
   return true;
 }
 
-std::vector<std::optional<std::string>> Group::heard(double timeout, SignalCheck signals) {
-  Entry entry(*this);
-  const Patience bounds = patience(timeout, signals, pace());
-  Lookout lookout;
-  bool thorough = true;
+std::vector<std::optional<std::string>> Group::failure_reports(double timeout, SignalCheck signals) {
+  ActiveCall entry(*this);
+  const WaitOptions bounds = wait_options(timeout, signals, pace());
+  LivenessTimer liveness_timer;
+  bool check_processes = true;
   while (!closing_) {
-    Sleeper sleeper(control(rank_).turn_bell, engine_->station.sleeps);
-    if (everybody_spoke(thorough) || now_ns() >= bounds.deadline) break;
+    Sleeper sleeper(control(rank_).round_event, engine_->context.sleeps);
+    if (all_reported(check_processes) || now_ns() >= bounds.deadline) break;
     const Woken woken = sleeper.sleep(bounds.deadline);
-    thorough = lookout.due();
-    if (woken != Woken::kBell) bounds.check_signals();
+    check_processes = liveness_timer.due();
+    if (woken != Woken::kNotified) bounds.check_signals();
   }
   std::vector<std::optional<std::string>> result;
-  for (int rank = 0; rank < size_; ++rank) result.push_back(words_of(rank));
+  for (int rank = 0; rank < size_; ++rank) result.push_back(failure_report(rank));
   return result;
 }
 
 void Group::abort(const std::string& kind, const std::string& text) {
-  Entry entry(*this);
-  engine_->station.abort(kind, text);
+  ActiveCall entry(*this);
+  engine_->context.abort(kind, text);
 }
 
 std::optional<Abort> Group::aborted() {
-  Entry entry(*this);
-  return engine_->station.aborted();
+  ActiveCall entry(*this);
+  return engine_->context.aborted();
 }
 
 // ---- the end ---------------------------------------------------------------------------------
 
 void Group::close() {
-  if (foreign() || closing_.load()) return;
+  if (in_forked_child() || closing_.load()) return;
   const Statistics last = statistics();
   if (closing_.exchange(true)) return;
   last_statistics_ = last;
-  engine_->station.closing = true;
+  engine_->context.closing = true;
   control(rank_).departed.store(1);
-  engine_->station.segment.ring_everybody();
-  engine_->mail.close();
-  const int own = Entry::depth(*this);
-  while (inside_.load() > own) usleep(50);  // they see that the group is closing
+  engine_->context.segment.notify_all_ranks();
+  engine_->point_to_point.close();
+  const int own = ActiveCall::depth(*this);
+  while (active_calls_.load() > own) usleep(50);  // they see that the group is closing
   stop_thread();
   // Called back from inside, the segment must outlive the frames below; the destructor frees it.
-  const bool on_thread = thread_.joinable() || engine_->mail.on_own_thread();
+  const bool on_thread = thread_.joinable() || engine_->point_to_point.on_own_thread();
   if (own == 0 && !on_thread) engine_.reset();
 }
 

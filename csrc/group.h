@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "collectives.h"
-#include "mail.h"
-#include "station.h"
-#include "ticket.h"
+#include "point_to_point.h"
+#include "rank_context.h"
+#include "completion.h"
 
 namespace tilework {
 
@@ -35,23 +35,23 @@ class Group : public std::enable_shared_from_this<Group> {
   void run(Operation& operation, double timeout, SignalCheck signals);
 
   /// Queue a collective for the progress thread. Copies the lists of buffers, not the buffers.
-  std::shared_ptr<Ticket> submit(Operation& operation, double timeout);
+  std::shared_ptr<Completion> submit(Operation& operation, double timeout);
 
-  /// Start a message; see Mail::start.
+  /// Start a message; see PointToPoint::start.
   void post(const RequestPtr& request, bool will_wait);
   /// Give a message up: its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
   /// Wait for a submitted collective or a message (which this drives); false after `timeout`
   /// seconds.
-  bool wait(Ticket& ticket, bool is_mail, double timeout, SignalCheck signals);
+  bool wait(Completion& completion, bool is_message, double timeout, SignalCheck signals);
 
   /// This rank's arena; valid also after the group's end.
   std::shared_ptr<Arena> arena();
 
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
-  void say(const std::string& text);
-  std::vector<std::optional<std::string>> heard(double timeout, SignalCheck signals);
+  void report_failure(const std::string& text);
+  std::vector<std::optional<std::string>> failure_reports(double timeout, SignalCheck signals);
   void abort(const std::string& kind, const std::string& text);
   std::optional<Abort> aborted();
   Statistics statistics();
@@ -62,44 +62,44 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// Whether this process is a fork of the one that made the group. There, even destroying it is
   /// wrong: its threads are missing and its locks may be held by nobody.
-  bool foreign() const { return generation_ != fork_generation(); }
+  bool in_forked_child() const { return generation_ != fork_generation(); }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
 
  private:
-  struct Queued;
-  class Entry;
+  struct QueuedOperation;
+  class ActiveCall;
 
   /// What needs the segment mapped; gone once the group is closed and nobody is inside.
   struct Engine {
     Engine(int fd, int rank, int size, const std::string& nonce)
-        : station(fd, rank, size, nonce), collectives(station), mail(station) {}
-    Station station;
+        : context(fd, rank, size, nonce), collectives(context), point_to_point(context) {}
+    RankContext context;
     Collectives collectives;
-    Mail mail;
+    PointToPoint point_to_point;
   };
 
   Group(int fd, int rank, int size, const std::string& nonce);
 
-  RankControl& control(int rank) const { return engine_->station.segment.control(rank); }
+  RankControl& control(int rank) const { return engine_->context.segment.control(rank); }
   Pace pace() const { return pace_for(size_, cores_.load(std::memory_order_relaxed)); }
   Pace background_pace() const {
     return background_pace_for(size_, cores_.load(std::memory_order_relaxed));
   }
-  Patience patience(double timeout, SignalCheck signals, Pace pace) const;
-  std::shared_ptr<Ticket> enqueue(const Operation& operation, double timeout);
-  void wait_for_queued(Ticket& ticket, SignalCheck signals);
+  WaitOptions wait_options(double timeout, SignalCheck signals, Pace pace) const;
+  std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout);
+  void wait_for_queued(Completion& completion, SignalCheck signals);
   bool claim(Operation& operation, bool inline_only);
   void release();
   void refuse_to_block();
-  std::unique_ptr<Queued> take();
-  void finish(Queued& taken, SignalCheck signals, Pace pace);
-  void help(const Ticket& ticket, SignalCheck signals);
+  std::unique_ptr<QueuedOperation> take();
+  void finish(QueuedOperation& taken, SignalCheck signals, Pace pace);
+  void help(const Completion& completion, SignalCheck signals);
   void run_thread();
   void stop_thread();
-  bool everybody_spoke(bool thorough) const;
-  std::optional<std::string> words_of(int rank) const;
+  bool all_reported(bool check_processes) const;
+  std::optional<std::string> failure_report(int rank) const;
 
   const int rank_, size_, pid_;
   const unsigned generation_;
@@ -108,13 +108,13 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::atomic<int> cores_;  // that the ranks may use, as far as they are here
   std::atomic<bool> closing_{false};
-  std::atomic<int> inside_{0};  // entries of all threads
+  std::atomic<int> active_calls_{0};  // entries of all threads
 
   std::atomic<uint64_t> sequence_{0};  // written under order_
   std::mutex order_;                   // guards what follows
   bool busy_ = false;            // a thread executes a collective:
   std::thread::id busy_thread_;  // this one
-  std::deque<std::unique_ptr<Queued>> queue_;
+  std::deque<std::unique_ptr<QueuedOperation>> queue_;
   std::condition_variable work_;
   bool stopping_ = false;
   std::thread thread_;

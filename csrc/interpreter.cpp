@@ -56,7 +56,7 @@ nb::tuple fault_args(const Fault& fault) {
 
 GroupRef::~GroupRef() {
   if (!group_) return;
-  if (group_->foreign()) {
+  if (group_->in_forked_child()) {
     new std::shared_ptr<Group>(std::move(group_));
     return;
   }

@@ -60,7 +60,7 @@ bool gone(int pid, uint64_t start_time) {
 
 }  // namespace
 
-void announce(RankControl& mine, int rank) {
+void register_process(RankControl& mine, int rank) {
   mine.pid_namespace.store(pid_namespace());
   mine.start_time.store(read_stat(getpid()).start_time);
   uint64_t cores[kCoreWords];

@@ -12,7 +12,7 @@
 namespace tilework {
 
 /// Write who this process is into its rank's control block; throws if the rank is taken.
-void announce(RankControl& mine, int rank);
+void register_process(RankControl& mine, int rank);
 
 class Liveness {
  public:

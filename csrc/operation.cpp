@@ -10,7 +10,7 @@ namespace {
 
 using std::to_string;
 
-[[noreturn]] void refuse(const Operation& operation, const std::string& why) {
+[[noreturn]] void reject(const Operation& operation, const std::string& why) {
   throw std::invalid_argument(std::string(kind_name(static_cast<unsigned>(operation.kind))) + ": " +
                               why);
 }
@@ -18,27 +18,27 @@ using std::to_string;
 void check_buffers(const Operation& operation, const Buffers& buffers, int expected,
                    const char* side) {
   if (buffers.count != expected)
-    refuse(operation, to_string(buffers.count) + " " + side + " given, " + to_string(expected) +
+    reject(operation, to_string(buffers.count) + " " + side + " given, " + to_string(expected) +
                           " expected on this rank");
   const size_t item = kItemBytes[static_cast<size_t>(operation.dtype)];
   for (int i = 0; i < buffers.count; ++i) {
     const char* const data = buffers[i].data;
     const size_t bytes = buffers[i].bytes;
     if (bytes % item != 0)
-      refuse(operation, to_string(bytes) + " bytes in " + side + "[" + to_string(i) +
+      reject(operation, to_string(bytes) + " bytes in " + side + "[" + to_string(i) +
                             "] are not a whole number of " +
                             kDTypeNames[static_cast<size_t>(operation.dtype)] + " elements");
-    if (bytes > 0 && !data) refuse(operation, std::string("null address in ") + side);
+    if (bytes > 0 && !data) reject(operation, std::string("null address in ") + side);
     if (reduces(operation.kind) && reinterpret_cast<uintptr_t>(data) % std::min<size_t>(item, 8))
-      refuse(operation, std::string("unaligned address in ") + side);
+      reject(operation, std::string("unaligned address in ") + side);
   }
 }
 
 /// The input and the output that hold the same part: one may be the other (in place).
-bool paired(Kind kind, int rank, int input, int output) {
+bool same_part(OpKind kind, int rank, int input, int output) {
   switch (kind) {
-    case Kind::kAllGather: case Kind::kGather: return output == rank;
-    case Kind::kScatter: case Kind::kReduceScatter: return input == rank;
+    case OpKind::kAllGather: case OpKind::kGather: return output == rank;
+    case OpKind::kScatter: case OpKind::kReduceScatter: return input == rank;
     default: return input == output;
   }
 }
@@ -47,10 +47,10 @@ void check_sizes(const Operation& operation, int rank) {
   const auto& [inputs, outputs] = std::tie(operation.inputs, operation.outputs);
   for (int i = 0; i < inputs.count; ++i)
     for (int o = 0; o < outputs.count; ++o) {
-      if (operation.kind == Kind::kAllToAll && i != rank) break;
-      if (operation.kind == Kind::kAllToAll && o != rank) continue;
-      if (paired(operation.kind, rank, i, o) && inputs[i].bytes != outputs[o].bytes)
-        refuse(operation, "this rank's own part has " + to_string(inputs[i].bytes) +
+      if (operation.kind == OpKind::kAllToAll && i != rank) break;
+      if (operation.kind == OpKind::kAllToAll && o != rank) continue;
+      if (same_part(operation.kind, rank, i, o) && inputs[i].bytes != outputs[o].bytes)
+        reject(operation, "this rank's own part has " + to_string(inputs[i].bytes) +
                               " bytes in the input and " + to_string(outputs[o].bytes) +
                               " in the output");
     }
@@ -74,32 +74,32 @@ void check_overlap(const Operation& operation, int rank) {
   for (int i = 0; i < inputs.count; ++i)
     for (int o = 0; o < outputs.count; ++o) {
       if (!overlap(inputs[i], outputs[o])) continue;
-      if (paired(operation.kind, rank, i, o) && inputs[i].data == outputs[o].data) continue;
-      refuse(operation, "inputs[" + to_string(i) + "] and outputs[" + to_string(o) +
+      if (same_part(operation.kind, rank, i, o) && inputs[i].data == outputs[o].data) continue;
+      reject(operation, "inputs[" + to_string(i) + "] and outputs[" + to_string(o) +
                             "] overlap; only a rank's own part may be in place");
     }
 }
 
 }  // namespace
 
-Arity arity(Kind kind, bool root, int size) {
+Arity arity(OpKind kind, bool root, int size) {
   switch (kind) {
-    case Kind::kBarrier: return {0, 0};
-    case Kind::kBroadcast: return {0, 1};
-    case Kind::kAllReduce: return {1, 1};
-    case Kind::kReduce: return {1, root ? 1 : 0};
-    case Kind::kAllGather: return {1, size};
-    case Kind::kGather: return {1, root ? size : 0};
-    case Kind::kScatter: return {root ? size : 0, 1};
-    case Kind::kReduceScatter: return {size, 1};
-    case Kind::kAllToAll: return {size, size};
+    case OpKind::kBarrier: return {0, 0};
+    case OpKind::kBroadcast: return {0, 1};
+    case OpKind::kAllReduce: return {1, 1};
+    case OpKind::kReduce: return {1, root ? 1 : 0};
+    case OpKind::kAllGather: return {1, size};
+    case OpKind::kGather: return {1, root ? size : 0};
+    case OpKind::kScatter: return {root ? size : 0, 1};
+    case OpKind::kReduceScatter: return {size, 1};
+    case OpKind::kAllToAll: return {size, size};
   }
   return {0, 0};
 }
 
-void prepare(Operation& operation, int rank, int size) {
+void validate(Operation& operation, int rank, int size) {
   if (operation.root < 0 || operation.root >= size)
-    refuse(operation, "root " + to_string(operation.root) + " is not a rank of this group of " +
+    reject(operation, "root " + to_string(operation.root) + " is not a rank of this group of " +
                           to_string(size));
   const Arity expected = arity(operation.kind, rank == operation.root, size);
   check_buffers(operation, operation.inputs, expected.inputs, "inputs");
@@ -107,12 +107,12 @@ void prepare(Operation& operation, int rank, int size) {
   check_sizes(operation, rank);
   check_overlap(operation, rank);
   if (!reduces(operation.kind)) {
-    if (operation.reduce_op != ReduceOp::kNone) refuse(operation, "it takes no reduce operation");
+    if (operation.reduce_op != ReduceOp::kNone) reject(operation, "it takes no reduce operation");
     return;
   }
   operation.reduction = find_reduction(operation.dtype, operation.reduce_op);
   if (!operation.reduction)
-    refuse(operation, std::string("cannot reduce ") +
+    reject(operation, std::string("cannot reduce ") +
                           kDTypeNames[static_cast<size_t>(operation.dtype)] + " by " +
                           kReduceOpNames[static_cast<size_t>(operation.reduce_op)]);
 }

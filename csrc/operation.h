@@ -2,7 +2,7 @@
 #pragma once
 
 #include "reduce.h"
-#include "vocabulary.h"
+#include "op_types.h"
 
 namespace tilework {
 
@@ -36,7 +36,7 @@ struct Buffers {
 };
 
 struct Operation {
-  Kind kind;
+  OpKind kind;
   DType dtype;
   ReduceOp reduce_op;
   int root;
@@ -45,16 +45,16 @@ struct Operation {
   Buffers inputs, outputs;
   uint64_t sequence = 0;
   Reduction reduction = nullptr;  // set by prepare()
-  bool prepared = false;          // already, by the caller
+  bool validated = false;          // already, by the caller
 };
 
 /// How many buffers each side of an operation takes on one rank.
 struct Arity {
   int inputs, outputs;
 };
-Arity arity(Kind kind, bool root, int size);
+Arity arity(OpKind kind, bool root, int size);
 
 /// Check everything that one rank alone can know to be wrong; std::invalid_argument says what.
-void prepare(Operation& operation, int rank, int size);
+void validate(Operation& operation, int rank, int size);
 
 }  // namespace tilework

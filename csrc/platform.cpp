@@ -44,7 +44,7 @@ int64_t deadline_after(double seconds) {
 Woken futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns) {
   if (ns <= 0) return Woken::kTimeout;
   timespec timeout{static_cast<time_t>(ns / kSecond), static_cast<long>(ns % kSecond)};
-  if (futex(word, FUTEX_WAIT, expected, &timeout) == 0 || errno == EAGAIN) return Woken::kBell;
+  if (futex(word, FUTEX_WAIT, expected, &timeout) == 0 || errno == EAGAIN) return Woken::kNotified;
   return errno == EINTR ? Woken::kSignal : Woken::kTimeout;
 }
 

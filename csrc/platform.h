@@ -28,7 +28,7 @@ inline void cpu_relax() {
 #endif
 }
 
-enum class Woken { kBell, kTimeout, kSignal };
+enum class Woken { kNotified, kTimeout, kSignal };
 
 /// Sleep while *word == expected, at most `ns`. Works across processes that share the word.
 Woken futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns);

@@ -36,7 +36,7 @@ Buffers view(const std::vector<Buffer>& buffers) {
 Operation operation_of(int kind, int dtype, int reduce_op, int root, double factor,
                        const nb::int_& label) {
   Operation operation{};
-  operation.kind = checked<Kind>(kind, kKinds, "kind");
+  operation.kind = checked<OpKind>(kind, kKinds, "kind");
   operation.dtype = checked<DType>(dtype, kDTypes, "dtype");
   operation.reduce_op = checked<ReduceOp>(reduce_op, kReduceOps, "reduce_op");
   operation.root = root;
@@ -60,15 +60,15 @@ RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_
   return request;
 }
 
-bool PyTicket::wait(double timeout) const {
+bool PyCompletion::wait(double timeout) const {
   nb::gil_scoped_release nogil;
-  if (!group->wait(*ticket, is_mail, timeout, signal_raised)) return false;
-  if (auto fault = ticket->fault()) throw *fault;
+  if (!group->wait(*completion, is_message, timeout, signal_raised)) return false;
+  if (auto fault = completion->fault()) throw *fault;
   return true;
 }
 
-nb::object PyTicket::fault() const {
-  auto fault = ticket->fault();
+nb::object PyCompletion::fault() const {
+  auto fault = completion->fault();
   return fault ? nb::object(fault_args(*fault)) : nb::none();
 }
 
@@ -78,7 +78,7 @@ PyGroup::PyGroup(int fd, int rank, int size, const nb::bytes& nonce)
 }
 
 PyGroup::~PyGroup() {
-  if (group_->foreign()) {
+  if (group_->in_forked_child()) {
     new std::shared_ptr<Group>(std::move(group_));
     return;
   }
@@ -98,7 +98,7 @@ void PyGroup::run(int kind, int dtype, int reduce_op, int root, double factor,
   group_->run(operation, timeout, signal_raised);
 }
 
-PyTicket PyGroup::submit(int kind, int dtype, int reduce_op, int root, double factor,
+PyCompletion PyGroup::submit(int kind, int dtype, int reduce_op, int root, double factor,
                          const nb::sequence& inputs, const nb::sequence& outputs,
                          const nb::int_& label, double timeout) {
   Operation operation = operation_of(kind, dtype, reduce_op, root, factor, label);
@@ -109,34 +109,34 @@ PyTicket PyGroup::submit(int kind, int dtype, int reduce_op, int root, double fa
   return {group_->submit(operation, timeout), GroupRef(group_), false};
 }
 
-PyTicket PyGroup::isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
+PyCompletion PyGroup::isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
                         double timeout) {
   return post(request_of(true, dst, buffer_of(address, nbytes),
                          checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
 }
 
-PyTicket PyGroup::irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
+PyCompletion PyGroup::irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
                         double timeout) {
   return post(request_of(false, src, buffer_of(address, nbytes),
                          checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
 }
 
-PyTicket PyGroup::post(const RequestPtr& request) {
+PyCompletion PyGroup::post(const RequestPtr& request) {
   nb::gil_scoped_release nogil;
   group_->post(request, false);
-  return {request->ticket, GroupRef(group_), true};
+  return {request->completion, GroupRef(group_), true};
 }
 
 int PyGroup::transfer(const RequestPtr& request) {
   group_->post(request, true);
   try {
-    group_->wait(*request->ticket, true, -1, signal_raised);
+    group_->wait(*request->completion, true, -1, signal_raised);
   } catch (const Interrupted&) {
     group_->cancel(request);  // the caller may free the buffer
     throw;
   }
-  if (auto fault = request->ticket->fault()) throw *fault;
-  return request->ticket->source();
+  if (auto fault = request->completion->fault()) throw *fault;
+  return request->completion->source();
 }
 
 nb::list PyGroup::headers() {
@@ -151,24 +151,24 @@ nb::list PyGroup::headers() {
   return result;
 }
 
-void PyGroup::say(const nb::str& text) {
+void PyGroup::report_failure(const nb::str& text) {
   Py_ssize_t length = 0;
   const char* utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
   if (utf8 == nullptr) throw nb::python_error();
-  while (length > static_cast<Py_ssize_t>(kMaxWords) ||
+  while (length > static_cast<Py_ssize_t>(kMaxReportBytes) ||
          (length > 0 && (utf8[length] & 0xc0) == 0x80))
     --length;  // never half a character
-  group_->say(std::string(utf8, static_cast<size_t>(length)));
+  group_->report_failure(std::string(utf8, static_cast<size_t>(length)));
 }
 
-nb::list PyGroup::heard(double timeout) {
-  std::vector<std::optional<std::string>> words;
+nb::list PyGroup::failure_reports(double timeout) {
+  std::vector<std::optional<std::string>> report;
   {
     nb::gil_scoped_release nogil;
-    words = group_->heard(timeout, signal_raised);
+    report = group_->failure_reports(timeout, signal_raised);
   }
   nb::list result;
-  for (const auto& text : words) result.append(text ? text_of(*text) : nb::none());
+  for (const auto& text : report) result.append(text ? text_of(*text) : nb::none());
   return result;
 }
 
@@ -179,7 +179,7 @@ nb::object PyGroup::aborted() {
 }
 
 void PyGroup::close() {
-  if (group_->foreign()) return;
+  if (group_->in_forked_child()) return;
   nb::gil_scoped_release nogil;
   group_->close();
 }

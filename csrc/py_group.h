@@ -5,10 +5,10 @@
 
 namespace tilework {
 
-struct PyTicket {
-  std::shared_ptr<Ticket> ticket;
+struct PyCompletion {
+  std::shared_ptr<Completion> completion;
   GroupRef group;
-  bool is_mail;
+  bool is_message;
 
   bool wait(double timeout) const;
   nb::object fault() const;
@@ -23,19 +23,19 @@ class PyGroup {
 
   void run(int kind, int dtype, int reduce_op, int root, double factor, const nb::sequence& inputs,
            const nb::sequence& outputs, const nb::int_& label, double timeout);
-  PyTicket submit(int kind, int dtype, int reduce_op, int root, double factor,
+  PyCompletion submit(int kind, int dtype, int reduce_op, int root, double factor,
                   const nb::sequence& inputs, const nb::sequence& outputs, const nb::int_& label,
                   double timeout);
-  PyTicket isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
-  PyTicket irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
+  PyCompletion isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
+  PyCompletion irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
 
   /// isend or irecv and wait, without waking a thread of the core; returns the source. Not
   /// with the GIL.
   int transfer(const RequestPtr& request);
 
   nb::list headers();
-  void say(const nb::str& text);
-  nb::list heard(double timeout);
+  void report_failure(const nb::str& text);
+  nb::list failure_reports(double timeout);
   void abort(const std::string& kind, const std::string& text) { group_->abort(kind, text); }
   nb::object aborted();
   void close();
@@ -44,7 +44,7 @@ class PyGroup {
   Group& core() const { return *group_; }
 
  private:
-  PyTicket post(const RequestPtr& request);
+  PyCompletion post(const RequestPtr& request);
 
   std::shared_ptr<Group> group_;
 };

@@ -9,36 +9,36 @@ namespace tilework {
 
 // Each is random_kernels.cpp, compiled for one level of the instruction set.
 namespace baseline {
-Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide);
+Sampler find_sampler(unsigned dtype, unsigned distribution, bool wide);
 }
 #ifdef TILEWORK_MULTIVERSION
 namespace avx2 {
-Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide);
+Sampler find_sampler(unsigned dtype, unsigned distribution, bool wide);
 }
 namespace avx512 {
-Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide);
+Sampler find_sampler(unsigned dtype, unsigned distribution, bool wide);
 }
 #endif
 
 namespace {
 
-Drawing find(DType dtype, Distribution distribution, const Draw& draw, Level level) {
+Sampler find(DType dtype, Distribution distribution, const SampleParams& params, SimdLevel level) {
   const auto t = static_cast<unsigned>(dtype), d = static_cast<unsigned>(distribution);
-  const bool wide = draw.span - 1 >= kNarrowSpan;  // 0 means 2^64
+  const bool wide = params.span - 1 >= kNarrowSpan;  // 0 means 2^64
 #ifdef TILEWORK_MULTIVERSION
-  if (level == Level::kAvx512) return avx512::find_drawing(t, d, wide);
-  if (level == Level::kAvx2) return avx2::find_drawing(t, d, wide);
+  if (level == SimdLevel::kAvx512) return avx512::find_sampler(t, d, wide);
+  if (level == SimdLevel::kAvx2) return avx2::find_sampler(t, d, wide);
 #endif
   static_cast<void>(level);
-  return baseline::find_drawing(t, d, wide);
+  return baseline::find_sampler(t, d, wide);
 }
 
 /// Runs of global elements to memory without gaps, in whole groups. What a run has of a group
 /// costs all of it, unless the run before ended there.
 class Runs {
  public:
-  Runs(char* to, size_t item, const Drawing& drawing, const Draw& draw)
-      : to_(to), item_(item), drawing_(drawing), draw_(draw) {}
+  Runs(char* to, size_t item, const Sampler& sampler, const SampleParams& params)
+      : to_(to), item_(item), sampler_(sampler), params_(params) {}
 
   void add(uint64_t first, uint64_t count) {
     while (count > 0) {
@@ -53,12 +53,12 @@ class Runs {
 
  private:
   uint64_t whole_groups(uint64_t group, uint64_t groups) {
-    drawing_.groups(to_, group, groups, draw_);
+    sampler_.groups(to_, group, groups, params_);
     return groups * kGroup;
   }
 
   uint64_t part(uint64_t group, uint64_t begin, uint64_t count) {
-    if (group != held_) drawing_.groups(group_, group, 1, draw_);
+    if (group != held_) sampler_.groups(group_, group, 1, params_);
     held_ = group;
     const uint64_t done = std::min(kGroup - begin, count);
     std::memcpy(to_, group_ + begin * item_, done * item_);
@@ -67,8 +67,8 @@ class Runs {
 
   char* to_;
   const size_t item_;
-  const Drawing& drawing_;
-  const Draw& draw_;
+  const Sampler& sampler_;
+  const SampleParams& params_;
   uint64_t held_ = UINT64_MAX;
   alignas(64) char group_[kGroup * 8];
 };
@@ -76,14 +76,14 @@ class Runs {
 /// The same for runs that have little of each group: element by element, a block for each.
 class ShortRuns {
  public:
-  ShortRuns(char* to, size_t item, const Drawing& drawing, const Draw& draw)
-      : to_(to), item_(item), drawing_(drawing), draw_(draw) {}
+  ShortRuns(char* to, size_t item, const Sampler& sampler, const SampleParams& params)
+      : to_(to), item_(item), sampler_(sampler), params_(params) {}
 
   void add(uint64_t first, uint64_t count) {
     for (uint64_t i = 0; i < count; ++i) {
       indices_[held_++] = first + i;
       if (held_ < kGroup) continue;
-      drawing_.any(to_, indices_, draw_);
+      sampler_.any(to_, indices_, params_);
       to_ += kGroup * item_;
       held_ = 0;
     }
@@ -91,15 +91,15 @@ class ShortRuns {
 
   void end() {
     char last[kGroup * 8];
-    drawing_.any(last, indices_, draw_);
+    sampler_.any(last, indices_, params_);
     std::memcpy(to_, last, held_ * item_);
   }
 
  private:
   char* to_;
   const size_t item_;
-  const Drawing& drawing_;
-  const Draw& draw_;
+  const Sampler& sampler_;
+  const SampleParams& params_;
   uint64_t indices_[kGroup] = {};
   size_t held_ = 0;
 };
@@ -168,22 +168,22 @@ class Rows {
 
 }  // namespace
 
-void fill_random(char* to, DType dtype, Distribution distribution, const Draw& draw,
-                 const Tile& tile, Level level) {
-  const Drawing drawing = find(dtype, distribution, draw, level);
+void fill_random(char* to, DType dtype, Distribution distribution, const SampleParams& params,
+                 const Tile& tile, SimdLevel level) {
+  const Sampler sampler = find(dtype, distribution, params, level);
   const auto t = static_cast<unsigned>(dtype), d = static_cast<unsigned>(distribution);
-  if (!drawing.groups)
+  if (!sampler.groups)
     throw std::invalid_argument(std::string(kDistributionNames[d]) + " is not drawn as " +
                                 dtype_name(t));
   check(tile);
   if (std::count(tile.sizes.begin(), tile.sizes.end(), 0) > 0) return;
   const Rows rows(tile);
   if (rows.sparse()) {
-    ShortRuns runs(to, kItemBytes[t], drawing, draw);
+    ShortRuns runs(to, kItemBytes[t], sampler, params);
     rows.each(runs);
     runs.end();
   } else {
-    Runs runs(to, kItemBytes[t], drawing, draw);
+    Runs runs(to, kItemBytes[t], sampler, params);
     rows.each(runs);
   }
 }

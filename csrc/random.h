@@ -17,8 +17,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "levels.h"
-#include "vocabulary.h"
+#include "simd_level.h"
+#include "op_types.h"
 
 namespace tilework {
 
@@ -28,7 +28,7 @@ constexpr size_t kDistributions = count_of(kDistributionNames);
 
 /// What to draw. Bounds and the like: low and high, mean and standard deviation, or probability and
 /// the value of a success. Of integers: the lowest, and how many there are, 0 meaning 2^64.
-struct Draw {
+struct SampleParams {
   uint64_t seed, stream;
   double a, b;
   uint64_t low, span;
@@ -45,16 +45,16 @@ constexpr size_t kGroup = 64;
 constexpr uint64_t kNarrowSpan = 1 << 16;
 
 /// The loops for a dtype and a distribution; null where it has none.
-struct Drawing {
+struct Sampler {
   /// Elements [kGroup * group, kGroup * (group + groups)) of the global tensor.
-  void (*groups)(void* to, uint64_t group, size_t groups, const Draw& draw);
+  void (*groups)(void* to, uint64_t group, size_t groups, const SampleParams& params);
   /// Any kGroup elements, by their indices in it.
-  void (*any)(void* to, const uint64_t* indices, const Draw& draw);
+  void (*any)(void* to, const uint64_t* indices, const SampleParams& params);
 };
 
 /// Fill a tile, which lies in row-major order at `to`.
 /// Throws std::invalid_argument: there is no such distribution of this dtype, or no such tile.
-void fill_random(char* to, DType dtype, Distribution distribution, const Draw& draw,
-                 const Tile& tile, Level level);
+void fill_random(char* to, DType dtype, Distribution distribution, const SampleParams& params,
+                 const Tile& tile, SimdLevel level);
 
 }  // namespace tilework

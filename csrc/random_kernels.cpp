@@ -75,11 +75,11 @@ inline Counters every_other(const Number& number, size_t first, uint64_t stream)
 
 /// words[16 w + i] = word w of block number(i), for 16 blocks.
 template <class Number>
-inline void philox(const Number& number, const Draw& draw, uint32_t* words) {
+inline void philox(const Number& number, const SampleParams& params, uint32_t* words) {
   for (size_t block = 0; block < kBlocks; block += 2 * kLanes) {
-    Counters even = every_other(number, block, draw.stream);
-    Counters odd = every_other(number, block + 1, draw.stream);
-    auto key0 = static_cast<uint32_t>(draw.seed), key1 = static_cast<uint32_t>(draw.seed >> 32);
+    Counters even = every_other(number, block, params.stream);
+    Counters odd = every_other(number, block + 1, params.stream);
+    auto key0 = static_cast<uint32_t>(params.seed), key1 = static_cast<uint32_t>(params.seed >> 32);
     for (int round = 0; round < 10; ++round) {
       even.round(key0, key1);
       odd.round(key0, key1);
@@ -96,12 +96,12 @@ inline void philox(const Number& number, const Draw& draw, uint32_t* words) {
 // ---- bits of a group's elements, or of any 64
 
 /// One word of each, where a group has the 16 blocks from 16 * (every * group + part) on.
-inline void draw_group(uint64_t group, int every, int part, const Draw& draw, uint32_t* words) {
+inline void draw_group(uint64_t group, int every, int part, const SampleParams& params, uint32_t* words) {
   const uint64_t first = kBlocks * (every * group + part);
-  philox([=](size_t i) { return first + i; }, draw, words);
+  philox([=](size_t i) { return first + i; }, params, words);
 }
 
-inline void draw_any(const uint64_t* indices, int every, int part, const Draw& draw,
+inline void draw_any(const uint64_t* indices, int every, int part, const SampleParams& params,
                      uint32_t* words) {
   for (size_t at = 0; at < kGroup; at += kBlocks) {
     const uint64_t* index = indices + at;
@@ -109,7 +109,7 @@ inline void draw_any(const uint64_t* indices, int every, int part, const Draw& d
       return kBlocks * (every * (index[i] / kGroup) + part) + index[i] % kBlocks;
     };
     uint32_t drawn[4 * kBlocks];
-    philox(block, draw, drawn);
+    philox(block, params, drawn);
     for (size_t i = 0; i < kBlocks; ++i)
       words[at + i] = drawn[kBlocks * (index[i] % kGroup / kBlocks) + i];
   }
@@ -117,26 +117,26 @@ inline void draw_any(const uint64_t* indices, int every, int part, const Draw& d
 
 struct Bits32 {
   using Type = uint32_t;
-  static void group(uint64_t group, const Draw& draw, Type* bits) {
-    draw_group(group, 1, 0, draw, bits);
+  static void group(uint64_t group, const SampleParams& params, Type* bits) {
+    draw_group(group, 1, 0, params, bits);
   }
-  static void any(const uint64_t* indices, const Draw& draw, Type* bits) {
-    draw_any(indices, 1, 0, draw, bits);
+  static void any(const uint64_t* indices, const SampleParams& params, Type* bits) {
+    draw_any(indices, 1, 0, params, bits);
   }
 };
 
 struct Bits64 {
   using Type = uint64_t;
-  static void group(uint64_t group, const Draw& draw, Type* bits) {
+  static void group(uint64_t group, const SampleParams& params, Type* bits) {
     uint32_t low[kGroup], high[kGroup];
-    draw_group(group, 2, 0, draw, low);
-    draw_group(group, 2, 1, draw, high);
+    draw_group(group, 2, 0, params, low);
+    draw_group(group, 2, 1, params, high);
     join(low, high, bits);
   }
-  static void any(const uint64_t* indices, const Draw& draw, Type* bits) {
+  static void any(const uint64_t* indices, const SampleParams& params, Type* bits) {
     uint32_t low[kGroup], high[kGroup];
-    draw_any(indices, 2, 0, draw, low);
-    draw_any(indices, 2, 1, draw, high);
+    draw_any(indices, 2, 0, params, low);
+    draw_any(indices, 2, 1, params, high);
     join(low, high, bits);
   }
 
@@ -281,10 +281,10 @@ struct Uniform {
   const Value low, scale;
   Value last;  // sums may round to the upper bound
 
-  explicit Uniform(const Draw& draw)
-      : low(static_cast<Value>(draw.a)), scale(static_cast<Value>(draw.b - draw.a)) {
+  explicit Uniform(const SampleParams& params)
+      : low(static_cast<Value>(params.a)), scale(static_cast<Value>(params.b - params.a)) {
     using Raw = std::conditional_t<sizeof(Stored) == 2, uint16_t, typename Bits::Type>;
-    const auto high = bits_of<Raw>(Element::store(static_cast<Value>(draw.b)));
+    const auto high = bits_of<Raw>(Element::store(static_cast<Value>(params.b)));
     last = Element::load(bits_of<Stored>(next_below(high)));
     if (last < low) last = low;
   }
@@ -324,8 +324,8 @@ struct Normal {
   using Value = typename Element::Value;
   const Value mean, deviation;
 
-  explicit Normal(const Draw& draw)
-      : mean(static_cast<Value>(draw.a)), deviation(static_cast<Value>(draw.b)) {}
+  explicit Normal(const SampleParams& params)
+      : mean(static_cast<Value>(params.a)), deviation(static_cast<Value>(params.b)) {}
   Value operator()(Value standard) const { return mean + deviation * standard; }
 };
 
@@ -335,8 +335,8 @@ struct Bernoulli {
   uint32_t last;  // a success, and those before it
   Value success;
 
-  explicit Bernoulli(const Draw& draw) : success(stored(draw.b)) {
-    const auto count = static_cast<uint64_t>(draw.a * 0x1p32 + 0.5);
+  explicit Bernoulli(const SampleParams& params) : success(stored(params.b)) {
+    const auto count = static_cast<uint64_t>(params.a * 0x1p32 + 0.5);
     last = static_cast<uint32_t>(count - 1);
     if (count == 0) success = Value{};
   }
@@ -353,7 +353,7 @@ struct Integers {
   const uint64_t span;
   const Value low;
 
-  explicit Integers(const Draw& draw) : span(draw.span), low(static_cast<Value>(draw.low)) {}
+  explicit Integers(const SampleParams& params) : span(params.span), low(static_cast<Value>(params.low)) {}
   Value operator()(uint32_t bits) const {
     return static_cast<Value>(low + static_cast<Value>(bits * span >> 32));
   }
@@ -402,25 +402,25 @@ template <class Element, class Bits, template <class, class> class Make, class S
 struct Loops {
   using Stored = typename Element::Stored;
 
-  static void groups(void* to, uint64_t group, size_t groups, const Draw& draw) {
-    const Make<Element, Bits> make(draw);
+  static void groups(void* to, uint64_t group, size_t groups, const SampleParams& params) {
+    const Make<Element, Bits> make(params);
     for (size_t i = 0; i < groups; ++i) {
       typename Bits::Type bits[kGroup];
-      Bits::group(group + i, draw, bits);
+      Bits::group(group + i, params, bits);
       convert<Storage>(static_cast<Stored*>(to) + kGroup * i, bits, make);
     }
   }
 
-  static void any(void* to, const uint64_t* indices, const Draw& draw) {
-    const Make<Element, Bits> make(draw);
+  static void any(void* to, const uint64_t* indices, const SampleParams& params) {
+    const Make<Element, Bits> make(params);
     typename Bits::Type bits[kGroup];
-    Bits::any(indices, draw, bits);
+    Bits::any(indices, params, bits);
     convert<Storage>(static_cast<Stored*>(to), bits, make);
   }
 };
 
 template <class Element, class Bits, template <class, class> class Make, class Storage = Element>
-Drawing drawing() {
+Sampler sampler() {
   using L = Loops<Element, Bits, Make, Storage>;
   return {L::groups, L::any};
 }
@@ -428,28 +428,28 @@ Drawing drawing() {
 // ---- which distributions a dtype has
 
 template <class Element, class Bits>
-Drawing find_floating(Distribution distribution) {
+Sampler find_floating(Distribution distribution) {
   switch (distribution) {
-    case Distribution::kUniform: return drawing<Element, Bits, Uniform>();
-    case Distribution::kNormal: return drawing<Element, Bits, Normal>();
+    case Distribution::kUniform: return sampler<Element, Bits, Uniform>();
+    case Distribution::kNormal: return sampler<Element, Bits, Normal>();
     case Distribution::kBernoulli:
-      return drawing<Element, Bits32, Bernoulli, Plain<typename Element::Stored>>();
+      return sampler<Element, Bits32, Bernoulli, Plain<typename Element::Stored>>();
     default: return {};
   }
 }
 
 template <class Unsigned>
-Drawing find_integers(Distribution distribution, bool wide) {
+Sampler find_integers(Distribution distribution, bool wide) {
   if (distribution != Distribution::kIntegers) return {};
-  return wide ? drawing<Plain<Unsigned>, Bits64, Integers>()
-              : drawing<Plain<Unsigned>, Bits32, Integers>();
+  return wide ? sampler<Plain<Unsigned>, Bits64, Integers>()
+              : sampler<Plain<Unsigned>, Bits32, Integers>();
 }
 
 }  // namespace
 
-Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide);  // declared in random.cpp
+Sampler find_sampler(unsigned dtype, unsigned distribution, bool wide);  // declared in random.cpp
 
-Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide) {
+Sampler find_sampler(unsigned dtype, unsigned distribution, bool wide) {
   const auto d = static_cast<Distribution>(distribution);
   switch (static_cast<DType>(dtype)) {
     case DType::kFloat64: return find_floating<Plain<double>, Bits64>(d);
@@ -461,7 +461,7 @@ Drawing find_drawing(unsigned dtype, unsigned distribution, bool wide) {
     case DType::kInt16: case DType::kUInt16: return find_integers<uint16_t>(d, wide);
     case DType::kInt8: case DType::kUInt8: return find_integers<uint8_t>(d, wide);
     case DType::kBool:
-      if (d == Distribution::kBernoulli) return drawing<Bool, Bits32, Bernoulli>();
+      if (d == Distribution::kBernoulli) return sampler<Bool, Bits32, Bernoulli>();
       return find_integers<uint8_t>(d, wide);
     default: return {};
   }

@@ -1,6 +1,6 @@
 #include "reduce.h"
 
-#include "levels.h"
+#include "simd_level.h"
 
 namespace tilework {
 
@@ -20,8 +20,8 @@ Reduction find(unsigned dtype, unsigned op);
 Reduction find_reduction(DType dtype, ReduceOp op) {
   const auto d = static_cast<unsigned>(dtype), o = static_cast<unsigned>(op);
 #ifdef TILEWORK_MULTIVERSION
-  if (best_level() == Level::kAvx512) return avx512::find(d, o);
-  if (best_level() == Level::kAvx2) return avx2::find(d, o);
+  if (best_simd_level() == SimdLevel::kAvx512) return avx512::find(d, o);
+  if (best_simd_level() == SimdLevel::kAvx2) return avx2::find(d, o);
 #endif
   return baseline::find(d, o);
 }

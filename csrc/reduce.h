@@ -9,7 +9,7 @@
 
 #include <cstddef>
 
-#include "vocabulary.h"
+#include "op_types.h"
 
 namespace tilework {
 

@@ -47,7 +47,7 @@ void check_nonce(const std::string& nonce) {
                                 std::to_string(kMaxNonce) + " are allowed");
 }
 
-Layout checked_layout(int fd, int size, const std::string& nonce) {
+SegmentLayout checked_layout(int fd, int size, const std::string& nonce) {
   check_nonce(nonce);
   int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals)
@@ -66,7 +66,7 @@ Layout checked_layout(int fd, int size, const std::string& nonce) {
   if (found.nonce_bytes != nonce.size() ||
       memcmp(found.nonce, nonce.data(), nonce.size()) != 0)
     throw std::invalid_argument("the segment belongs to another group (its nonce differs)");
-  Layout layout(size, found.slot_bytes, found.arena_bytes);
+  SegmentLayout layout(size, found.slot_bytes, found.arena_bytes);
   struct stat status;
   if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != layout.total)
     throw std::invalid_argument("not a tilework segment: wrong length");
@@ -79,7 +79,7 @@ File::~File() {
   if (fd >= 0) close(fd);
 }
 
-Layout::Layout(int size_, size_t slot_bytes_, size_t arena_bytes_)
+SegmentLayout::SegmentLayout(int size_, size_t slot_bytes_, size_t arena_bytes_)
     : size(size_), slot_bytes(slot_bytes_), arena_bytes(arena_bytes_) {
   if (size < 1 || size > kMaxRanks)
     throw std::invalid_argument("size: " + std::to_string(size) + " given, 1 to " +
@@ -102,8 +102,8 @@ Layout::Layout(int size_, size_t slot_bytes_, size_t arena_bytes_)
 }
 
 int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
-  Layout(size, slot_bytes, 0);  // refuses what is impossible
-  const Layout layout(size, slot_bytes, affordable_arena(size));
+  SegmentLayout(size, slot_bytes, 0);  // refuses what is impossible
+  const SegmentLayout layout(size, slot_bytes, affordable_arena(size));
   check_nonce(nonce);
   File file(memfd_create("tilework", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.fd < 0) fail("memfd_create");
@@ -152,10 +152,10 @@ char* Segment::in_arena(int rank, uint64_t offset, size_t bytes) const {
   return mapping->base() + offset;
 }
 
-void Segment::ring_everybody() const {
+void Segment::notify_all_ranks() const {
   for (int rank = 0; rank < size(); ++rank) {
-    control(rank).turn_bell.ring_always();
-    control(rank).mail_bell.ring_always();
+    control(rank).round_event.notify_always();
+    control(rank).message_event.notify_always();
   }
 }
 

@@ -30,7 +30,7 @@ namespace tilework {
 constexpr uint32_t kAbi = 3;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
-constexpr size_t kMaxWords = 2000;
+constexpr size_t kMaxReportBytes = 2000;
 constexpr size_t kRingBytes = 128 * 1024;
 constexpr size_t kLine = 64;
 constexpr size_t kDefaultSlotBytes = 512 * 1024;
@@ -40,14 +40,14 @@ constexpr size_t kDefaultSlotBytes = 512 * 1024;
 /// No wake-up is lost: a sleeper counts itself, then reads its condition; a ringer makes the
 /// condition true, then reads the count. All four are sequentially consistent, so one of them
 /// sees the other (Dekker's argument). The word catches a ring between the check and the sleep.
-struct Bell {
+struct EventCount {
   std::atomic<uint32_t> word;
   std::atomic<uint32_t> sleepers;
 
-  void ring() {
-    if (sleepers.load() > 0) ring_always();
+  void notify() {
+    if (sleepers.load() > 0) notify_always();
   }
-  void ring_always() {
+  void notify_always() {
     word.fetch_add(1);
     futex_wake_all(word);
   }
@@ -65,17 +65,17 @@ struct OperationHeader {
 };
 static_assert(sizeof(OperationHeader) == kLine, "one header, one cache line");
 
-struct LastWords {
+struct FailureReport {
   std::atomic<uint32_t> state;  // 0 none, 1 being written, 2 there
   uint32_t bytes;
-  char text[kMaxWords];
+  char text[kMaxReportBytes];
 };
 
 /// 128-byte alignment: x86 prefetches cache lines in pairs.
 struct alignas(4096) RankControl {
   alignas(128) std::atomic<uint64_t> step;  // rounds this rank has published
-  Bell turn_bell;                           // rung when a round is complete
-  alignas(128) Bell mail_bell;              // rung when a channel moved
+  EventCount round_event;                           // rung when a round is complete
+  alignas(128) EventCount message_event;              // rung when a channel moved
   alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined
   std::atomic<uint32_t> departed;
   std::atomic<uint64_t> pid_namespace;
@@ -83,16 +83,16 @@ struct alignas(4096) RankControl {
   std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
   std::atomic<uint64_t> entered;            // the step whose parity says which header is current
   alignas(128) OperationHeader headers[2];
-  alignas(128) LastWords words;
+  alignas(128) FailureReport report;
 };
 static_assert(sizeof(RankControl) == 4096, "one page a rank");
 
 struct AbortRecord {
-  std::atomic<uint32_t> state;  // as LastWords
+  std::atomic<uint32_t> state;  // as FailureReport
   int32_t rank;
   char kind[32];
   uint32_t bytes;
-  char text[kMaxWords];
+  char text[kMaxReportBytes];
 };
 
 struct Identity {
@@ -116,8 +116,8 @@ struct Cursor {
 };
 
 /// Offsets of the parts, from the sizes alone.
-struct Layout {
-  Layout(int size, size_t slot_bytes, size_t arena_bytes);  // throws std::invalid_argument
+struct SegmentLayout {
+  SegmentLayout(int size, size_t slot_bytes, size_t arena_bytes);  // throws std::invalid_argument
 
   int size;
   size_t slot_bytes, arena_bytes;
@@ -180,7 +180,7 @@ class Segment {
   /// [offset, offset + bytes) of any rank's arena; throws std::out_of_range, std::system_error.
   char* in_arena(int rank, uint64_t offset, size_t bytes) const;
   /// Wake whoever sleeps anywhere in this group.
-  void ring_everybody() const;
+  void notify_all_ranks() const;
 
  private:
   size_t arena(int rank) const { return layout_.arenas + rank * layout_.arena_bytes; }
@@ -188,7 +188,7 @@ class Segment {
     return static_cast<size_t>(destination) * layout_.size + source;
   }
 
-  Layout layout_;
+  SegmentLayout layout_;
   File fd_;
   std::unique_ptr<Mapping> mapping_;
   char* base_;

@@ -46,14 +46,14 @@ DType dtype_of(nanobind::dlpack::dtype type) {
 
 /// Fill in shape and memory; false unless the elements lie in order, without gaps or in rows of one
 /// length at one distance.
-bool measure(const dltensor& tensor, Seen& seen) {
+bool measure(const dltensor& tensor, TensorView& view) {
   if (tensor.ndim > kMaxDims) return false;
-  seen.shape.dims = tensor.ndim;
+  view.shape.dims = tensor.ndim;
   int64_t items = 1, run = 0, stride = 0;  // no rows yet
   bool in_order = true;
   for (int dim = tensor.ndim - 1; dim >= 0; --dim) {
     const int64_t size = tensor.shape[dim];
-    seen.shape.sizes[dim] = size;
+    view.shape.sizes[dim] = size;
     if (size != 1 && tensor.strides) {
       if (run == 0 && tensor.strides[dim] != items) {
         run = items;
@@ -63,17 +63,17 @@ bool measure(const dltensor& tensor, Seen& seen) {
     }
     items *= size;
   }
-  const size_t item = kItemBytes[static_cast<size_t>(seen.dtype)];
-  seen.buffer = {static_cast<char*>(tensor.data) + tensor.byte_offset, items * item};
+  const size_t item = kItemBytes[static_cast<size_t>(view.dtype)];
+  view.buffer = {static_cast<char*>(tensor.data) + tensor.byte_offset, items * item};
   if (items == 0 || run == 0) return true;
-  seen.buffer.run = run * item;
-  seen.buffer.stride = stride * item;
+  view.buffer.run = run * item;
+  view.buffer.stride = stride * item;
   return in_order && stride > run;
 }
 
 }  // namespace
 
-bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version) {
+bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version) {
   PyObject* capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
   void* pointer = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr;
   Py_XDECREF(capsule);
@@ -88,7 +88,7 @@ bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* in
   return true;
 }
 
-bool see(PyObject* object, Seen& seen, bool strided) {
+bool view_tensor(PyObject* object, TensorView& view, bool strided) {
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (!torch.borrow || (type != torch.tensor_type && type != torch.parameter_type)) return false;
   dltensor tensor;
@@ -96,9 +96,9 @@ bool see(PyObject* object, Seen& seen, bool strided) {
     PyErr_Clear();
     return false;
   }
-  seen.dtype = dtype_of(tensor.dtype);
-  if (tensor.device.device_type != nanobind::device::cpu::value || seen.dtype == DType::kBytes ||
-      !measure(tensor, seen) || !(strided || seen.buffer.dense()))
+  view.dtype = dtype_of(tensor.dtype);
+  if (tensor.device.device_type != nanobind::device::cpu::value || view.dtype == DType::kBytes ||
+      !measure(tensor, view) || !(strided || view.buffer.dense()))
     return false;
   PyObject* negative = PyObject_CallOneArg(torch.is_neg, object);
   PyErr_Clear();
@@ -106,7 +106,7 @@ bool see(PyObject* object, Seen& seen, bool strided) {
   return negative == Py_False;
 }
 
-bool mark_written(PyObject* tensors) {
+bool bump_versions(PyObject* tensors) {
   const bool several = PyList_Check(tensors) || PyTuple_Check(tensors);
   PyObject* written = several ? Py_NewRef(tensors) : PyTuple_Pack(1, tensors);
   PyObject* none = written ? PyObject_CallOneArg(torch.increment_version, written) : nullptr;

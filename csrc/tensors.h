@@ -31,20 +31,20 @@ constexpr uint64_t add_size(uint64_t label, int64_t size) {
 
 /// A tensor whose memory can be used as it is: on the CPU, of a dtype of the contract, dense or
 /// in rows (see Buffer).
-struct Seen {
+struct TensorView {
   Buffer buffer;
   DType dtype;
   Shape shape;
 };
 
 /// Learn torch's table and types; once per process. False where this torch has no table.
-bool learn_tensors(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
+bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
 /// Whether `object` is such a tensor, dense unless `strided` is true. Never leaves an exception.
 /// Not for complex tensors, which count as pairs of reals in some operations.
-bool see(PyObject* object, Seen& seen, bool strided = false);
+bool view_tensor(PyObject* object, TensorView& view, bool strided = false);
 
 /// Tell autograd that a tensor, or each of a sequence of them, was written. False: exception set.
-bool mark_written(PyObject* tensors);
+bool bump_versions(PyObject* tensors);
 
 }  // namespace tilework

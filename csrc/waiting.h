@@ -40,7 +40,7 @@ inline Pace background_pace_for(int threads, int cores) {
 }
 
 /// What bounds and interrupts a wait.
-struct Patience {
+struct WaitOptions {
   Pace pace;
   double seconds = -1;  // as the caller gave them, for messages
   int64_t deadline = kNever;
@@ -54,11 +54,11 @@ struct Patience {
 /// One visit to a bell: counts the sleeper while it lives.
 class Sleeper {
  public:
-  Sleeper(Bell& bell, std::atomic<uint64_t>& sleeps) : bell_(bell), sleeps_(sleeps) {
-    bell_.sleepers.fetch_add(1);
-    heard_ = bell_.word.load();
+  Sleeper(EventCount& event, std::atomic<uint64_t>& sleeps) : event_(event), sleeps_(sleeps) {
+    event_.sleepers.fetch_add(1);
+    observed_ = event_.word.load();
   }
-  ~Sleeper() { bell_.sleepers.fetch_sub(1); }
+  ~Sleeper() { event_.sleepers.fetch_sub(1); }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
 
@@ -66,13 +66,13 @@ class Sleeper {
   Woken sleep(int64_t wake_at) {
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     int64_t left = wake_at == kNever ? kSlice : wake_at - now_ns();
-    return futex_wait(bell_.word, heard_, left < kSlice ? left : kSlice);
+    return futex_wait(event_.word, observed_, left < kSlice ? left : kSlice);
   }
 
  private:
-  Bell& bell_;
+  EventCount& event_;
   std::atomic<uint64_t>& sleeps_;  // for statistics
-  uint32_t heard_;
+  uint32_t observed_;
 };
 
 /// Whether ready() came true before it is time to sleep.
@@ -99,7 +99,7 @@ bool spin(const Pace& pace, Ready&& ready) {
 
 /// Says when to look whether peers are alive: once a slice, however often bells and signals wake
 /// the threads that wait meanwhile.
-class Lookout {
+class LivenessTimer {
  public:
   bool due() {
     const int64_t now = now_ns();
@@ -115,20 +115,20 @@ class Lookout {
 /// Return once ready() is true. trouble(thorough) is asked before each sleep and says why waiting
 /// is in vain; thorough once a slice. A fault counts only if ready() is still false after it was
 /// seen: what a peer did before it failed comes first.
-template <class Ready, class Trouble>
-void wait_until(Bell& bell, std::atomic<uint64_t>& sleeps, const Patience& patience, Ready&& ready,
-                Trouble&& trouble) {
-  if (spin(patience.pace, ready)) return;
-  Lookout lookout;
+template <class Ready, class FindFault>
+void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOptions& options, Ready&& ready,
+                FindFault&& find_fault) {
+  if (spin(options.pace, ready)) return;
+  LivenessTimer liveness_timer;
   for (;;) {
-    Sleeper sleeper(bell, sleeps);
+    Sleeper sleeper(event, sleeps);
     if (ready()) return;
-    if (std::optional<Fault> fault = trouble(lookout.due())) {
+    if (std::optional<Fault> fault = find_fault(liveness_timer.due())) {
       if (ready()) return;
       throw *fault;
     }
-    const Woken woken = sleeper.sleep(patience.deadline);
-    if (woken != Woken::kBell) patience.check_signals();
+    const Woken woken = sleeper.sleep(options.deadline);
+    if (woken != Woken::kNotified) options.check_signals();
   }
 }
 

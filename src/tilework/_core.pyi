@@ -34,8 +34,8 @@ def create_segment(size: int, slot_bytes: int, nonce: bytes) -> int:
 
 def segment_bytes(size: int, slot_bytes: int) -> int: ...
 
-class Ticket:
-    """An operation that was submitted."""
+class Completion:
+    """The handle of a submitted operation."""
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> bool:
         """Block (GIL released, signals honoured) until done; False after `timeout` seconds
@@ -57,15 +57,15 @@ Record = tuple[
 def shape_label(shape: tuple[int, ...]) -> int:
     """The label of a shape, for run() and submit()."""
 
-def learn_torch(
+def register_torch(
     tensor_type: type,
     parameter_type: type,
     increment_version: Callable[[Any], None],
     reductions: dict[object, str],
     in_library: Mapping[str, bool],
 ) -> bool:
-    """Tell the core what Direct works with; False if this torch does not let it see tensors.
-    `in_library`: whether a file's frames are not the program's own."""
+    """Register the torch types and functions that FastPath needs; False if this torch exports no
+    DLPack exchange table. `in_library` maps a file name to True if it is not the program's own."""
 
 #: How random numbers are distributed: small ints by name.
 DISTRIBUTIONS: dict[str, int]  # uniform normal integers bernoulli
@@ -105,26 +105,26 @@ class Arena:
     def release(self, address: int) -> None: ...
     def used_bytes(self) -> int: ...
 
-class Journal:
-    """A ring of the last operations; comm.flight.ring.Ring in the core, which Direct writes too."""
+class FlightRing:
+    """A ring of the last operations: comm.flight.ring.Ring in the core, which FastPath writes too."""
     def __init__(self, capacity: int) -> None: ...
     def begin(self, what: Any, peer: int | None = None, tag: int = 0, depth: int = 1) -> int: ...
     def end(self, slot: int, failure: str = "") -> None: ...
     def follow(self, slot: int, pending: Any) -> None: ...
     def records(self) -> list[Record]:
-        """What is remembered, oldest first."""
+        """The operations in the ring, oldest first."""
 
-class Direct:
-    """A group's blocking operations on torch's tensors, by the shortest path. An operation that
+class FastPath:
+    """A group's blocking operations on torch's tensors, with the least overhead. An operation that
     needs any preparation is refused (False, or -2), with nothing done.
 
     `on_failure(why, slot, operation, inputs, outputs, reduce_op, root)`: why is a Fault's args, and it
     raises what that is for the program; or the exception of a signal handler, on its way.
-    Either way it ends the slot in the journal."""
+    Either way it ends the slot in the flight ring."""
 
     timeout: float
     def __init__(
-        self, group: Group, journal: Journal, timeout: float, on_failure: Callable[..., None]
+        self, group: Group, flight: FlightRing, timeout: float, on_failure: Callable[..., None]
     ) -> None: ...
     def run(
         self,
@@ -183,26 +183,26 @@ class Group:
         outputs: Sequence[tuple[int, int]],
         label: int,
         timeout: float,
-    ) -> Ticket:
+    ) -> Completion:
         """As run, but on the group's progress thread (started on first use). The caller keeps
-        the buffers alive until the ticket is done."""
+        the buffers alive until it is done."""
 
     def isend(
         self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
-    ) -> Ticket: ...
+    ) -> Completion: ...
     def irecv(
         self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
-    ) -> Ticket:
+    ) -> Completion:
         """src == -1 receives from any rank."""
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
         """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,
         bytes, pid). Sequence number 0: none yet."""
     def sequence(self) -> int:
         """How many collectives this rank has entered or submitted."""
-    def say(self, text: str) -> None:
-        """Leave last words (at most 2000 bytes, truncated) for peers to read; for errors only."""
-    def heard(self, timeout: float) -> list[str | None]:
-        """Every rank's last words, after waiting up to `timeout` seconds for all of them."""
+    def report_failure(self, text: str) -> None:
+        """Publish why this rank fails (at most 2000 bytes, truncated), for peers to read."""
+    def failure_reports(self, timeout: float) -> list[str | None]:
+        """Every rank's failure report, after waiting up to `timeout` seconds for all of them."""
     def abort(self, kind: str, text: str) -> None:
         """Make every present and future operation on every rank raise Fault("aborted") unless
         its own cause is already known. The first abort wins; kind and text are kept."""
@@ -212,6 +212,6 @@ class Group:
         """This rank's own arena; it may be kept after the group is closed."""
     def close(self) -> None:
         """Leave: peers that still need this rank get Fault("peer_lost"). Idempotent; fails
-        pending tickets with "closed" and joins the core's threads."""
+        pending operations with "closed" and joins the core's threads."""
     def statistics(self) -> dict[str, int]:
         """operations, bytes, sleeps (futex waits), segment_bytes."""

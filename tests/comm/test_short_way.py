@@ -1,4 +1,4 @@
-"""The short way of shm groups (csrc/direct.h) is the long way, only shorter."""
+"""The short way of shm groups (csrc/fast_path.h) is the long way, only shorter."""
 
 from __future__ import annotations
 

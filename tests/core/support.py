@@ -38,7 +38,7 @@ class Rank:
     group: _core.Group
     rank: int
     size: int
-    #: Buffers must live until their tickets are done; this keeps them for the rank's life.
+    #: Buffers must live until their completions are done; this keeps them for the rank's life.
     kept: list[object] = field(default_factory=list)
 
     def arguments(
@@ -62,15 +62,19 @@ class Rank:
     def run(self, *args: Any, **kwargs: Any) -> None:
         self.group.run(*self.arguments(*args, **kwargs))
 
-    def submit(self, *args: Any, **kwargs: Any) -> _core.Ticket:
+    def submit(self, *args: Any, **kwargs: Any) -> _core.Completion:
         self.kept.append(args)
         return self.group.submit(*self.arguments(*args, **kwargs))
 
-    def isend(self, dst: int, tensor: Tensor, tag: int = 0, timeout: float = 20.0) -> _core.Ticket:
+    def isend(
+        self, dst: int, tensor: Tensor, tag: int = 0, timeout: float = 20.0
+    ) -> _core.Completion:
         self.kept.append(tensor)
         return self.group.isend(dst, *pair(tensor), DTYPE_CODES[tensor.dtype], tag, timeout)
 
-    def irecv(self, src: int, tensor: Tensor, tag: int = 0, timeout: float = 20.0) -> _core.Ticket:
+    def irecv(
+        self, src: int, tensor: Tensor, tag: int = 0, timeout: float = 20.0
+    ) -> _core.Completion:
         self.kept.append(tensor)
         return self.group.irecv(src, *pair(tensor), DTYPE_CODES[tensor.dtype], tag, timeout)
 

@@ -15,10 +15,10 @@ from tilework import _core
 def test_submitted_operations_run_in_order() -> None:
     def program(rank: Rank) -> list[float]:
         tensors = [torch.full((3000,), float(i)) for i in range(20)]
-        tickets = [rank.submit("all_reduce", [t], [t], op="sum") for t in tensors]
+        completions = [rank.submit("all_reduce", [t], [t], op="sum") for t in tensors]
         last = torch.tensor([100.0])
         rank.run("all_reduce", [last], [last], op="sum")  # after all of them
-        assert all(ticket.done() for ticket in tickets)
+        assert all(completion.done() for completion in completions)
         return [t[-1].item() for t in (*tensors, last)]
 
     expected = [2.0 * i for i in (*range(20), 100)]
@@ -44,8 +44,8 @@ def test_wait_gives_up_and_may_be_repeated() -> None:
     def program(rank: Rank) -> tuple[bool, bool]:
         if rank.rank == 1:
             time.sleep(0.2)
-        ticket = rank.submit("barrier")
-        return ticket.wait(0.02), ticket.wait(-1)
+        completion = rank.submit("barrier")
+        return completion.wait(0.02), completion.wait(-1)
 
     assert run_threads(2, program)[0] == (False, True)
 
@@ -56,12 +56,12 @@ def test_callbacks_run_once_done() -> None:
         called = threading.Event()
         if rank.rank == 1:
             time.sleep(0.1)
-        ticket = rank.submit("barrier")
-        ticket.add_done_callback(lambda: heard.append(threading.current_thread().name))
-        ticket.add_done_callback(called.set)
-        assert ticket.wait(20)  # a wait without a limit would carry the operation itself
+        completion = rank.submit("barrier")
+        completion.add_done_callback(lambda: heard.append(threading.current_thread().name))
+        completion.add_done_callback(called.set)
+        assert completion.wait(20)  # a wait without a limit would carry the operation itself
         assert called.wait(5)
-        ticket.add_done_callback(lambda: heard.append("late"))
+        completion.add_done_callback(lambda: heard.append("late"))
         return heard
 
     results = run_threads(2, program)
@@ -69,13 +69,13 @@ def test_callbacks_run_once_done() -> None:
     assert [heard[-1] for heard in results] == ["late", "late"]
 
 
-def test_a_failure_reaches_ticket_and_callback() -> None:
+def test_a_failure_reaches_completion_and_callback() -> None:
     def program(rank: Rank) -> tuple[str, str]:
         tensor = torch.zeros(1 + rank.rank)
-        ticket = rank.submit("all_reduce", [tensor], [tensor], op="sum")
+        completion = rank.submit("all_reduce", [tensor], [tensor], op="sum")
         with pytest.raises(_core.Fault) as caught:
-            ticket.wait(-1)
-        fault = ticket.fault()
+            completion.wait(-1)
+        fault = completion.fault()
         assert fault is not None
         return caught.value.args[0], fault[0]
 
@@ -89,12 +89,12 @@ def test_misuse_is_refused_when_it_is_submitted() -> None:
 
 def test_closing_fails_what_is_pending() -> None:
     with groups(2) as (group, _):
-        tickets = [Rank(group, 0, 2).submit("barrier") for _ in range(3)]
-        tickets.append(Rank(group, 0, 2).irecv(1, torch.zeros(1)))
+        completions = [Rank(group, 0, 2).submit("barrier") for _ in range(3)]
+        completions.append(Rank(group, 0, 2).irecv(1, torch.zeros(1)))
         heard: list[bool] = []
-        tickets[-1].add_done_callback(lambda: heard.append(True))
+        completions[-1].add_done_callback(lambda: heard.append(True))
         group.close()
-        assert [ticket.fault() for ticket in tickets] == [
+        assert [completion.fault() for completion in completions] == [
             ("closed", (0,), "the group was closed on this rank")
         ] * 4
         assert heard == [True]
@@ -102,18 +102,18 @@ def test_closing_fails_what_is_pending() -> None:
 
 def test_a_callback_may_close_the_group() -> None:
     with groups(1) as (group,):
-        ticket = Rank(group, 0, 1).submit("barrier")
+        completion = Rank(group, 0, 1).submit("barrier")
         closed = threading.Event()
-        ticket.add_done_callback(group.close)
-        ticket.add_done_callback(closed.set)
+        completion.add_done_callback(group.close)
+        completion.add_done_callback(closed.set)
         assert closed.wait(5)
 
 
 def test_a_group_may_be_dropped_while_operations_are_pending() -> None:
     with groups(2) as ends:
-        ticket = Rank(ends[0], 0, 2).submit("barrier")
+        completion = Rank(ends[0], 0, 2).submit("barrier")
         ends[0] = ends[1]
-        assert ticket.done()
+        assert completion.done()
 
 
 def test_a_callback_that_raises_is_reported() -> None:
@@ -123,9 +123,9 @@ def test_a_callback_that_raises_is_reported() -> None:
     with groups(1) as (group,), pytest.MonkeyPatch.context() as patch:
         heard: list[object] = []
         patch.setattr("sys.unraisablehook", lambda told: heard.append(told.exc_value))
-        ticket = Rank(group, 0, 1).submit("barrier")
-        assert ticket.wait(-1)
-        ticket.add_done_callback(oops)
+        completion = Rank(group, 0, 1).submit("barrier")
+        assert completion.wait(-1)
+        completion.add_done_callback(oops)
         assert isinstance(heard[0], KeyError)
 
 
@@ -152,7 +152,7 @@ def test_a_callback_must_not_wait_for_what_runs_after_it() -> None:
 
     def program(rank: Rank) -> list[str]:
         heard: list[str] = []
-        second: list[_core.Ticket] = []
+        second: list[_core.Completion] = []
 
         def wait_inside() -> None:
             for call in (lambda: second[0].wait(-1), lambda: rank.run("barrier")):

@@ -134,11 +134,11 @@ def test_abort_wakes_everybody() -> None:
 
 def test_abort_reaches_messages_and_later_operations() -> None:
     def program(rank: Rank) -> list[str]:
-        ticket = rank.irecv(1 - rank.rank, torch.zeros(1))
+        completion = rank.irecv(1 - rank.rank, torch.zeros(1))
         if rank.rank == 0:
             rank.group.abort("timeout", "enough")
         heard = []
-        for call in (lambda: ticket.wait(-1), lambda: rank.run("barrier")):
+        for call in (lambda: completion.wait(-1), lambda: rank.run("barrier")):
             with pytest.raises(_core.Fault) as caught:
                 call()
             heard.append(caught.value.args[0])
@@ -162,11 +162,11 @@ def test_own_cause_comes_before_an_abort() -> None:
 def test_last_words() -> None:
     def program(rank: Rank) -> list[str | None]:
         if rank.rank != 2:
-            rank.group.say("é" * 1500 if rank.rank else "why")
+            rank.group.report_failure("é" * 1500 if rank.rank else "why")
         else:
             rank.group.close()
             return []
-        return rank.group.heard(5.0)
+        return rank.group.failure_reports(5.0)
 
     start = time.monotonic()
     results = run_threads(3, program)
@@ -176,7 +176,7 @@ def test_last_words() -> None:
 
 def test_waiting_for_last_words_ends() -> None:
     with groups(2) as (group, _):
-        assert group.heard(0.05) == [None, None]
+        assert group.failure_reports(0.05) == [None, None]
 
 
 def test_close_is_idempotent_and_final() -> None:

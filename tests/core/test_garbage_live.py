@@ -67,7 +67,7 @@ def play_one(rank: Rank, draw: random.Random) -> None:
 def look(group: _core.Group) -> None:
     group.headers()
     group.aborted()
-    group.heard(0.0)
+    group.failure_reports(0.0)
     group.statistics()
 
 

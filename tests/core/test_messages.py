@@ -32,7 +32,7 @@ def test_two_ranks_send_long_messages_before_they_receive() -> None:
         sends = [rank.isend(other, message(i, 100_000), tag=i) for i in range(3)]
         kept = [torch.zeros(100_000, dtype=torch.int64) for _ in range(3)]
         receives = [rank.irecv(other, kept[i], tag=i) for i in (2, 0, 1)]
-        assert all(ticket.wait(-1) for ticket in sends + receives)
+        assert all(completion.wait(-1) for completion in sends + receives)
         return all(torch.equal(kept[i], message(i, 100_000)) for i in range(3))
 
     assert run_threads(2, program) == [True, True]
@@ -41,11 +41,11 @@ def test_two_ranks_send_long_messages_before_they_receive() -> None:
 def test_without_anybody_waiting_messages_still_move() -> None:
     def program(rank: Rank) -> bool:
         tensor = message(1, 100_000) if rank.rank == 0 else torch.zeros(100_000, dtype=torch.int64)
-        ticket = (rank.isend if rank.rank == 0 else rank.irecv)(1 - rank.rank, tensor)
+        completion = (rank.isend if rank.rank == 0 else rank.irecv)(1 - rank.rank, tensor)
         deadline = time.monotonic() + 5
-        while not ticket.done() and time.monotonic() < deadline:
+        while not completion.done() and time.monotonic() < deadline:
             time.sleep(0.005)
-        return ticket.done() and torch.equal(tensor, message(1, 100_000))
+        return completion.done() and torch.equal(tensor, message(1, 100_000))
 
     assert run_threads(2, program) == [True, True]
 
@@ -56,8 +56,8 @@ def test_messages_of_a_pair_stay_in_order() -> None:
             assert all(rank.isend(1, torch.tensor([float(i)])).wait(-1) for i in range(200))
             return []
         kept = [torch.zeros(1) for _ in range(200)]
-        tickets = [rank.irecv(0, tensor) for tensor in kept]
-        assert all(ticket.wait(-1) for ticket in tickets)
+        completions = [rank.irecv(0, tensor) for tensor in kept]
+        assert all(completion.wait(-1) for completion in completions)
         return [tensor.item() for tensor in kept]
 
     assert run_threads(2, program)[1] == [float(i) for i in range(200)]
@@ -84,8 +84,8 @@ def test_a_receive_takes_the_message_with_its_tag() -> None:
 def test_a_long_unexpected_message_is_kept() -> None:
     def program(rank: Rank) -> bool:
         if rank.rank == 0:
-            tickets = [rank.isend(1, message(i, 50_000), tag=i) for i in (1, 2)]
-            return all(ticket.wait(-1) for ticket in tickets)
+            completions = [rank.isend(1, message(i, 50_000), tag=i) for i in (1, 2)]
+            return all(completion.wait(-1) for completion in completions)
         kept = [torch.zeros(50_000, dtype=torch.int64) for _ in range(2)]
         second = rank.irecv(0, kept[1], tag=2)
         time.sleep(0.05)
@@ -107,10 +107,10 @@ def test_receive_from_any_rank_tells_the_source() -> None:
         heard = []
         for _ in range(2):
             tensor = torch.zeros(1)
-            ticket = rank.irecv(-1, tensor, tag=3)
-            assert ticket.source() == -1
-            assert ticket.wait(-1)
-            heard.append((ticket.source(), tensor.item()))
+            completion = rank.irecv(-1, tensor, tag=3)
+            assert completion.source() == -1
+            assert completion.wait(-1)
+            heard.append((completion.source(), tensor.item()))
         rank.run("barrier")
         return heard
 
@@ -148,9 +148,9 @@ def test_another_size_or_dtype_fails_the_receive_only(wrong: Tensor) -> None:
 def test_a_receive_times_out_by_itself() -> None:
     with groups(2) as (group, _):
         tensor = torch.zeros(1)
-        ticket = Rank(group, 0, 2).irecv(1, tensor, tag=9, timeout=0.05)
+        completion = Rank(group, 0, 2).irecv(1, tensor, tag=9, timeout=0.05)
         with pytest.raises(_core.Fault) as caught:
-            ticket.wait(5.0)
+            completion.wait(5.0)
         text = "rank 1 did not send a message with tag 9 within 0.05 s"
         assert caught.value.args == ("timeout", (1,), text)
 
@@ -158,9 +158,9 @@ def test_a_receive_times_out_by_itself() -> None:
 def test_a_send_that_finds_no_room_times_out() -> None:
     with groups(2) as (group, _):
         tensor = torch.zeros(100_000)
-        ticket = Rank(group, 0, 2).isend(1, tensor, timeout=0.05)
+        completion = Rank(group, 0, 2).isend(1, tensor, timeout=0.05)
         with pytest.raises(_core.Fault, match="rank 1 did not make room"):
-            ticket.wait(5.0)
+            completion.wait(5.0)
         with pytest.raises(_core.Fault, match="given up half way"):
             Rank(group, 0, 2).isend(1, torch.zeros(1)).wait(5.0)
 

@@ -130,7 +130,7 @@ def test_garbage_never_crashes_a_reader(seed: int, kind: str) -> None:
     with segment() as fd:
         group = _core.Group(fd, 0, 2, NONCE)
         scribble(fd, random.Random(seed))
-        assert len(group.headers()) == len(group.heard(0.0)) == 2
+        assert len(group.headers()) == len(group.failure_reports(0.0)) == 2
         group.aborted()
         with suppress(_core.Fault):
             attempt(Rank(group, 0, 2), kind)

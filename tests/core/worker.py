@@ -95,8 +95,8 @@ def scenario_leave(group: Any) -> None:
 def scenario_receive(group: Any) -> None:
     address, _ = (values := array.array("d", [0.0])).buffer_info()
     say("ready")
-    ticket = group.irecv(0, address, values.itemsize, core.DTYPES["float64"], 0, 20.0)
-    say(heard(lambda: ticket.wait(-1)))
+    completion = group.irecv(0, address, values.itemsize, core.DTYPES["float64"], 0, 20.0)
+    say(heard(lambda: completion.wait(-1)))
 
 
 def scenario_interrupt(group: Any) -> None:
@@ -117,13 +117,13 @@ def submit_sum(group: Any, values: array.array[float]) -> Any:
 
 def scenario_interrupt_behind_another(group: Any) -> None:
     first, second = array.array("d", [1.0]), array.array("d", [1.0])
-    ticket = submit_sum(group, first)
+    completion = submit_sum(group, first)
     say("ready")
     try:
         all_reduce(group, second)  # waits for the first, which waits for the other rank
     except KeyboardInterrupt:
         say(["interrupted", time.monotonic()])
-    say(ticket.fault()[0])
+    say(completion.fault()[0])
 
 
 def scenario_collective_in_a_signal_handler(group: Any) -> None:
@@ -138,8 +138,8 @@ def scenario_collective_in_a_signal_handler(group: Any) -> None:
 
 def scenario_exit_while_pending(group: Any) -> None:
     values = array.array("d", [1.0])
-    ticket = submit_sum(group, values)
-    ticket.add_done_callback(lambda: say(ticket.fault()[0]))
+    completion = submit_sum(group, values)
+    completion.add_done_callback(lambda: say(completion.fault()[0]))
     receive = group.irecv(1, values.buffer_info()[0], 8, core.DTYPES["float64"], 0, 20.0)
     receive.add_done_callback(lambda: say(receive.fault()[0]))
 

@@ -55,13 +55,13 @@ class ShmEngine:
             getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
         }
         self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
-        #: Tickets, and the buffers that the core may touch until they are done.
+        #: Completions, and the buffers that the core may touch until they are done.
         self._in_flight: list[list[Any]] = []
         self._lock = threading.Lock()
         # Bound once: these are on the path of every operation.
         self.sequence = group.sequence
-        self.say = group.say
-        self.heard = group.heard
+        self.say = group.report_failure
+        self.heard = group.failure_reports
         self.abort = group.abort
         self.aborted = group.aborted
 
@@ -85,7 +85,7 @@ class ShmEngine:
         """Start what goes on by itself; hold what the core uses until it is done with that.
 
         Held before it is handed over: a signal handler may raise in between, and nobody knows
-        then whether the core has it. Such an entry, without a ticket, stays until the end.
+        then whether the core has it. Such an entry, without a completion, stays until the end.
         """
         entry: list[Any] = [None, buffers]
         with self._lock:
@@ -143,18 +143,18 @@ class CoreRing(Ring):
         ranks: Tells the global rank of each group rank.
     """
 
-    __slots__ = ("_ranks", "begin", "end", "follow", "journal")
+    __slots__ = ("_ranks", "begin", "end", "follow", "ring")
 
     def __init__(self, ranks: Callable[[], Sequence[int]]) -> None:
-        self.journal = _core.Journal(capacity_setting())
+        self.ring = _core.FlightRing(capacity_setting())
         self._ranks = ranks
         # The core's own methods: these are on the path of every operation.
-        self.begin = self.journal.begin  # type: ignore[method-assign]
-        self.end = self.journal.end  # type: ignore[method-assign]
-        self.follow = self.journal.follow  # type: ignore[method-assign]
+        self.begin = self.ring.begin  # type: ignore[method-assign]
+        self.end = self.ring.end  # type: ignore[method-assign]
+        self.follow = self.ring.follow  # type: ignore[method-assign]
 
     def entries(self) -> list[Entry]:
-        return [self._entry(record) for record in self.journal.records()]
+        return [self._entry(record) for record in self.ring.records()]
 
     def _entry(self, record: _core.Record) -> Entry:
         number, what, site, entered, ended, failure, pending, peer, tag = record
@@ -197,7 +197,7 @@ class ShmGroup(NativeGroup):
             if group is not None:
                 group._direct_failed(*args)
 
-        direct = _core.Direct(self.engine.group, self.flight.journal, self.timeout, fail)
+        direct = _core.FastPath(self.engine.group, self.flight.ring, self.timeout, fail)
         self.direct = direct  # type: ignore[assignment]  # the same methods
         self.takes_rows = True
 
@@ -257,7 +257,7 @@ def _sides(parts: Any) -> Parts:
     return () if parts is None else parts
 
 
-_sees_tensors = _core is not None and _core.learn_torch(
+_sees_tensors = _core is not None and _core.register_torch(
     Tensor,
     torch.nn.Parameter,
     # The public function's own first step is what it costs; older torch has only that.

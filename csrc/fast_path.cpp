@@ -1,4 +1,4 @@
-#include "direct.h"
+#include "fast_path.h"
 
 #include <nanobind/stl/string.h>
 
@@ -9,24 +9,24 @@ namespace tilework {
 namespace {
 
 /// What users call an operation, and in which form they pass each side.
-struct Form {
+struct OpForm {
   const char* name;
-  Kind kind;
+  OpKind kind;
   bool input_list = false, output_list = false, rooted = false;
 };
-constexpr Form kForms[] = {
-    {"all_reduce", Kind::kAllReduce},
-    {"broadcast", Kind::kBroadcast, false, false, true},
-    {"all_gather_into_tensor", Kind::kAllGather},
-    {"reduce_scatter_tensor", Kind::kReduceScatter},
-    {"all_to_all_single", Kind::kAllToAll},
-    {"barrier", Kind::kBarrier},
-    {"all_gather", Kind::kAllGather, false, true},
-    {"reduce_scatter", Kind::kReduceScatter, true},
-    {"all_to_all", Kind::kAllToAll, true, true},
-    {"reduce", Kind::kReduce, false, false, true},
-    {"gather", Kind::kGather, false, true, true},
-    {"scatter", Kind::kScatter, true, false, true},
+constexpr OpForm kForms[] = {
+    {"all_reduce", OpKind::kAllReduce},
+    {"broadcast", OpKind::kBroadcast, false, false, true},
+    {"all_gather_into_tensor", OpKind::kAllGather},
+    {"reduce_scatter_tensor", OpKind::kReduceScatter},
+    {"all_to_all_single", OpKind::kAllToAll},
+    {"barrier", OpKind::kBarrier},
+    {"all_gather", OpKind::kAllGather, false, true},
+    {"reduce_scatter", OpKind::kReduceScatter, true},
+    {"all_to_all", OpKind::kAllToAll, true, true},
+    {"reduce", OpKind::kReduce, false, false, true},
+    {"gather", OpKind::kGather, false, true, true},
+    {"scatter", OpKind::kScatter, true, false, true},
 };
 constexpr size_t kFormCount = count_of(kForms);
 
@@ -52,23 +52,23 @@ bool find(PyObject* const* table, size_t count, PyObject* object, unsigned& inde
 }
 
 /// One side of an operation.
-class Side {
+class Operands {
  public:
   /// False if the tensors cannot be used as they are, or are not what the operation takes.
   bool read(nb::handle given, bool as_list, int expected, nb::handle rows, bool strided) {
     if (given.is_none()) return expected == 0;
     if (as_list) return read_list(given, expected, strided);
-    Seen seen;
+    TensorView view;
     const bool divided = expected > 1 || !rows.is_none();
-    if (expected == 0 || !see(given.ptr(), seen, strided && !divided)) return false;
-    note(seen, 1);
-    if (divided) return divide(seen, expected, rows);
-    add(seen.buffer);
+    if (expected == 0 || !view_tensor(given.ptr(), view, strided && !divided)) return false;
+    note(view, 1);
+    if (divided) return divide(view, expected, rows);
+    add(view.buffer);
     return true;
   }
 
   /// Whether no two tensors share memory.
-  bool apart() const {
+  bool disjoint() const {
     const Buffer* end = items() + size_;
     const auto before = [](const Buffer& a, const Buffer& b) { return a.data < b.data; };
     const auto touch = [](const Buffer& a, const Buffer& b) { return a.data + a.span() > b.data; };
@@ -91,9 +91,9 @@ class Side {
   int count = 0;  // of tensors
 
  private:
-  void note(const Seen& seen, int tensors) {
-    dtype = seen.dtype;
-    shape = seen.shape;
+  void note(const TensorView& view, int tensors) {
+    dtype = view.dtype;
+    shape = view.shape;
     count = tensors;
   }
 
@@ -105,28 +105,28 @@ class Side {
     if (tensors != expected || tensors == 0) return false;
     PyObject** items = PySequence_Fast_ITEMS(kept_.ptr());
     for (Py_ssize_t i = 0; i < tensors; ++i) {
-      Seen seen;
-      if (!see(items[i], seen, strided) || (i > 0 && seen.dtype != dtype)) return false;
-      if (i == 0) note(seen, expected);
-      add(seen.buffer);
+      TensorView view;
+      if (!view_tensor(items[i], view, strided) || (i > 0 && view.dtype != dtype)) return false;
+      if (i == 0) note(view, expected);
+      add(view.buffer);
     }
     return true;
   }
 
   /// A tensor that stands for a part for each rank.
-  bool divide(const Seen& seen, int parts, nb::handle rows) {
-    char* const data = seen.buffer.data;
-    const size_t bytes = seen.buffer.bytes;
-    if (!rows.is_none()) return divide_rows(seen, parts, rows);
+  bool divide(const TensorView& view, int parts, nb::handle rows) {
+    char* const data = view.buffer.data;
+    const size_t bytes = view.buffer.bytes;
+    if (!rows.is_none()) return divide_rows(view, parts, rows);
     if (bytes % (parts * kItemBytes[static_cast<size_t>(dtype)]) != 0) return false;
     for (int i = 0; i < parts; ++i) add({data + bytes / parts * i, bytes / parts});
     return true;
   }
 
-  bool divide_rows(const Seen& seen, int parts, nb::handle rows) {
-    if (!PyList_Check(rows.ptr()) || PyList_GET_SIZE(rows.ptr()) != parts || seen.shape.dims == 0)
+  bool divide_rows(const TensorView& view, int parts, nb::handle rows) {
+    if (!PyList_Check(rows.ptr()) || PyList_GET_SIZE(rows.ptr()) != parts || view.shape.dims == 0)
       return false;
-    const int64_t all = seen.shape.sizes[0];
+    const int64_t all = view.shape.sizes[0];
     int64_t done = 0;
     for (int i = 0; i < parts; ++i) {
       const int64_t mine = PyLong_AsLongLong(PyList_GET_ITEM(rows.ptr(), i));
@@ -134,8 +134,8 @@ class Side {
         PyErr_Clear();
         return false;
       }
-      const size_t row = all > 0 ? seen.buffer.bytes / static_cast<size_t>(all) : 0;
-      add({seen.buffer.data + done * row, mine * row});
+      const size_t row = all > 0 ? view.buffer.bytes / static_cast<size_t>(all) : 0;
+      add({view.buffer.data + done * row, mine * row});
       done += mine;
     }
     return done == all;
@@ -166,15 +166,15 @@ uint64_t label_of(const Shape& shape) {
 }
 
 /// Whether the operation only moves data, which then may lie in rows.
-bool moves(Kind kind) { return !reduces(kind) && kind != Kind::kBarrier; }
+bool moves(OpKind kind) { return !reduces(kind) && kind != OpKind::kBarrier; }
 
-bool elementwise(Kind kind) {
-  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kBroadcast;
+bool elementwise(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kBroadcast;
 }
 
 }  // namespace
 
-void learn_reductions(const nb::dict& known) {
+void set_reduce_op_objects(const nb::dict& known) {
   for (auto [object, name] : known) {
     const std::string text = nb::cast<std::string>(name);
     for (size_t i = 0; i < kReduceOps; ++i)
@@ -182,17 +182,17 @@ void learn_reductions(const nb::dict& known) {
   }
 }
 
-Direct::Direct(nb::object group, nb::object journal, double timeout_, nb::object on_failure)
+FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::object on_failure)
     : timeout(timeout_),
       group_owner_(std::move(group)),
-      journal_owner_(std::move(journal)),
+      flight_owner_(std::move(flight)),
       group_(*nb::cast<PyGroup*>(group_owner_)),
-      journal_(*nb::cast<Journal*>(journal_owner_)),
+      flight_(*nb::cast<FlightRing*>(flight_owner_)),
       on_failure_(std::move(on_failure)) {}
 
 /// Run act() and turn its failures into the program's.
 template <class Act>
-bool Direct::guarded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
+bool FastPath::run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
                      nb::handle reduce_op, int root, Act&& act) {
   try {
     nb::gil_scoped_release nogil;
@@ -205,17 +205,17 @@ bool Direct::guarded(uint64_t slot, nb::handle name, nb::handle inputs, nb::hand
     on_failure_(handlers.value(), slot, name, inputs, outputs, reduce_op, root);
     throw handlers;
   }
-  journal_.end(slot);
+  flight_.end(slot);
   return true;
 }
 
-bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
+bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
                  int root, nb::handle in_rows, nb::handle out_rows) {
   unsigned which, reduction = 0;
   if (!find(names().forms, kFormCount, name.ptr(), which)) return false;
   if (!reduce_op.is_none() && !find(names().reductions, kReduceOps, reduce_op.ptr(), reduction))
     return false;
-  const Form& form = kForms[which];
+  const OpForm& form = kForms[which];
   Operation operation{};
   operation.kind = form.kind;
   operation.reduce_op = static_cast<ReduceOp>(reduction);
@@ -224,14 +224,14 @@ bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::han
   operation.label = kNoSizes;
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
-  Side in, out;
+  Operands in, out;
   const bool strided = moves(form.kind);
   if (!in.read(inputs, form.input_list, expected.inputs, in_rows, strided)) return false;
   if (elementwise(form.kind) && inputs.ptr() == outputs.ptr())
     out = in;
   else if (!out.read(outputs, form.output_list, expected.outputs, out_rows, strided))
     return false;
-  if ((in.count > 0 && out.count > 0 && in.dtype != out.dtype) || !out.apart()) return false;
+  if ((in.count > 0 && out.count > 0 && in.dtype != out.dtype) || !out.disjoint()) return false;
   operation.dtype = in.count > 0 ? in.dtype : out.dtype;
   operation.inputs = in.view();
   operation.outputs = out.view();
@@ -240,43 +240,43 @@ bool Direct::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::han
     operation.label = label_of(in.count > 0 ? in.shape : out.shape);
   }
   try {
-    prepare(operation, group_.core().rank(), group_.core().size());
-    operation.prepared = true;
+    validate(operation, group_.core().rank(), group_.core().size());
+    operation.validated = true;
   } catch (const std::invalid_argument&) {
     return false;
   }
   const bool rooted = form.rooted;
-  const Told told{form.name, operation.dtype, operation.reduce_op, rooted ? root : -1,
+  const OpRecord record{form.name, operation.dtype, operation.reduce_op, rooted ? root : -1,
                   in.count,  out.count,       in.shape,            out.shape};
-  guarded(journal_.begin(told), name, inputs, outputs, reduce_op, root,
+  run_recorded(flight_.begin(record), name, inputs, outputs, reduce_op, root,
           [&] { group_.core().run(operation, timeout, signal_raised); });
-  const bool only_read = operation.kind == Kind::kBroadcast && at_root;
-  if (expected.outputs > 0 && !only_read && !mark_written(outputs.ptr())) throw nb::python_error();
+  const bool only_read = operation.kind == OpKind::kBroadcast && at_root;
+  if (expected.outputs > 0 && !only_read && !bump_versions(outputs.ptr())) throw nb::python_error();
   return true;
 }
 
-int Direct::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
-  Seen seen;
+int FastPath::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
+  TensorView view;
   const int lowest = is_send ? 0 : kAnyRank;
-  if (peer < lowest || peer >= group_.core().size() || !see(tensor.ptr(), seen)) return -2;
-  const RequestPtr request = request_of(is_send, peer, seen.buffer, seen.dtype, tag, timeout);
+  if (peer < lowest || peer >= group_.core().size() || !view_tensor(tensor.ptr(), view)) return -2;
+  const RequestPtr request = request_of(is_send, peer, view.buffer, view.dtype, tag, timeout);
   const char* name = is_send ? "send" : "recv";
-  Told told{name, seen.dtype};
-  (is_send ? told.in_count : told.out_count) = 1;
-  (is_send ? told.in : told.out) = seen.shape;
+  OpRecord record{name, view.dtype};
+  (is_send ? record.in_count : record.out_count) = 1;
+  (is_send ? record.in : record.out) = view.shape;
   int source = -1;
-  guarded(journal_.begin(told, peer, tag), nb::str(name), tensor, tensor, nb::int_(tag), peer,
+  run_recorded(flight_.begin(record, peer, tag), nb::str(name), tensor, tensor, nb::int_(tag), peer,
           [&] { source = group_.transfer(request); });
   return source;
 }
 
-bool Direct::send(nb::handle tensor, int dst, int64_t tag) {
+bool FastPath::send(nb::handle tensor, int dst, int64_t tag) {
   return transfer(true, tensor, dst, tag) != -2;
 }
 
-int Direct::recv(nb::handle tensor, int src, int64_t tag) {
+int FastPath::recv(nb::handle tensor, int src, int64_t tag) {
   const int source = transfer(false, tensor, src, tag);
-  if (source != -2 && !mark_written(tensor.ptr())) throw nb::python_error();
+  if (source != -2 && !bump_versions(tensor.ptr())) throw nb::python_error();
   return source;
 }
 

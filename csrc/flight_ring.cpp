@@ -1,4 +1,4 @@
-#include "journal.h"
+#include "flight_ring.h"
 
 #include "platform.h"
 
@@ -74,25 +74,25 @@ nb::tuple sizes_of(const Shape& shape, int count) {
 }
 
 /// (name, dtype, shapes of the inputs, of the outputs, reduction, root), as the ring's What.
-nb::object what_of(const Told& told) {
+nb::object what_of(const OpRecord& op) {
   nb::object reduce_op = nb::none(), root = nb::none(), dtype = nb::none();
-  if (told.in_count + told.out_count > 0)
-    dtype = nb::str(dtype_name(static_cast<unsigned>(told.dtype)));
-  if (told.reduce_op != ReduceOp::kNone)
-    reduce_op = nb::str(reduce_op_name(static_cast<unsigned>(told.reduce_op)));
-  if (told.root >= 0) root = nb::int_(told.root);
-  return nb::make_tuple(told.name, dtype, sizes_of(told.in, told.in_count),
-                        sizes_of(told.out, told.out_count), reduce_op, root);
+  if (op.in_count + op.out_count > 0)
+    dtype = nb::str(dtype_name(static_cast<unsigned>(op.dtype)));
+  if (op.reduce_op != ReduceOp::kNone)
+    reduce_op = nb::str(reduce_op_name(static_cast<unsigned>(op.reduce_op)));
+  if (op.root >= 0) root = nb::int_(op.root);
+  return nb::make_tuple(op.name, dtype, sizes_of(op.in, op.in_count),
+                        sizes_of(op.out, op.out_count), reduce_op, root);
 }
 
 }  // namespace
 
-void learn_libraries(PyObject* mapping) {
+void set_library_filter(PyObject* mapping) {
   Py_INCREF(mapping);
   in_library = mapping;
 }
 
-Journal::Entry& Journal::add() {
+FlightRing::Entry& FlightRing::add() {
   Entry& entry = entries_[next_ % entries_.size()];
   if (next_ >= entries_.size() && entry.ended == 0) {
     if (late_.size() == entries_.size()) late_.pop_front();
@@ -108,7 +108,7 @@ Journal::Entry& Journal::add() {
   return entry;
 }
 
-Journal::Entry* Journal::find(uint64_t slot) {
+FlightRing::Entry* FlightRing::find(uint64_t slot) {
   Entry& entry = entries_[slot % entries_.size()];
   if (entry.slot == slot) return &entry;
   for (Entry& late : late_)
@@ -116,23 +116,23 @@ Journal::Entry* Journal::find(uint64_t slot) {
   return nullptr;  // pushed out twice
 }
 
-uint64_t Journal::begin(const Told& told) {
+uint64_t FlightRing::begin(const OpRecord& op) {
   Entry& entry = add();
   entry.number = ++collectives_;
-  entry.told = told;
+  entry.op = op;
   return entry.slot;
 }
 
-uint64_t Journal::begin(const Told& told, int peer, int64_t tag) {
+uint64_t FlightRing::begin(const OpRecord& op, int peer, int64_t tag) {
   Entry& entry = add();
   entry.number = 0;
-  entry.what = what_of(told);
+  entry.what = what_of(op);
   entry.peer = nb::int_(peer);
   entry.tag = nb::int_(tag);
   return entry.slot;
 }
 
-uint64_t Journal::begin(nb::object what, nb::object peer, nb::object tag) {
+uint64_t FlightRing::begin(nb::object what, nb::object peer, nb::object tag) {
   Entry& entry = add();
   entry.number = peer.is_none() ? ++collectives_ : 0;
   entry.what = std::move(what);
@@ -141,35 +141,35 @@ uint64_t Journal::begin(nb::object what, nb::object peer, nb::object tag) {
   return entry.slot;
 }
 
-void Journal::end(uint64_t slot, nb::object failure) {
+void FlightRing::end(uint64_t slot, nb::object failure) {
   Entry* entry = find(slot);
   if (!entry) return;
   entry->failure = std::move(failure);
   entry->ended = wall_clock_ns();
 }
 
-void Journal::end(uint64_t slot) {
+void FlightRing::end(uint64_t slot) {
   Entry* entry = find(slot);
   if (entry) entry->ended = wall_clock_ns();
 }
 
-void Journal::follow(uint64_t slot, nb::object pending) {
+void FlightRing::follow(uint64_t slot, nb::object pending) {
   Entry* entry = find(slot);
   if (entry) entry->pending = std::move(pending);
 }
 
-nb::tuple Journal::record(const Entry& entry) const {
+nb::tuple FlightRing::record(const Entry& entry) const {
   nb::object site = nb::none();
   if (entry.code.is_valid())
     site = nb::make_tuple(entry.code,
                           line_at(reinterpret_cast<PyCodeObject*>(entry.code.ptr()), entry.position));
-  const bool told = !entry.what.is_valid();
-  return nb::make_tuple(entry.number, told ? what_of(entry.told) : entry.what, site, entry.entered,
+  const bool native = !entry.what.is_valid();
+  return nb::make_tuple(entry.number, native ? what_of(entry.op) : entry.what, site, entry.entered,
                         entry.ended, or_none(entry.failure), or_none(entry.pending),
-                        or_none(entry.peer), told ? nb::int_(0) : or_none(entry.tag));
+                        or_none(entry.peer), native ? nb::int_(0) : or_none(entry.tag));
 }
 
-nb::list Journal::records() const {
+nb::list FlightRing::records() const {
   nb::list result;
   for (const Entry& entry : late_)
     if (entry.ended == 0) result.append(record(entry));

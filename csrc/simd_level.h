@@ -7,10 +7,10 @@
 namespace tilework {
 
 /// Each includes those before it.
-enum class Level { kBaseline, kAvx2, kAvx512 };
-constexpr const char* kLevelNames[] = {"baseline", "avx2", "avx512"};
+enum class SimdLevel { kBaseline, kAvx2, kAvx512 };
+constexpr const char* kSimdLevelNames[] = {"baseline", "avx2", "avx512"};
 
 /// The highest that this processor and this build have.
-Level best_level();
+SimdLevel best_simd_level();
 
 }  // namespace tilework

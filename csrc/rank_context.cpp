@@ -1,4 +1,4 @@
-#include "station.h"
+#include "rank_context.h"
 
 #include <string.h>
 
@@ -6,15 +6,15 @@
 
 namespace tilework {
 
-Station::Station(int fd, int rank_, int size_, const std::string& nonce)
+RankContext::RankContext(int fd, int rank_, int size_, const std::string& nonce)
     : segment(fd, size_, nonce),
       rank(rank_),
       size(size_),
       liveness(segment, rank_) {
-  announce(segment.control(rank), rank);
+  register_process(segment.control(rank), rank);
 }
 
-int Station::cores() {
+int RankContext::cores() {
   if (const int known = known_cores.load(std::memory_order_relaxed)) return known;
   bool all_here = true;
   uint64_t together[kCoreWords] = {};
@@ -29,52 +29,52 @@ int Station::cores() {
   return count;
 }
 
-std::optional<Abort> Station::aborted() const {
+std::optional<Abort> RankContext::aborted() const {
   const AbortRecord& record = segment.header().abort;
   if (record.state.load() != 2) return std::nullopt;
   const size_t kind_bytes = strnlen(record.kind, sizeof record.kind);
-  const size_t text_bytes = std::min<size_t>(record.bytes, kMaxWords);
+  const size_t text_bytes = std::min<size_t>(record.bytes, kMaxReportBytes);
   return Abort{record.rank, std::string(record.kind, kind_bytes),
                std::string(record.text, text_bytes)};
 }
 
-void Station::abort(const std::string& kind, const std::string& text) {
+void RankContext::abort(const std::string& kind, const std::string& text) {
   AbortRecord& record = segment.header().abort;
   uint32_t none = 0;
   if (!record.state.compare_exchange_strong(none, 1)) return;
   record.rank = rank;
   memcpy(record.kind, kind.data(), std::min(kind.size(), sizeof record.kind));
-  record.bytes = static_cast<uint32_t>(std::min(text.size(), kMaxWords));
+  record.bytes = static_cast<uint32_t>(std::min(text.size(), kMaxReportBytes));
   memcpy(record.text, text.data(), record.bytes);
   record.state.store(2);
-  segment.ring_everybody();
+  segment.notify_all_ranks();
 }
 
-std::optional<Fault> Station::stopped() const {
+std::optional<Fault> RankContext::stopped() const {
   if (closing.load()) return Fault("closed", {rank}, "the group was closed on this rank");
   if (segment.header().abort.state.load() != 2) return std::nullopt;
   Abort abort = *aborted();
   return Fault("aborted", {abort.rank}, abort.text);
 }
 
-std::optional<Fault> Station::lost(const std::vector<int>& peers, bool thorough) {
+std::optional<Fault> RankContext::lost(const std::vector<int>& peers, bool check_processes) {
   std::vector<int> died, gone;
   for (int peer : peers) {
-    const bool dead = thorough && liveness.dead(peer);
+    const bool dead = check_processes && liveness.dead(peer);
     if (dead) died.push_back(peer);
     if (dead || liveness.departed(peer)) gone.push_back(peer);
   }
   if (gone.empty()) return std::nullopt;
-  return lost_fault(died, gone);
+  return peer_lost_fault(died, gone);
 }
 
-Fault lost_fault(const std::vector<int>& died, const std::vector<int>& gone) {
+Fault peer_lost_fault(const std::vector<int>& died, const std::vector<int>& gone) {
   std::vector<int> dead, left;
   for (int rank : gone)
     (std::count(died.begin(), died.end(), rank) ? dead : left).push_back(rank);
   std::string text;
-  if (!dead.empty()) text = name_ranks(dead) + " died";
-  if (!left.empty()) text += (text.empty() ? "" : "; ") + name_ranks(left) + " left the group";
+  if (!dead.empty()) text = format_ranks(dead) + " died";
+  if (!left.empty()) text += (text.empty() ? "" : "; ") + format_ranks(left) + " left the group";
   return Fault("peer_lost", gone, text);
 }
 

@@ -6,7 +6,7 @@
 
 namespace tilework {
 
-enum class Kind : uint8_t {
+enum class OpKind : uint8_t {
   kBarrier, kBroadcast, kAllReduce, kReduce, kAllGather, kGather, kScatter, kReduceScatter,
   kAllToAll,
 };
@@ -48,11 +48,11 @@ inline const char* reduce_op_name(unsigned op) {
   return op < kReduceOps ? kReduceOpNames[op] : "?";
 }
 
-inline bool reduces(Kind kind) {
-  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
+inline bool reduces(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
 
 /// Whether ranks may legally pass different sizes, so that they publish tables of them.
-inline bool ragged(Kind kind) { return kind >= Kind::kAllGather; }
+inline bool ragged(OpKind kind) { return kind >= OpKind::kAllGather; }
 
 }  // namespace tilework

@@ -1,4 +1,4 @@
-#include "levels.h"
+#include "simd_level.h"
 
 #ifdef TILEWORK_MULTIVERSION
 #include <cpuid.h>
@@ -13,18 +13,18 @@ static bool converts_float16() {
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
-static Level find_best() {
-  if (!converts_float16() || !__builtin_cpu_supports("avx2")) return Level::kBaseline;
+static SimdLevel find_best() {
+  if (!converts_float16() || !__builtin_cpu_supports("avx2")) return SimdLevel::kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return avx512 ? Level::kAvx512 : Level::kAvx2;
+  return avx512 ? SimdLevel::kAvx512 : SimdLevel::kAvx2;
 }
 #else
-static Level find_best() { return Level::kBaseline; }
+static SimdLevel find_best() { return SimdLevel::kBaseline; }
 #endif
 
-Level best_level() {
-  static const Level best = find_best();
+SimdLevel best_simd_level() {
+  static const SimdLevel best = find_best();
   return best;
 }
 

@@ -1,4 +1,4 @@
-#include "mail.h"
+#include "point_to_point.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -39,7 +39,7 @@ std::optional<Fault> check_fit(const Request& request, const Envelope& envelope,
                    " are received");
 }
 
-Fault late(const Request& request) {
+Fault timeout_fault(const Request& request) {
   char text[96];
   snprintf(text, sizeof text, " did not %s tag %lld within %.3g s",
            request.is_send ? "make room for a message with" : "send a message with",
@@ -50,22 +50,22 @@ Fault late(const Request& request) {
 
 }  // namespace
 
-Mail::Mail(Station& station)
-    : station_(station),
-      segment_(station.segment),
-      rank_(station.rank),
-      outgoing_(station.size),
-      incoming_(station.size) {}
+PointToPoint::PointToPoint(RankContext& context)
+    : context_(context),
+      segment_(context.segment),
+      rank_(context.rank),
+      outgoing_(context.size),
+      incoming_(context.size) {}
 
-Mail::~Mail() {
+PointToPoint::~PointToPoint() {
   close();
   if (thread_.joinable()) thread_.detach();  // this is that thread, about to end
 }
 
 // ---- driving ---------------------------------------------------------------------------------
 
-void Mail::start(const RequestPtr& request, bool will_wait) {
-  std::vector<Completion> completions;
+void PointToPoint::start(const RequestPtr& request, bool will_wait) {
+  std::vector<Outcome> outcomes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     requests_.push_back(request);
@@ -74,145 +74,145 @@ void Mail::start(const RequestPtr& request, bool will_wait) {
       outgoing_[request->peer].queue.push_back(request);
     else if (!deliver_unexpected(request))
       posted_.push_back(request);
-    progress(Care::kUsual);
-    if (!will_wait) ensure_driver();
-    completions.swap(completions_);
+    progress(Checks::kLocal);
+    if (!will_wait) ensure_progress_thread();
+    outcomes.swap(outcomes_);
   }
-  announce(completions);
+  deliver(outcomes);
 }
 
-void Mail::cancel(const RequestPtr& request) {
-  std::vector<Completion> completions;
+void PointToPoint::cancel(const RequestPtr& request) {
+  std::vector<Outcome> outcomes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!request->over) finish(request, Fault("aborted", {rank_}, "interrupted by a signal"), -1);
+    if (!request->finished) finish(request, Fault("aborted", {rank_}, "interrupted by a signal"), -1);
     posted_.remove(request);
-    completions.swap(completions_);
+    outcomes.swap(outcomes_);
   }
-  announce(completions);
+  deliver(outcomes);
 }
 
-void Mail::progress(Care care) {
-  for (int peer = 0; peer < station_.size; ++peer) {
-    if (!outgoing_[peer].queue.empty()) push(peer);
-    if (incoming_[peer].active || !posted_.empty()) pull(peer);
+void PointToPoint::progress(Checks checks) {
+  for (int peer = 0; peer < context_.size; ++peer) {
+    if (!outgoing_[peer].queue.empty()) send_fragments(peer);
+    if (incoming_[peer].active || !posted_.empty()) receive_fragments(peer);
   }
-  if (care == Care::kQuick || requests_.empty()) return;
+  if (checks == Checks::kNone || requests_.empty()) return;
   fail_stopped();
-  fail_lost(care == Care::kThorough);
+  fail_lost(checks == Checks::kProcesses);
   fail_broken();
-  fail_late();
+  fail_timed_out();
 }
 
-bool Mail::drive(Care care) {
-  std::vector<Completion> completions;
+bool PointToPoint::try_progress(Checks checks) {
+  std::vector<Outcome> outcomes;
   bool moved = false;
   {
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
-    if (care != Care::kQuick)
+    if (checks != Checks::kNone)
       lock.lock();
     else if (!lock.try_lock())
       return false;  // somebody else drives
     const uint64_t before = fragments_;
-    progress(care);
+    progress(checks);
     moved = fragments_ != before;
-    completions.swap(completions_);
+    outcomes.swap(outcomes_);
   }
-  announce(completions);
+  deliver(outcomes);
   return moved;
 }
 
 /// Tell the tickets. Not under the lock, since callbacks may post requests.
-void Mail::announce(std::vector<Completion>& completions) {
-  if (completions.empty()) return;
-  for (Completion& done : completions) done.ticket->complete(std::move(done.fault), done.source);
-  segment_.control(rank_).mail_bell.ring();  // another thread may wait for one of these
+void PointToPoint::deliver(std::vector<Outcome>& outcomes) {
+  if (outcomes.empty()) return;
+  for (Outcome& done : outcomes) done.completion->complete(std::move(done.fault), done.source);
+  segment_.control(rank_).message_event.notify();  // another thread may wait for one of these
 }
 
 /// Sleeps only when nothing has moved for as long as patience.pace says. Looks at what else may
-/// happen (see Care) before each sleep, and once a slice however much moves.
+/// happen (see Checks) before each sleep, and once a slice however much moves.
 template <class Finished>
-bool Mail::drive_until(Finished&& finished, const Patience& patience) {
+bool PointToPoint::progress_until(Finished&& finished, const WaitOptions& options) {
   int64_t looked = now_ns();
   for (;;) {
-    const bool moved = spin(patience.pace, [&] { return drive(Care::kQuick) || finished(); });
+    const bool moved = spin(options.pace, [&] { return try_progress(Checks::kNone) || finished(); });
     if (finished()) return true;
     if (moved && now_ns() - looked < kSlice) continue;
     looked = now_ns();
-    Sleeper sleeper(segment_.control(rank_).mail_bell, station_.sleeps);
-    drive(lookout_.due() ? Care::kThorough : Care::kUsual);
+    Sleeper sleeper(segment_.control(rank_).message_event, context_.sleeps);
+    try_progress(liveness_timer_.due() ? Checks::kProcesses : Checks::kLocal);
     if (finished()) return true;
-    if (now_ns() >= patience.deadline) return false;
-    const Woken woken = sleeper.sleep(std::min(patience.deadline, next_deadline()));
-    if (woken != Woken::kBell) patience.check_signals();
+    if (now_ns() >= options.deadline) return false;
+    const Woken woken = sleeper.sleep(std::min(options.deadline, next_deadline()));
+    if (woken != Woken::kNotified) options.check_signals();
   }
 }
 
-int64_t Mail::next_deadline() {
+int64_t PointToPoint::next_deadline() {
   std::lock_guard<std::mutex> lock(mutex_);
   int64_t next = kNever;
   for (const RequestPtr& request : requests_) next = std::min(next, request->deadline);
   return next;
 }
 
-bool Mail::wait(const Ticket& ticket, const Patience& patience) {
+bool PointToPoint::wait(const Completion& completion, const WaitOptions& options) {
   struct Waiter {
-    explicit Waiter(Mail& mail_) : mail(mail_) { ++mail.waiters_; }
+    explicit Waiter(PointToPoint& owner) : owner(owner) { ++owner.waiters_; }
     ~Waiter() {
-      if (--mail.waiters_ > 0 || mail.pending_ == 0) return;
-      std::lock_guard<std::mutex> lock(mail.mutex_);
-      mail.ensure_driver();
+      if (--owner.waiters_ > 0 || owner.pending_ == 0) return;
+      std::lock_guard<std::mutex> lock(owner.mutex_);
+      owner.ensure_progress_thread();
     }
-    Mail& mail;
+    PointToPoint& owner;
   } waiter(*this);
-  return drive_until([&] { return ticket.done(); }, patience);
+  return progress_until([&] { return completion.done(); }, options);
 }
 
 /// See that a thread of the core drives while nobody waits.
-void Mail::ensure_driver() {
+void PointToPoint::ensure_progress_thread() {
   if (requests_.empty() || waiters_ > 0 || stopping_) return;
   if (!thread_.joinable())
     thread_ = std::thread([this, owner = owner_.lock()] { run_thread(); });
   wake_thread_.notify_one();
 }
 
-void Mail::run_thread() {
-  Patience patience;
-  patience.pace = background_pace_for(station_.size, station_.cores());
+void PointToPoint::run_thread() {
+  WaitOptions options;
+  options.pace = background_pace_for(context_.size, context_.cores());
   auto needed = [this] { return pending_ > 0 && waiters_ == 0; };
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     wake_thread_.wait(lock, [&] { return stopping_ || needed(); });
     lock.unlock();
-    drive_until([&] { return stopping_ || !needed(); }, patience);
+    progress_until([&] { return stopping_ || !needed(); }, options);
     lock.lock();
   }
 }
 
-void Mail::close() {
-  std::vector<Completion> completions;
+void PointToPoint::close() {
+  std::vector<Outcome> outcomes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
     const Fault closed("closed", {rank_}, "the group was closed on this rank");
-    fail_where([&](const Request&) { return std::optional<Fault>(closed); });
-    completions.swap(completions_);
+    fail_if([&](const Request&) { return std::optional<Fault>(closed); });
+    outcomes.swap(outcomes_);
     wake_thread_.notify_one();
   }
-  announce(completions);
-  segment_.control(rank_).mail_bell.ring_always();
+  deliver(outcomes);
+  segment_.control(rank_).message_event.notify_always();
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }
 
 // ---- sending ---------------------------------------------------------------------------------
 
-void Mail::push(int peer) {
+void PointToPoint::send_fragments(int peer) {
   Outgoing& out = outgoing_[peer];
   Cursor& cursor = segment_.cursor(rank_, peer);
   char* ring = segment_.ring(rank_, peer);
   while (!out.queue.empty() && !out.broken) {
     const RequestPtr request = out.queue.front();
-    if (request->over) {  // it failed; if half of it is gone, nothing sensible can follow
+    if (request->finished) {  // it failed; if half of it is gone, nothing sensible can follow
       out.broken = request->moved > 0;
       out.queue.pop_front();
       continue;
@@ -232,7 +232,7 @@ void Mail::push(int peer) {
     out.head += fragment_room(bytes);
     cursor.head.store(out.head);
     ++fragments_;
-    if (peer != rank_) segment_.control(peer).mail_bell.ring();
+    if (peer != rank_) segment_.control(peer).message_event.notify();
     request->moved += bytes;
     if (request->moved < request->buffer.bytes) continue;
     out.queue.pop_front();
@@ -242,23 +242,23 @@ void Mail::push(int peer) {
 
 // ---- receiving -------------------------------------------------------------------------------
 
-void Mail::pull(int peer) {
+void PointToPoint::receive_fragments(int peer) {
   Incoming& in = incoming_[peer];
   Cursor& cursor = segment_.cursor(peer, rank_);
   while (!in.corrupt) {
     const uint64_t available = cursor.head.load() - in.tail;
     if (available == 0) return;
     const uint64_t before = in.tail;
-    in.corrupt = available > kRingBytes || available < kLine || !pull_fragment(peer, available);
+    in.corrupt = available > kRingBytes || available < kLine || !receive_fragment(peer, available);
     if (in.tail == before) return;
     cursor.tail.store(in.tail);
     ++fragments_;
-    if (peer != rank_) segment_.control(peer).mail_bell.ring();
+    if (peer != rank_) segment_.control(peer).message_event.notify();
   }
 }
 
 /// Take one fragment, or leave it where nobody wants it. False if it makes no sense.
-bool Mail::pull_fragment(int peer, uint64_t available) {
+bool PointToPoint::receive_fragment(int peer, uint64_t available) {
   Incoming& in = incoming_[peer];
   Envelope envelope;  // a private copy: what is checked is what is used
   memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
@@ -277,16 +277,16 @@ bool Mail::pull_fragment(int peer, uint64_t available) {
 }
 
 /// Decide where a message goes; false to leave it in the ring.
-bool Mail::begin_message(int peer, const Envelope& envelope) {
+bool PointToPoint::begin_message(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
   RequestPtr request = match(peer, envelope.tag);
-  if (!request && !wanted_behind(peer)) return false;
+  if (!request && !has_posted_receive(peer)) return false;
   in.active = true;
   in.current = envelope;
   in.received = 0;
   if (!request) {
-    in.parked = std::make_shared<Unexpected>(Unexpected{peer, envelope, {}, nullptr});
-    unexpected_.push_back(in.parked);
+    in.unexpected = std::make_shared<Unexpected>(Unexpected{peer, envelope, {}, nullptr});
+    unexpected_.push_back(in.unexpected);
   } else if (auto fault = check_fit(*request, envelope, peer)) {
     finish(request, fault, peer);
   } else {
@@ -295,58 +295,58 @@ bool Mail::begin_message(int peer, const Envelope& envelope) {
   return true;
 }
 
-void Mail::store_fragment(int peer, const Envelope& envelope) {
+void PointToPoint::store_fragment(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
   const char* ring = segment_.ring(peer, rank_);
-  if (in.target && !in.target->over) {
+  if (in.target && !in.target->finished) {
     read_ring(ring, in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes,
               in.current.total >= kStreamedBytes);
-  } else if (in.parked) {
-    in.parked->data.resize(in.received + envelope.bytes);  // grows by what came, not by a promise
-    read_ring(ring, in.tail + kLine, in.parked->data.data() + in.received, envelope.bytes,
+  } else if (in.unexpected) {
+    in.unexpected->data.resize(in.received + envelope.bytes);  // grows by what came, not by a promise
+    read_ring(ring, in.tail + kLine, in.unexpected->data.data() + in.received, envelope.bytes,
               false);
   }
   in.received += envelope.bytes;
 }
 
-void Mail::finish_message(int peer) {
+void PointToPoint::finish_message(int peer) {
   Incoming& in = incoming_[peer];
   in.active = false;
-  if (in.target && !in.target->over) finish(in.target, std::nullopt, peer);
+  if (in.target && !in.target->finished) finish(in.target, std::nullopt, peer);
   in.target.reset();
-  const auto parked = std::move(in.parked);
-  in.parked.reset();
-  if (!parked) return;
-  parked->complete = true;
-  if (!parked->claimed) return;
-  unexpected_.remove(parked);
-  if (parked->claimed->over) return;
-  memcpy(parked->claimed->buffer.data, parked->data.data(), parked->data.size());
-  finish(parked->claimed, std::nullopt, peer);
+  const auto unexpected = std::move(in.unexpected);
+  in.unexpected.reset();
+  if (!unexpected) return;
+  unexpected->complete = true;
+  if (!unexpected->receive) return;
+  unexpected_.remove(unexpected);
+  if (unexpected->receive->finished) return;
+  memcpy(unexpected->receive->buffer.data, unexpected->data.data(), unexpected->data.size());
+  finish(unexpected->receive, std::nullopt, peer);
 }
 
 /// Serve a new receive from the messages that came before it. True if one of them is its.
-bool Mail::deliver_unexpected(const RequestPtr& request) {
+bool PointToPoint::deliver_unexpected(const RequestPtr& request) {
   auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](auto& message) {
-    return !message->claimed && message->envelope.tag == request->tag &&
+    return !message->receive && message->envelope.tag == request->tag &&
            (request->peer == kAnyRank || request->peer == message->source);
   });
   if (found == unexpected_.end()) return false;
   const std::shared_ptr<Unexpected> message = *found;
   const auto fault = check_fit(*request, message->envelope, message->source);
   if (!message->complete && !fault) {
-    message->claimed = request;
+    message->receive = request;
     return true;
   }
   if (!fault && request->buffer.bytes > 0)
     memcpy(request->buffer.data, message->data.data(), request->buffer.bytes);
   unexpected_.erase(found);
-  if (incoming_[message->source].parked == message) incoming_[message->source].parked.reset();
+  if (incoming_[message->source].unexpected == message) incoming_[message->source].unexpected.reset();
   finish(request, fault, message->source);
   return true;
 }
 
-RequestPtr Mail::match(int peer, int64_t tag) {
+RequestPtr PointToPoint::match(int peer, int64_t tag) {
   auto found = std::find_if(posted_.begin(), posted_.end(), [&](auto& request) {
     return request->tag == tag && (request->peer == kAnyRank || request->peer == peer);
   });
@@ -356,7 +356,7 @@ RequestPtr Mail::match(int peer, int64_t tag) {
   return request;
 }
 
-bool Mail::wanted_behind(int peer) const {
+bool PointToPoint::has_posted_receive(int peer) const {
   return std::any_of(posted_.begin(), posted_.end(), [&](auto& request) {
     return request->peer == kAnyRank || request->peer == peer;
   });
@@ -364,38 +364,38 @@ bool Mail::wanted_behind(int peer) const {
 
 // ---- finishing -------------------------------------------------------------------------------
 
-void Mail::finish(const RequestPtr& request, std::optional<Fault> fault, int source) {
-  request->over = true;
+void PointToPoint::finish(const RequestPtr& request, std::optional<Fault> fault, int source) {
+  request->finished = true;
   requests_.remove(request);
   pending_ = requests_.size();
-  completions_.push_back({request->ticket, std::move(fault), source});
+  outcomes_.push_back({request->completion, std::move(fault), source});
 }
 
 /// Fail the requests for which doom(request) is a fault.
-template <class Doom>
-void Mail::fail_where(Doom&& doom) {
+template <class FaultOf>
+void PointToPoint::fail_if(FaultOf&& fault_of) {
   for (auto at = requests_.begin(); at != requests_.end();) {
     const RequestPtr request = *at++;
-    if (std::optional<Fault> fault = doom(*request)) finish(request, std::move(fault), -1);
+    if (std::optional<Fault> fault = fault_of(*request)) finish(request, std::move(fault), -1);
   }
-  posted_.remove_if([](const RequestPtr& request) { return request->over; });
+  posted_.remove_if([](const RequestPtr& request) { return request->finished; });
 }
 
-void Mail::fail_stopped() {
-  if (auto fault = station_.stopped()) fail_where([&](const Request&) { return fault; });
+void PointToPoint::fail_stopped() {
+  if (auto fault = context_.stopped()) fail_if([&](const Request&) { return fault; });
 }
 
-void Mail::fail_late() {
+void PointToPoint::fail_timed_out() {
   const int64_t now = now_ns();
-  fail_where([&](const Request& request) -> std::optional<Fault> {
+  fail_if([&](const Request& request) -> std::optional<Fault> {
     if (now < request.deadline) return std::nullopt;
-    return late(request);
+    return timeout_fault(request);
   });
 }
 
 /// Requests on channels that can carry nothing sensible any more.
-void Mail::fail_broken() {
-  fail_where([&](const Request& request) -> std::optional<Fault> {
+void PointToPoint::fail_broken() {
+  fail_if([&](const Request& request) -> std::optional<Fault> {
     if (request.peer == kAnyRank) return std::nullopt;
     const std::string name = "rank " + std::to_string(request.peer);
     if (request.is_send && outgoing_[request.peer].broken)
@@ -407,21 +407,21 @@ void Mail::fail_broken() {
 }
 
 /// Requests whose peer is gone. A receive from any rank fails once one rank died, or all left.
-void Mail::fail_lost(bool thorough) {
+void PointToPoint::fail_lost(bool check_processes) {
   std::vector<int> died, gone;
-  for (int peer = 0; peer < station_.size; ++peer) {
+  for (int peer = 0; peer < context_.size; ++peer) {
     if (peer == rank_) continue;
-    const bool dead = thorough && station_.liveness.dead(peer);
+    const bool dead = check_processes && context_.liveness.dead(peer);
     if (dead) died.push_back(peer);
-    if (dead || station_.liveness.departed(peer)) gone.push_back(peer);
+    if (dead || context_.liveness.departed(peer)) gone.push_back(peer);
   }
   if (gone.empty()) return;
-  for (int peer : gone) pull(peer);  // what a rank sent before it went still counts
-  const bool any = !died.empty() || static_cast<int>(gone.size()) == station_.size - 1;
-  fail_where([&](const Request& request) -> std::optional<Fault> {
-    if (request.peer == kAnyRank && any) return lost_fault(died, gone);
+  for (int peer : gone) receive_fragments(peer);  // what a rank sent before it went still counts
+  const bool any = !died.empty() || static_cast<int>(gone.size()) == context_.size - 1;
+  fail_if([&](const Request& request) -> std::optional<Fault> {
+    if (request.peer == kAnyRank && any) return peer_lost_fault(died, gone);
     if (!std::count(gone.begin(), gone.end(), request.peer)) return std::nullopt;
-    return lost_fault(died, {request.peer});
+    return peer_lost_fault(died, {request.peer});
   });
 }
 

@@ -26,8 +26,8 @@
 #include <vector>
 
 #include "operation.h"
-#include "station.h"
-#include "ticket.h"
+#include "rank_context.h"
+#include "completion.h"
 
 namespace tilework {
 
@@ -42,9 +42,9 @@ struct Request {
   int64_t tag;
   double seconds;
   int64_t deadline;
-  std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
+  std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   size_t moved = 0;   // bytes of a send that are in the ring
-  bool over = false;  // done or failed: whoever still holds the request drops it
+  bool finished = false;  // done or failed: whoever still holds the request drops it
 };
 using RequestPtr = std::shared_ptr<Request>;
 
@@ -59,12 +59,12 @@ struct Envelope {
 };
 static_assert(sizeof(Envelope) == kLine, "fragments begin on a line");
 
-class Mail {
+class PointToPoint {
  public:
-  explicit Mail(Station& station);
+  explicit PointToPoint(RankContext& context);
   /// Threads of the core keep `owner`, which owns this, alive while they run.
   void set_owner(std::weak_ptr<void> owner) { owner_ = std::move(owner); }
-  ~Mail();
+  ~PointToPoint();
 
   /// Start a send or a receive. With `will_wait` the caller calls wait() next and no thread of
   /// the core is woken for it.
@@ -74,7 +74,7 @@ class Mail {
   void cancel(const RequestPtr& request);
 
   /// Drive until the ticket is done, or patience.deadline has passed (false).
-  bool wait(const Ticket& ticket, const Patience& patience);
+  bool wait(const Completion& completion, const WaitOptions& options);
 
   /// Fail everything pending and join the core's thread.
   void close();
@@ -86,7 +86,7 @@ class Mail {
     int source;
     Envelope envelope;
     std::vector<char> data;
-    RequestPtr claimed;  // by a receive that came while it was still arriving
+    RequestPtr receive;  // by a receive that came while it was still arriving
     bool complete = false;
   };
   /// The receiving end of one channel. At most one of the two targets is set; none while a
@@ -97,51 +97,51 @@ class Mail {
     size_t received = 0;
     bool active = false, corrupt = false;
     RequestPtr target;
-    std::shared_ptr<Unexpected> parked;
+    std::shared_ptr<Unexpected> unexpected;
   };
   struct Outgoing {
     uint64_t head = 0;
     bool broken = false;  // a message was given up half way
     std::deque<RequestPtr> queue;
   };
-  struct Completion {
-    std::shared_ptr<Ticket> ticket;
+  struct Outcome {
+    std::shared_ptr<Completion> completion;
     std::optional<Fault> fault;
     int source;
   };
 
   /// How much progress() looks at besides the rings: nothing; closing, aborts, deadlines and
   /// departures; also whether peers are alive, which takes system calls.
-  enum class Care { kQuick, kUsual, kThorough };
+  enum class Checks { kNone, kLocal, kProcesses };
 
   // Under mutex_.
-  void progress(Care care);
-  void push(int peer);
-  void pull(int peer);
-  bool pull_fragment(int peer, uint64_t available);
+  void progress(Checks checks);
+  void send_fragments(int peer);
+  void receive_fragments(int peer);
+  bool receive_fragment(int peer, uint64_t available);
   bool begin_message(int peer, const Envelope& envelope);
   void store_fragment(int peer, const Envelope& envelope);
   void finish_message(int peer);
   bool deliver_unexpected(const RequestPtr& request);
   RequestPtr match(int peer, int64_t tag);
-  bool wanted_behind(int peer) const;
+  bool has_posted_receive(int peer) const;
   void finish(const RequestPtr& request, std::optional<Fault> fault, int source);
   void fail_stopped();
-  void fail_late();
+  void fail_timed_out();
   void fail_broken();
-  void fail_lost(bool thorough);
-  template <class Doom>
-  void fail_where(Doom&& doom);
-  void ensure_driver();
+  void fail_lost(bool check_processes);
+  template <class FaultOf>
+  void fail_if(FaultOf&& fault_of);
+  void ensure_progress_thread();
 
-  bool drive(Care care);  // whether anything moved
-  void announce(std::vector<Completion>& completions);
+  bool try_progress(Checks checks);  // whether anything moved
+  void deliver(std::vector<Outcome>& outcomes);
   template <class Finished>
-  bool drive_until(Finished&& finished, const Patience& patience);
+  bool progress_until(Finished&& finished, const WaitOptions& options);
   int64_t next_deadline();
   void run_thread();
 
-  Station& station_;
+  RankContext& context_;
   std::weak_ptr<void> owner_;
   Segment& segment_;
   const int rank_;
@@ -152,11 +152,11 @@ class Mail {
   std::list<RequestPtr> requests_;  // all that are pending
   std::list<RequestPtr> posted_;    // receives without a message, in order
   std::list<std::shared_ptr<Unexpected>> unexpected_;
-  std::vector<Completion> completions_;
+  std::vector<Outcome> outcomes_;
   uint64_t fragments_ = 0;  // moved so far
   std::atomic<size_t> pending_{0};  // length of requests_, for those without the lock
   std::atomic<int> waiters_{0};
-  Lookout lookout_;  // one for all waits: many short ones must not hide a death
+  LivenessTimer liveness_timer_;  // one for all waits: many short ones must not hide a death
   std::atomic<bool> stopping_{false};
   std::condition_variable wake_thread_;
   std::thread thread_;

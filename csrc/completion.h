@@ -12,12 +12,12 @@
 
 namespace tilework {
 
-class Ticket {
+class Completion {
  public:
   bool done() const { return state_.load() == kDone; }
 
   /// Sleep until done; false once patience.deadline has passed. Throws Interrupted.
-  bool sleep_until_done(const Patience& patience);
+  bool sleep_until_done(const WaitOptions& options);
 
   /// The failure of a done operation.
   std::optional<Fault> fault() const;

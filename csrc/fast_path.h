@@ -3,17 +3,17 @@
 // the caller then takes the long way through Python, which prepares, or says what is wrong.
 #pragma once
 
-#include "journal.h"
+#include "flight_ring.h"
 #include "py_group.h"
 
 namespace tilework {
 
-class Direct {
+class FastPath {
  public:
   /// `on_failure(why, slot, operation, inputs, outputs, reduce_op, root)`: why is a fault's args,
   /// whose error it raises, or the exception of a signal handler, on its way: then it only cleans
-  /// up. Either way it ends the operation's slot in the journal.
-  Direct(nb::object group, nb::object journal, double timeout, nb::object on_failure);
+  /// up. Either way it ends the operation's slot in the flight record.
+  FastPath(nb::object group, nb::object flight, double timeout, nb::object on_failure);
 
   /// The operation is named as users know it. Each side is a tensor, a list of them, or None. `in_rows`, `out_rows`: rows of dim 0 for each
   /// rank, where a tensor is not divided equally. True: done. False: nothing was done.
@@ -30,16 +30,16 @@ class Direct {
  private:
   int transfer(bool is_send, nb::handle tensor, int peer, int64_t tag);
   template <class Act>
-  bool guarded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
+  bool run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
                nb::handle reduce_op, int root, Act&& act);
 
-  nb::object group_owner_, journal_owner_;
+  nb::object group_owner_, flight_owner_;
   PyGroup& group_;
-  Journal& journal_;
+  FlightRing& flight_;
   nb::object on_failure_;
 };
 
 /// Learn the objects that stand for the reductions: {object: name}.
-void learn_reductions(const nb::dict& names);
+void set_reduce_op_objects(const nb::dict& names);
 
 }  // namespace tilework

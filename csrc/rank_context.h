@@ -20,10 +20,10 @@ struct Abort {
 };
 
 /// "rank 2 died; rank 3 left the group", for those of `gone` that are, or are not, in `died`.
-Fault lost_fault(const std::vector<int>& died, const std::vector<int>& gone);
+Fault peer_lost_fault(const std::vector<int>& died, const std::vector<int>& gone);
 
-struct Station {
-  Station(int fd, int rank, int size, const std::string& nonce);
+struct RankContext {
+  RankContext(int fd, int rank, int size, const std::string& nonce);
 
   /// The abort of the group, none if there was none.
   std::optional<Abort> aborted() const;
@@ -32,7 +32,7 @@ struct Station {
   /// Why no operation of this rank can go on: it was closed, or the group was aborted.
   std::optional<Fault> stopped() const;
   /// A fault naming those of `peers` that left or, with `thorough` (system calls), died.
-  std::optional<Fault> lost(const std::vector<int>& peers, bool thorough);
+  std::optional<Fault> lost(const std::vector<int>& peers, bool check_processes);
 
   /// How many cores the ranks may run on together: each may be bound to its own.
   int cores();

@@ -15,7 +15,7 @@
 namespace tilework {
 
 /// What an entry tells of an operation of the short way.
-struct Told {
+struct OpRecord {
   const char* name;
   DType dtype = DType::kBytes;
   ReduceOp reduce_op = ReduceOp::kNone;
@@ -24,14 +24,14 @@ struct Told {
   Shape in = {}, out = {};  // of the first tensor
 };
 
-class Journal {
+class FlightRing {
  public:
-  explicit Journal(size_t capacity) : entries_(capacity) {}
+  explicit FlightRing(size_t capacity) : entries_(capacity) {}
 
   /// Note that a collective is entered; returns its slot.
-  uint64_t begin(const Told& told);
+  uint64_t begin(const OpRecord& op);
   /// The same of a message; `peer` is a group rank, or -1 for any.
-  uint64_t begin(const Told& told, int peer, int64_t tag);
+  uint64_t begin(const OpRecord& op, int peer, int64_t tag);
   /// The same in Python's words: `what` holds no tensor, `peer` is None for a collective.
   uint64_t begin(nanobind::object what, nanobind::object peer, nanobind::object tag);
   /// It is over; a failure is not empty.
@@ -47,8 +47,8 @@ class Journal {
   struct Entry {
     uint64_t slot = 0;
     uint64_t number = 0;  // of a collective, from 1
-    Told told{};
-    nanobind::object what, peer, tag;  // in Python's words; null where `told` tells
+    OpRecord op{};
+    nanobind::object what, peer, tag;  // in Python's words; null where `op` tells
     nanobind::object code;             // where the program called from; null if unknown
     int position = 0;                  // in the code: an instruction's offset, in 3.10 a line
     int64_t entered = 0, ended = 0;    // nanoseconds since 1970; 0: not yet
@@ -65,6 +65,6 @@ class Journal {
 };
 
 /// Learn whose frames are not the program's: a mapping of file names to bools.
-void learn_libraries(PyObject* in_library);
+void set_library_filter(PyObject* in_library);
 
 }  // namespace tilework

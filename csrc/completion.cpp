@@ -1,27 +1,27 @@
-#include "ticket.h"
+#include "completion.h"
 
 namespace tilework {
 
-bool Ticket::sleep_until_done(const Patience& patience) {
-  if (spin(patience.pace, [this] { return done(); })) return true;
+bool Completion::sleep_until_done(const WaitOptions& options) {
+  if (spin(options.pace, [this] { return done(); })) return true;
   while (!done()) {
     const int64_t now = now_ns();
-    if (now >= patience.deadline) return false;
-    const int64_t left = patience.deadline - now;
+    if (now >= options.deadline) return false;
+    const int64_t left = options.deadline - now;
     uint32_t pending = kPending;
     state_.compare_exchange_strong(pending, kAwaited);
-    if (futex_wait(state_, kAwaited, left < kSlice ? left : kSlice) != Woken::kBell)
-      patience.check_signals();
+    if (futex_wait(state_, kAwaited, left < kSlice ? left : kSlice) != Woken::kNotified)
+      options.check_signals();
   }
   return true;
 }
 
-std::optional<Fault> Ticket::fault() const {
+std::optional<Fault> Completion::fault() const {
   if (!done()) return std::nullopt;
   return fault_;
 }
 
-void Ticket::when_done(std::function<void()> callback) {
+void Completion::when_done(std::function<void()> callback) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!done()) {
@@ -32,7 +32,7 @@ void Ticket::when_done(std::function<void()> callback) {
   callback();
 }
 
-void Ticket::complete(std::optional<Fault> fault, int source) {
+void Completion::complete(std::optional<Fault> fault, int source) {
   std::vector<std::function<void()>> callbacks;
   bool awaited;
   {
