@@ -1,9 +1,9 @@
-"""What ranks tell each other before they act together, so that all act or all raise."""
+"""Agreement of ranks before they act together, so that all act or all raise."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -12,10 +12,13 @@ import torch
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import all_gather_pickled, device_of
-from tilework.comm.world import AnyGroup, member
+from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, member, resolve
+from tilework.errors import DistBackendError
 
 T = TypeVar("T")
+Facts = Mapping[str, Any]
 
+#: Classes of errors that all ranks raise as they are; others become a RuntimeError elsewhere.
 _KINDS = (
     AttributeError,
     IndexError,
@@ -28,15 +31,15 @@ _KINDS = (
 
 
 def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
-    """What ``make()`` returns on each rank of the group; or what it raises, on every rank.
+    """The results of ``make()`` on each rank of the group; or its error, on every rank.
 
     Collective; blocks. So a check that fails on one rank leaves no other waiting: the rank
     raises its own error, the others one of the same builtin class that names the rank.
 
     Args:
         make: Makes this rank's contribution, without communicating: plain data (numbers, strings,
-            containers of them), which is all that others accept. Where all ranks say the same it
-            is returned for each of them as it is, not copied.
+            containers of them), which is all that others accept. Where all ranks contribute the
+            same it is returned for each of them as it is, not copied.
 
     Raises:
         Exception: ``make`` raised, here or on another rank.
@@ -51,37 +54,132 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
     pg = member(group, "agree")
     if pg is None:
         return []
-    mine: BaseException | None = None
+    own_error: BaseException | None = None
     try:
-        said: tuple[Any, str, str] = (make(), "", "")
-        data = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
+        report: tuple[Any, str, str] = (make(), "", "")
+        data = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        mine = error
-        said = (None, _kind(error).__name__, str(error))
-        data = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
-    heard: list[Any] = [said] * pg.size() if pg.size() == 1 else _heard(said, data, pg)
-    if mine is not None:
-        raise mine
-    for rank, (_, name, message) in zip(pg.global_ranks, heard, strict=True):
+        own_error = error
+        report = (None, _kind(error).__name__, str(error))
+        data = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
+    reports = [report] * pg.size() if pg.size() == 1 else _gather(report, data, pg)
+    if own_error is not None:
+        raise own_error
+    for rank, (_, name, message) in zip(pg.global_ranks, reports, strict=True):
         if name:
             kind = next(kind for kind in _KINDS if kind.__name__ == name)
             raise kind(f"rank {rank}: {message}")
-    return [value for value, _, _ in heard]
+    return [value for value, _, _ in reports]
 
 
-def _heard(said: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
-    """What each rank said, which is ``data`` on the way. Collective."""
+def agree_equal(
+    facts: Callable[[], Facts],
+    group: AnyGroup = None,
+    what: str = "",
+    *,
+    own: Collection[str] = (),
+    hint: str = "",
+    error: type[ValueError | DistBackendError] = ValueError,
+) -> list[Facts]:
+    """The facts of each rank of the group, once all ranks have the same.
+
+    Collective; blocks. A rank outside the group only checks its own arguments, and gets an empty
+    list.
+
+    Args:
+        facts: Makes this rank's facts, plain data by name, as ``make`` of :func:`agree` does.
+        group: The group; None: the default group.
+        what: How the message begins, such as "all ranks must make the same mesh:"; ``{name}`` in it
+            stands for the name of the fact that differs.
+        own: Names of facts that may differ between ranks.
+        hint: How the message ends: the next step.
+        error: Its class.
+
+    Raises:
+        Exception: ``facts`` raised, here or on another rank.
+        ValueError: A fact differs, or a rank lacks it; or ``error`` instead. On every rank.
+
+    Example:
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     try:
+        ...         agree_equal(lambda: {"seed": rank // 2}, what="ranks need one seed:")
+        ...     except ValueError as error:
+        ...         return str(error)
+        >>> run_ranks(3, program)[0]
+        'ranks need one seed: seed=0 on rank 0 does not match with seed=1 on rank 2'
+    """
+    if isinstance(resolve(group), NonMember):
+        facts()
+        return []
+    by_rank: list[Facts] = agree(lambda: dict(facts()), group)
+    check_equal(by_rank, get_process_group_ranks(group), what, own=own, hint=hint, error=error)
+    return by_rank
+
+
+def check_equal(
+    facts: Sequence[Facts],
+    ranks: Sequence[int],
+    what: str = "",
+    *,
+    own: Collection[str] = (),
+    hint: str = "",
+    error: type[ValueError | DistBackendError] = ValueError,
+) -> None:
+    """Raise if ranks have different facts, as :func:`agree_equal` does once they are gathered.
+
+    Args:
+        facts: Those of each rank.
+        ranks: The global ranks, in the same order.
+        what: How the message begins.
+        own: Names of facts that may differ.
+        hint: How the message ends.
+        error: Its class.
+    """
+    first = facts[0]
+    others = [(rank, theirs) for rank, theirs in zip(ranks, facts, strict=True) if theirs != first]
+    for name in dict.fromkeys([*first, *(name for _, theirs in others for name in theirs)]):
+        expected = first.get(name, "nothing")
+        values = {rank: theirs.get(name, "nothing") for rank, theirs in others}
+        odd = [rank for rank, value in values.items() if value != expected]
+        if not odd or name in own:
+            continue
+        expected_here = f"{name}={_short(expected)} on rank {ranks[0]}"
+        listed = _listed(name.rpartition(": ")[2], {rank: values[rank] for rank in odd})
+        start = f"{what.replace('{name}', name)} " if what else ""
+        message = f"{start}{expected_here} does not match with {listed}{hint}"
+        if issubclass(error, DistBackendError):
+            raise error(message, ranks=odd)
+        raise error(message)
+
+
+def _listed(name: str, values: Mapping[int, Any]) -> str:
+    """Each different value with the first rank that has it, a few of them."""
+    first_ranks: dict[str, int] = {}
+    for rank, value in values.items():
+        first_ranks.setdefault(_short(value), rank)
+    texts = [f"{name}={value} on rank {rank}" for value, rank in first_ranks.items()]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:8], "…"])
+
+
+def _short(value: Any) -> str:
+    text = str(value)  # that of a sharding spec may go on for a thousand placements
+    return text if len(text) <= 500 else f"{text[:300]} … {text[-100:]}"
+
+
+def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
+    """The report of each rank; ``data`` is this one's, pickled. Collective."""
     digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 1
     row = torch.tensor([digest, len(data)], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)
     all_gather_into_tensor(rows, row, pg)
     digests, sizes = zip(*rows.tolist(), strict=True)
     if digests.count(digest) == len(digests):
-        return [said] * len(digests)  # as mostly
+        return [report] * len(digests)  # as mostly
     return all_gather_pickled(data, sizes, pg, weights_only=True)
 
 
 def _kind(error: BaseException) -> type[Exception]:
     # The most derived first: NotImplementedError is a RuntimeError.
-    found = [kind for kind in _KINDS if isinstance(error, kind)]
-    return min(found, key=lambda kind: -len(kind.__mro__), default=RuntimeError)
+    kinds = [kind for kind in _KINDS if isinstance(error, kind)]
+    return min(kinds, key=lambda kind: -len(kind.__mro__), default=RuntimeError)

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import init_process_group, new_group
 from tilework.comm.world import (
@@ -420,20 +420,19 @@ def _check_device_type(device_type: str) -> None:
 
 
 def _check_same(device_type: str, spec: MeshSpec) -> None:
-    """That all ranks make the same mesh, and have it."""
-    mine = (device_type, spec.shape, spec.ranks, spec.names)
+    """Raise unless all ranks make the same mesh, and exist. Collective."""
 
-    def tell() -> tuple[Any, ...]:
+    def facts() -> dict[str, Any]:
         if spec.size > get_world_size() or max(spec.ranks) >= get_world_size():
             raise RuntimeError(
                 f"Mesh should not be bigger than default world size {get_world_size()}, but found "
                 f"{spec.size} ranks up to rank {max(spec.ranks)}: {spec.nested()}"
             )
-        return mine
+        return {
+            "device_type": device_type,
+            "shape": spec.shape,
+            "ranks": spec.ranks,
+            "names": spec.names,
+        }
 
-    for rank, theirs in enumerate(agree(tell)):
-        if theirs != mine:
-            raise ValueError(
-                f"all ranks must make the same mesh: rank {get_rank()} makes {mine}, rank {rank} "
-                f"makes {theirs}"
-            )
+    agree_equal(facts, what="all ranks must make the same mesh:")

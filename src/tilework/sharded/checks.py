@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.world import AnyGroup, get_rank
 from tilework.layout import Box
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
 from tilework.sharded.specs import (
@@ -218,7 +218,7 @@ def agree_on(make: Callable[[], T], tell: Callable[[T], str], what: str, group: 
         made.append(make())
         return {what: tell(made[0])}
 
-    check_alike(facts, group)
+    agree_equal(facts, group)
     return made[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import Facts, agree_equal, check_equal
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
 from tilework.sharded import checks, remote
 from tilework.sharded.metadata import (
@@ -25,6 +25,8 @@ from tilework.sharded.specs import (
     ShardingSpec,
     infer_sharding_spec_from_shards_metadata,
 )
+
+_MISMATCH = "ShardedTensor {name} property does not match from different ranks!"
 
 
 @dataclass(frozen=True)
@@ -132,21 +134,19 @@ def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
     return {"properties": first, "shards": shards}
 
 
-def _gather(make: Any, operation: str, group: AnyGroup) -> tuple[list[int], list[dict[str, Any]]]:
-    """Each rank's number and what it told; all ranks told the same of what all must know."""
+def _gather(make: Any, operation: str, group: AnyGroup) -> tuple[list[int], Sequence[Facts]]:
+    """The ranks of the group and the facts of each, the same but for those of its own shards."""
     found = resolve(group)
     if isinstance(found, NonMember):
         raise ValueError(
             f"{operation}: rank {get_rank()} is not in the group of ranks "
             f"{list(found.global_ranks)}, and cannot know what they bring: call it there only"
         )
-    ranks, said = get_process_group_ranks(group), agree(make, group)
-    for name in said[0].keys() - {"properties", "shards"}:
-        _compare(name, ranks, [facts[name] for facts in said])
-    return ranks, said
+    said = agree_equal(make, group, _MISMATCH, own=("properties", "shards"))
+    return get_process_group_ranks(group), said
 
 
-def _common(ranks: Sequence[int], said: Sequence[dict[str, Any]]) -> TensorProperties:
+def _common(ranks: Sequence[int], said: Sequence[Facts]) -> TensorProperties:
     """The properties of all shards of all ranks."""
     known = [(rank, facts["properties"]) for rank, facts in zip(ranks, said, strict=True)]
     known = [(rank, properties) for rank, properties in known if properties]
@@ -156,19 +156,9 @@ def _common(ranks: Sequence[int], said: Sequence[dict[str, Any]]) -> TensorPrope
             f"must bring one"
         )
     _, first = known[0]
-    for name in first:
-        _compare(name, [rank for rank, _ in known], [found[name] for _, found in known])
+    check_equal([facts for _, facts in known], [rank for rank, _ in known], _MISMATCH)
     return TensorProperties(
         getattr(torch, first["dtype"].removeprefix("torch.")),
         requires_grad=first["requires_grad"],
         pin_memory=first["pin_memory"],
     )
-
-
-def _compare(name: str, ranks: Sequence[int], values: Sequence[Any]) -> None:
-    for rank, value in zip(ranks, values, strict=True):
-        if value != values[0]:
-            raise ValueError(
-                f"ShardedTensor {name} property does not match from different ranks! Found "
-                f"{name}={values[0]} on rank:{ranks[0]}, and {name}={value} on rank:{rank}"
-            )

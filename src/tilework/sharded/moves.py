@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree, agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import (
     AnyGroup,
@@ -22,7 +22,6 @@ from tilework.comm.world import (
 )
 from tilework.layout import Tiling
 from tilework.sharded import checks, remote
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata
 from tilework.sharded.placement import Place, places
@@ -79,7 +78,7 @@ def gather(
             into.append(_as_sent(target, sent, tensor.device))
         return {"dst": dst, "enforce_dtype": bool(enforce_dtype), "dtype": str(dtype)}
 
-    check_alike(facts, group)
+    agree_equal(facts, group)
     if not real:
         return
     steps = steps_between(

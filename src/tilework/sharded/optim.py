@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.optim_check import check_elementwise
 from tilework.sharded.optim_params import local_tensors, named_group, parameter_groups
 from tilework.sharded.optim_state import Entry, State, agreed_entries, joined, parts
@@ -199,7 +199,7 @@ class ShardedOptimizer(Optimizer):
             changed = before(self, saved)
             saved = saved if changed is None else changed
         for group, own_names in self._by_process_group().items():
-            check_alike(lambda names=own_names: self._loaded_layouts(saved, names), group)  # type: ignore[misc]
+            agree_equal(lambda names=own_names: self._loaded_layouts(saved, names), group)  # type: ignore[misc]
         options = self._matching_groups(saved)
         states = [
             state

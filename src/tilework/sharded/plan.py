@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.world import AnyGroup
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.module import collect_local_shard, reshard_output
 from tilework.sharded.sharding import (
     Cut,
@@ -133,7 +133,7 @@ def shard_module(
         resolved.append(_Resolved(module, plan, src_rank, process_group))
         return resolved[0].facts()
 
-    check_alike(check, process_group)
+    agree_equal(check, process_group)
     todo = resolved[0]
     for cut in todo.cuts.values():
         parameter = as_parameter(cut.scatter())

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank
 from tilework.sharded.checks import check_spec
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.plan_cache import steps_between, whole_on
@@ -65,7 +65,7 @@ def shard_tensor(
         [[0, 1], [2, 3]]
     """
     cut = Cut("input tensor", tensor, sharding_spec, src_rank, process_group)
-    check_alike(cut.facts, process_group)
+    agree_equal(cut.facts, process_group)
     return cut.scatter()
 
 
@@ -116,7 +116,7 @@ def shard_parameter(
         cuts.append(Cut(name, tensor, sharding_spec, src_rank, process_group))
         return cuts[0].facts()
 
-    check_alike(check, process_group)
+    agree_equal(check, process_group)
     put_parameter(module, param_name, as_parameter(cuts[0].scatter()))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.relayout import laid_out_as, layout_of
 from tilework.sharded.tensor import ShardedTensor
 
@@ -104,7 +104,7 @@ def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -
         if isinstance(tensor, ShardedTensor) and not isinstance(tensor.process_group, NonMember):
             groups.setdefault(tensor.process_group, {})[key] = layout_of(value)
     for group, layouts in groups.items():
-        check_alike(lambda layouts=layouts: layouts, group)  # type: ignore[misc]
+        agree_equal(lambda layouts=layouts: layouts, group)  # type: ignore[misc]
     for key, value in values.items():
         parameter = parameters[key]
         if isinstance(parameter, ShardedTensor):

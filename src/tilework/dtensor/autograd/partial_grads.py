@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world
@@ -234,16 +234,17 @@ class Account:
             return
         if len(self.known) > 4096:
             self.known.clear()
-        mine = [(one.number, tuple(one.grad.shape)) for one in bucket]
-        for rank, theirs in zip(group.global_ranks, agree(lambda: mine, group), strict=True):
-            if theirs != mine:
-                raise CollectiveMismatchError(
-                    f"a backward pass came to gradients of {len(mine)} replicated tensors on rank "
-                    f"{group.global_ranks[group.rank()]}, of shapes {[s for _, s in mine]}, and of "
-                    f"{len(theirs)} on rank {rank}, of shapes {[s for _, s in theirs]}: all ranks "
-                    f"of the mesh must compute with the same tensors",
-                    ranks=[rank],
-                )
+        agree_equal(
+            lambda: {
+                "count": len(bucket),
+                "shapes": [tuple(one.grad.shape) for one in bucket],
+                "numbers": numbers,
+            },
+            group,
+            "a backward pass came to gradients of different replicated tensors:",
+            hint="; all ranks of the mesh must compute with the same tensors",
+            error=CollectiveMismatchError,
+        )
         self.known.add(numbers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.redistribution.redistribute import redistribute_local
@@ -65,32 +65,39 @@ def distribute_tensor(
     mesh = device_mesh or current_mesh()
     placements = _or_replicated(placements, mesh)
 
-    def check() -> tuple[DTensorSpec | None, tuple[Any, ...], bool]:
+    def check() -> tuple[DTensorSpec | None, dict[str, Any], bool]:
         _check_whole(tensor, mesh, placements)
         if isinstance(tensor, DTensor):
             _check_lies_so(tensor, mesh, placements, order)
-            return None, ("DTensor",), False
+            return None, {"type": "DTensor"}, False
         spec = spec_of(mesh, placements, tensor.shape, order)
         _source(mesh, src_data_rank)
-        facts = tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, str(spec)
-        return spec, (*facts, src_data_rank), tensor.is_meta
+        shared = {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "requires_grad": tensor.requires_grad,
+            "layout": str(spec),
+            "src_data_rank": src_data_rank,
+        }
+        return spec, shared, tensor.is_meta
 
     if src_data_rank is None or mesh.size() == 1 or not mesh.here:
         spec, _, meta = check()
         source = None
     else:
-        found: list[DTensorSpec | None] = []
+        specs: list[DTensorSpec | None] = []
 
-        def told() -> tuple[Any, ...]:
-            spec, facts, meta = check()
-            found.append(spec)
-            return *facts, meta
+        def facts() -> dict[str, Any]:
+            spec, shared, meta = check()
+            specs.append(spec)
+            return {**shared, "meta": meta}
 
         group = mesh.axes_group(range(mesh.ndim))
-        said = agree(told, group)
-        _check_alike(said, group.global_ranks)
-        spec, source = found[0], _source(mesh, src_data_rank)
-        meta = bool(said[group.global_ranks.index(source)][-1])
+        by_rank = agree_equal(
+            facts, group, "distribute_tensor got different arguments on ranks:", own=("meta",)
+        )
+        spec, source = specs[0], _source(mesh, src_data_rank)
+        meta = bool(by_rank[group.global_ranks.index(source)]["meta"])
     if spec is None:
         assert isinstance(tensor, DTensor)
         return tensor
@@ -137,15 +144,6 @@ def _check_lies_so(
             f"Cannot distribute a DTensor with placements {list(tensor.placements)} to a "
             f"different placements {list(placements)}: use redistribute()"
         )
-
-
-def _check_alike(said: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> None:
-    for rank, facts in zip(ranks, said, strict=True):
-        if facts[:-1] != said[0][:-1]:
-            raise ValueError(
-                f"distribute_tensor got other things on rank {rank} than on rank {ranks[0]} "
-                f"(shape, dtype, requires_grad, layout, source): {facts[:-1]} and {said[0][:-1]}"
-            )
 
 
 def _source(mesh: DeviceMesh, place: int | None) -> int | None:

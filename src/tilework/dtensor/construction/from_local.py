@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree, check_equal
 from tilework.dtensor.propagation.plain_inputs import digest
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Shard, chunk_sizes
@@ -114,13 +114,14 @@ def _joined(
     order: Sequence[int] | None,
 ) -> DTensorSpec:
     ranks = mesh.axes_group(range(mesh.ndim)).global_ranks
-    for what, which in (("dtype", 1), ("requires_grad", 2), ("layout", 3)):
-        for rank, facts in zip(ranks, said, strict=True):
-            if facts[which] != said[0][which]:
-                raise ValueError(
-                    f"parts of one tensor must have the same {what}: rank {ranks[0]} has "
-                    f"{said[0][which]}, rank {rank} has {facts[which]}"
-                )
+    check_equal(
+        [
+            {"dtype": dtype, "requires_grad": requires_grad, "layout": layout}
+            for _, dtype, requires_grad, layout, _ in said
+        ],
+        ranks,
+        "parts of one tensor must have the same {name}:",
+    )
     shapes = dict(zip(ranks, (facts[0] for facts in said), strict=True))
     if shape is None:
         spec = _inferred(shapes, mesh, placements, order)

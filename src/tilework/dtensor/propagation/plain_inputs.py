@@ -8,7 +8,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree_equal
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.mesh import DeviceMesh
 from tilework.tiled.tensor import TiledTensor
@@ -25,19 +25,20 @@ def check_same(name: str, leaves: Sequence[Tensor], mesh: DeviceMesh) -> None:
     plain = [leaf for leaf in leaves if not isinstance(leaf, TiledTensor)]
     if not plain or mesh.size() == 1 or not mesh.here:
         return
-    group = axes_group(mesh, tuple(range(mesh.ndim)))
-    mine = [(tuple(one.shape), str(one.dtype), digest(one)) for one in plain]
-    for rank, theirs in zip(group.global_ranks, agree(lambda: mine, group), strict=True):
-        if theirs != mine:
-            differing = next(
-                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0
-            )
-            raise ValueError(
-                f"{name} got a plain tensor beside DTensors, which counts as replicated, but it "
-                f"differs between ranks: shape {list(plain[differing].shape)} and other values on "
-                f"rank {group.global_ranks[group.rank()]} than on rank {rank}; make it a DTensor "
-                f"with DTensor.from_local(tensor, mesh, placements) that say how it lies"
-            )
+    agree_equal(
+        lambda: {f"tensor {i}": _fingerprint(tensor) for i, tensor in enumerate(plain)},
+        axes_group(mesh, tuple(range(mesh.ndim))),
+        f"{name} got a plain tensor beside DTensors, which counts as replicated, but it differs "
+        f"between ranks:",
+        hint="; make it a DTensor with DTensor.from_local(tensor, mesh, placements) that say how "
+        "it lies",
+    )
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """Shape, dtype and contents, for a person."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} (hash of values {digest(tensor)})"
 
 
 def digest(tensor: Tensor) -> str:

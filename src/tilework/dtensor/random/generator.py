@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import broadcast
 from tilework.comm.world import current_world
 from tilework.dtensor.random import philox
@@ -49,12 +49,9 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     """
     if device_mesh.here:
         group = device_mesh.axes_group(range(device_mesh.ndim))
-        for rank, theirs in zip(group.global_ranks, agree(lambda: int(seed), group), strict=True):
-            if theirs != int(seed):
-                raise ValueError(
-                    f"manual_seed needs one seed on all ranks of the mesh, got {theirs} on rank "
-                    f"{rank} and {seed} here"
-                )
+        agree_equal(
+            lambda: {"seed": int(seed)}, group, "manual_seed needs one seed on all ranks of a mesh:"
+        )
     torch.manual_seed(int(seed))
 
 

@@ -6,15 +6,15 @@ docs/algorithms/redistribution.md says which gradient comes in and which goes ou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
-from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.agreement import agree_equal
+from tilework.comm.contract import Work
 from tilework.comm.functional import kinds
 from tilework.comm.functional.running import AT_ONCE_BYTES, run
 from tilework.comm.functional.waiting import AsyncTensor, attached
@@ -217,7 +217,15 @@ def _route(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Route:
             return f"{str(dtype).removeprefix('torch.')} {found.route}"
 
         if axes:
-            _agree(prepare, axes_group(source.mesh, axes))
+            group = axes_group(source.mesh, axes)
+            agree_equal(
+                lambda: {"route": prepare()},
+                group,
+                f"rank {group.global_ranks[group.rank()]}, group {group.group_name!r}: ranks "
+                f"redistribute different things:",
+                hint=". Nothing has moved.",
+                error=CollectiveMismatchError,
+            )
         else:
             prepare()
     return _routes(source).setdefault((target, dtype), Route(source, target, found, moves))
@@ -232,21 +240,6 @@ def _moves(
         # A slice may stay a view if another step makes a tensor of it.
         last = all(later.kind == "slice" for later in steps[i + 1 :])
         yield prepared(step, ends[i], [*ends, target][i + 1], dtype, last)
-
-
-def _agree(prepare: Callable[[], str], group: ProcessGroup) -> None:
-    """That all ranks of a group have prepared the same."""
-    said = agree(prepare, group)
-    odd = [rank for rank, words in zip(group.global_ranks, said, strict=True) if words != said[0]]
-    if odd:
-        each = "\n".join(
-            f"  rank {rank}: {words}" for rank, words in zip(group.global_ranks, said, strict=True)
-        )
-        raise CollectiveMismatchError(
-            f"rank {group.global_ranks[group.rank()]}, group {group.group_name!r}: ranks "
-            f"redistribute different things:\n{each}\nNothing has moved.",
-            ranks=odd,
-        )
 
 
 def _check_part(local: Tensor, source: DTensorSpec) -> None:

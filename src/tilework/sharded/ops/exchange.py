@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import all_to_all_single
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.transfer import run_plan
@@ -41,16 +41,14 @@ def agree_on_gradients(
         Exception: What ``make`` raised on a rank.
     """
     enabled = torch.is_grad_enabled()
-    needs = [int(enabled and tensor.requires_grad) for tensor in inputs]
-    said = agree(lambda: [make(), needs], group)
-    for rank, (_, others) in zip(group.global_ranks, said, strict=True):
-        if others != said[0][1]:
-            raise ValueError(
-                f"the inputs must need gradients on all ranks or on none, since backward "
-                f"communicates: requires_grad is {[bool(n) for n in said[0][1]]} on rank "
-                f"{group.global_ranks[0]}, {[bool(n) for n in others]} on rank {rank}"
-            )
-    return [numbers for numbers, _ in said]
+    needs = [enabled and tensor.requires_grad for tensor in inputs]
+    by_rank = agree_equal(
+        lambda: {"requires_grad": needs, "numbers": make()},
+        group,
+        "the inputs must need gradients on all ranks or on none, since backward communicates:",
+        own=("numbers",),
+    )
+    return [facts["numbers"] for facts in by_rank]
 
 
 def exchange(parts: Sequence[Tensor], received: Sequence[int], group: ProcessGroup) -> list[Tensor]:

@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember, current_world, get_rank
 from tilework.layout import Box
 from tilework.sharded import checks
 from tilework.sharded.checks import unsupported
-from tilework.sharded.consistency import check_alike
 from tilework.sharded.graph import graph_tiles as graph_tiles
 from tilework.sharded.graph import keep_stand_in as keep_stand_in
 from tilework.sharded.metadata import Items, Shard, ShardedTensorMetadata, ShardMetadata
@@ -150,7 +150,7 @@ def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
     known = current_world().state(_Compared).of_group.setdefault(group, set())
     layout = (tensor.tiling.digest, tensor.dtype)
     if layout not in known:
-        check_alike(lambda: {"layout": checks.describe(tensor.metadata())}, group)
+        agree_equal(lambda: {"layout": checks.describe(tensor.metadata())}, group)
         known.add(layout)
     return group
 
