@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from tilework.comm.compiler_disable import leave_function
+from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.tensor import DTensor
@@ -14,7 +15,8 @@ _REASON = (
     "fullgraph=True, or compile what is done with the local tensors (local_map, to_local)"
 )
 
-for _found in (*vars(DTensor).values(), distribute_tensor, distribute_module):
-    _function = inspect.unwrap(getattr(_found, "__func__", getattr(_found, "fget", _found)))
+_METHODS = (*vars(DTensorBase).values(), *vars(DTensor).values())
+for _member in (*_METHODS, distribute_tensor, distribute_module):
+    _function = inspect.unwrap(getattr(_member, "__func__", getattr(_member, "fget", _member)))
     if inspect.isfunction(_function):
         leave_function(_function, _REASON)

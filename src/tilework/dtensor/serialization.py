@@ -7,18 +7,16 @@ What is saved is plain data and a plain tensor, so that ``torch.load`` takes it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import find_or_make
-
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
 
 #: Device type, shape, ranks and names of a mesh.
 Mesh = tuple[str, Ints, Ints, tuple[str, ...] | None]
@@ -30,7 +28,7 @@ Layout = tuple[list[_Placement], Ints, Ints | None]
 _KINDS: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
 
 
-def told(tensor: DTensor) -> tuple[Mesh, Layout, Ints | None]:
+def told(tensor: DTensorBase) -> tuple[Mesh, Layout, Ints | None]:
     """A tensor's mesh and layout, and where this rank is, as plain data."""
     spec = tensor._spec
     mesh = spec.mesh

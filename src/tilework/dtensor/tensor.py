@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -10,26 +11,23 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor import serialization
-from tilework.dtensor.autograd import gradients, local_graph, partial_grads
+from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.base import DTensorBase, wrap_as
 from tilework.dtensor.construction.from_local import joined_spec
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.dispatch.op_names import HANDLERS
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
-from tilework.dtensor.views import copied_views
-from tilework.layout import Placement, Replicate, Tiling
+from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
 from tilework.tiled.tensor import TiledTensor
-
-_make = Tensor._make_wrapper_subclass
-_grad_enabled = torch.is_grad_enabled
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class DTensor(TiledTensor):
+class DTensor(DTensorBase):
     """A tensor of a global shape whose value lies on the ranks of a mesh.
 
     Every operator of torch takes it, together with others and with plain tensors, which count as
@@ -42,18 +40,7 @@ class DTensor(TiledTensor):
     :func:`~tilework.dtensor.zeros`.
     """
 
-    _local_tensor: Tensor
-    _spec: DTensorSpec
-    #: What nn.Parameter sets on those that are one.
-    _is_param: bool
-    #: The gradient as it was last asked for.
     _grad: DTensor | None = None
-    #: This rank's part at places in the graph where gradients come in terms; by their axes.
-    _aliases: dict[tuple[int, ...], partial_grads.Alias] | None = None
-    #: What it is a view of, if its elements are copies.
-    _view_of: copied_views.View | None = None
-    #: Whether it was made while gradients were off, as what a user's own Function returns is.
-    _made_without_grad: bool = False
     _run: ClassVar[Run]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -80,42 +67,6 @@ class DTensor(TiledTensor):
         if torch.is_grad_enabled():
             return super().__torch_dispatch__(func, types, args, kwargs)
         return DTensor._run(func, args, kwargs or {})
-
-    # -- what it is --------------------------------------------------------------------------
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh that it lies on."""
-        return self._spec.mesh
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """What each axis of the mesh does to it."""
-        return self._spec.placements
-
-    @property
-    def tiling(self) -> Tiling:
-        return self._spec.tiling
-
-    def local_tiles(self) -> list[Tensor]:
-        """This rank's part, in a list; an empty one outside the mesh."""
-        return [self._local_tensor] if self._spec.takes_part else []
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self._spec.size
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        return len(self._spec.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._local_tensor.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._local_tensor.device
 
     # -- to and from plain tensors -----------------------------------------------------------
 
@@ -406,17 +357,5 @@ def nothing(tensor: Tensor) -> Tensor:
     )
 
 
-def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of which ``local`` is this rank's part. Unchecked; local."""
-    made: DTensor = _make(
-        DTensor,
-        spec.size,
-        dtype=local.dtype,
-        device=local.device,
-        requires_grad=local.requires_grad,
-    )
-    made._local_tensor = local
-    made._spec = spec
-    if not _grad_enabled():
-        made._made_without_grad = True
-    return made
+#: The DTensor with this local tensor and layout. Unchecked; local.
+wrap: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(wrap_as, DTensor)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd.local_graph import local_of, lying_as, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
+from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
 from tilework.dtensor.redistribution.redistribute import out_of_terms, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.layout import Placement
-
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
 
 
-def local_with_grad(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
+def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Tensor:
     """The local tensor, whose gradient will lie as ``placements`` say."""
     spec = tensor._spec
     terms = spec_of(spec.mesh, placements, spec.shape, spec.order)
@@ -36,12 +34,10 @@ def local_with_grad(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
     return alias(tensor, terms.partial_axes)
 
 
-def set_grad(tensor: DTensor, value: Tensor) -> None:
+def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     """Make ``value`` the tensor's gradient."""
-    from tilework.dtensor.tensor import DTensor
-
     tensor._grad = None
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensorBase):
         raise TypeError(
             f"the gradient of a DTensor is a DTensor, got {type(value).__name__}: distribute it "
             f"with distribute_tensor(grad, mesh, placements)"
@@ -55,7 +51,7 @@ def set_grad(tensor: DTensor, value: Tensor) -> None:
         tensor._grad = value
 
 
-def become(tensor: DTensor, value: DTensor) -> DTensor:
+def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Make ``tensor`` what an operator in place has changed it to, of whatever shape."""
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
@@ -68,11 +64,9 @@ def become(tensor: DTensor, value: DTensor) -> DTensor:
     return tensor
 
 
-def set_data(tensor: DTensor, value: Tensor) -> None:
+def set_data(tensor: DTensorBase, value: Tensor) -> None:
     """Make ``value`` what the tensor holds, as ``tensor.data = value`` does."""
-    from tilework.dtensor.tensor import DTensor
-
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensorBase):
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
         )
@@ -107,17 +101,15 @@ def autograd_backward(
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
     """Local tensors that gradients start from, with theirs; none on a rank outside the mesh."""
-    from tilework.dtensor.tensor import DTensor
-
     given = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
     return [
-        root_of(out, grad) if isinstance(out, DTensor) else (out, grad)
+        root_of(out, grad) if isinstance(out, DTensorBase) else (out, grad)
         for out, grad in zip(outs, given, strict=True)
-        if not isinstance(out, DTensor) or out._spec.takes_part
+        if not isinstance(out, DTensorBase) or out._spec.takes_part
     ]
 
 
-def root_of(tensor: DTensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
     """A local tensor that gradients start from, and its gradient."""
     spec = tensor._spec
     local = local_of(tensor)
@@ -141,14 +133,12 @@ def root_of(tensor: DTensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
     return local, torch.ones_like(local, requires_grad=False)
 
 
-def register_hook(tensor: DTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """What ``DTensor.register_hook`` does."""
-    from tilework.dtensor.tensor import wrap
-
     spec = tensor._spec.dual
 
     def called(grad: Tensor) -> Tensor | None:
-        found = hook(wrap(grad, spec))
+        found = hook(wrap_as(type(tensor), grad, spec))
         return None if found is None else lying_as(found, spec, "what a hook returns")
 
     local: Any = local_of(tensor)
@@ -167,8 +157,6 @@ def autograd_grad(
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` where some of the tensors are DTensors."""
-    from tilework.dtensor.tensor import DTensor, wrap
-
     outs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     ins = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if is_grads_batched:
@@ -184,8 +172,8 @@ def autograd_grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(_own(grad, one._spec), one._spec.dual)
-        if isinstance(one, DTensor) and grad is not None
+        wrap_as(type(one), _own(grad, one._spec), one._spec.dual)
+        if isinstance(one, DTensorBase) and grad is not None
         else grad
         for one, grad in zip(ins, found, strict=True)
     )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.dtensor.base import DTensorBase, wrap_as
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import copied_views
-
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -21,7 +19,7 @@ _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
 
 
-def local_of(tensor: DTensor) -> Tensor:
+def local_of(tensor: DTensorBase) -> Tensor:
     """This rank's part, at its place in the graph."""
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
@@ -31,21 +29,21 @@ def local_of(tensor: DTensor) -> Tensor:
     return local
 
 
-def flag(tensor: DTensor) -> None:
+def flag(tensor: DTensorBase) -> None:
     """Let C++ see whether it requires a gradient, so that a user's own Function keeps it."""
     with _WithoutInterception():
         if _flag_of(tensor) != tensor._local_tensor.requires_grad and _grad_fn_of(tensor) is None:
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
-def grad_fn_of(tensor: DTensor) -> Any:
+def grad_fn_of(tensor: DTensorBase) -> Any:
     """The node that computed it: a user's own Function, or that of the local tensor."""
     with _WithoutInterception():
         node = _grad_fn_of(tensor)
     return local_of(tensor).grad_fn if node is None else node
 
 
-def _linked(tensor: DTensor) -> Tensor:
+def _linked(tensor: DTensorBase) -> Tensor:
     """The part of what a user's own autograd.Function returned, linked to the Function.
 
     C++ put the Function into the graph of the wrappers, where no gradient would ever come.
@@ -61,10 +59,8 @@ def _linked(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def _leaves(node: Any) -> list[DTensor]:
+def _leaves(node: Any) -> list[DTensorBase]:
     """The wrappers that a node of C++'s graph comes from."""
-    from tilework.dtensor.tensor import DTensor
-
     found, seen, todo = [], set(), [node]
     while todo:
         node = todo.pop()
@@ -72,7 +68,7 @@ def _leaves(node: Any) -> list[DTensor]:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, DTensor):
+        if isinstance(variable, DTensorBase):
             found.append(variable)
         todo.extend(next_node for next_node, _ in node.next_functions)
     return found
@@ -83,7 +79,11 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, tensor: list[DTensor], leaves: list[DTensor], *locals_: Tensor
+        ctx: Any,
+        local: Tensor,
+        tensor: list[DTensorBase],
+        leaves: list[DTensorBase],
+        *locals_: Tensor,
     ) -> Tensor:
         # In lists, where C++ does not take the wrappers for inputs.
         (ctx.tensor,), ctx.leaves = tensor, leaves
@@ -91,8 +91,6 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from tilework.dtensor.tensor import wrap
-
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a gradient of a gradient through your own autograd.Function on DTensors: write "
@@ -101,7 +99,7 @@ class _Link(torch.autograd.Function):
         # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
         torch.autograd.Variable._execution_engine.run_backward(
             (ctx.tensor,),
-            (wrap(grad, ctx.tensor._spec.dual),),
+            (wrap_as(type(ctx.tensor), grad, ctx.tensor._spec.dual),),
             True,
             False,
             (),
@@ -121,9 +119,7 @@ class _Link(torch.autograd.Function):
 
 def lying_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
     """The local part of ``tensor`` in another layout; a plain tensor counts as replicated."""
-    from tilework.dtensor.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensorBase):
         return redistribute_local(tensor, spec.replicated, spec)
     if tensor._spec.mesh != spec.mesh:
         raise ValueError(
@@ -135,6 +131,4 @@ def lying_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor; other tensors as they are."""
-    from tilework.dtensor.tensor import DTensor
-
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor) if isinstance(tensor, DTensorBase) else tensor

@@ -10,7 +10,7 @@ leaves (parameters) are kept until the end of the backward pass and reduced toge
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +20,18 @@ from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world
 from tilework.dtensor.autograd.local_graph import local_of
+from tilework.dtensor.base import Alias, DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.redistribution.redistribute import axes_group, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial, Placement
 
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
-
 #: The most that is reduced in one message; it is also what is held besides the gradients.
 _BUCKET_BYTES = 64 << 20
 
 
-class Alias(NamedTuple):
-    """The local tensor again, at a place whose gradients come in terms."""
-
-    tensor: Tensor
-    #: What it was made from, and where that then was in the graph.
-    local: Tensor
-    grad_fn: Any
-
-
-def alias(tensor: DTensor, axes: Ints) -> Tensor:
+def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
     """This rank's part, for an operator that gives each rank along ``axes`` a term of its gradient.
 
     All uses until the tensor is written to share it.
@@ -83,7 +72,7 @@ def as_partial(spec: DTensorSpec, axes: Ints) -> DTensorSpec:
     return spec.with_placements(placements, spec.order)
 
 
-def moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
+def moved(tensor: DTensorBase, target: DTensorSpec, axes: Ints) -> Tensor:
     """This rank's part in another layout, whose gradient comes in terms along ``axes``.
 
     The gradient goes straight from there to the tensor's layout.
@@ -103,7 +92,7 @@ def moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
     return found
 
 
-def lead_terms_back(result: DTensor, tensor: DTensor, axes: Ints) -> None:
+def lead_terms_back(result: DTensorBase, tensor: DTensorBase, axes: Ints) -> None:
     """Let terms of the gradient of ``result`` go straight to ``tensor``, as :func:`moved` does.
 
     ``tensor`` was redistributed to ``result``. Of operators that take ``result`` and give each rank

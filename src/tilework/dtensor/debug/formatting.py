@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from tilework.comm.world import get_rank
+from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box, Partial, Shard
 from tilework.sharded.formatting import ASCII, COLOURS, Styled, in_columns, size_text
 from tilework.tiled.picture import Room, draw
-
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
 
 _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 #: So many ranks are listed; of more, the first ones.
@@ -60,7 +57,7 @@ def layout_text(spec: DTensorSpec, dtype: torch.dtype) -> str:
     return f"{dtype_text(dtype)}[{', '.join(dims)}]{''.join(partial)}"
 
 
-def headline(tensor: DTensor) -> str:
+def headline(tensor: DTensorBase) -> str:
     """What repr() says of a tensor. Local; shows no elements, which may be anywhere.
 
     Example:
@@ -80,7 +77,7 @@ def headline(tensor: DTensor) -> str:
     return f"DTensor {layout_text(spec, local.dtype)} on {where} mesh {spec.mesh.spec}{gradient}"
 
 
-def show(tensor: DTensor) -> None:
+def show(tensor: DTensorBase) -> None:
     """Print how a tensor lies: a picture of who holds what, and a table of the ranks.
 
     Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) the labels
@@ -151,7 +148,7 @@ def _picture(spec: DTensorSpec, width: int) -> list[list[Styled]]:
     ]
 
 
-def _table(tensor: DTensor, width: int) -> list[list[Styled]]:
+def _table(tensor: DTensorBase, width: int) -> list[list[Styled]]:
     spec = tensor._spec
     mesh, itemsize = spec.mesh.spec, tensor.dtype.itemsize
     boxes = list(_holders(spec))

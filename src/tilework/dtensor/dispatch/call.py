@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph, partial_grads
+from tilework.dtensor.base import wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.foreach import FUSED, foreach
 from tilework.dtensor.dispatch.op_names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
@@ -190,7 +191,7 @@ class Operator(ShardingPropagator):
         if outputs is not None and result.__class__ is Tensor:
             if result.requires_grad and not graded:
                 result = result.detach()
-            return wrap(result, outputs[0])
+            return wrap_as(DTensor, result, outputs[0])
         return wrapped(result, outputs, mesh)
 
     def _read(self, arg: Any, key: list[Any], leaves: list[Tensor]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tilework.comm.contract import Work
 from tilework.comm.functional import kinds
 from tilework.comm.functional.running import AT_ONCE_BYTES, run
 from tilework.comm.functional.waiting import AsyncTensor, attached
+from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.redistribution.collective_steps import FREE, Move, is_first, prepared
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -31,9 +32,6 @@ from tilework.layout import (
     redistribution_steps,
 )
 from tilework.mesh import DeviceMesh
-
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
 
 axes_group = DeviceMesh.axes_group
 
@@ -100,7 +98,7 @@ def _on_meta(local: Tensor, target: DTensorSpec) -> Tensor:
 
 
 def plan_redistribution(
-    tensor: DTensor | DTensorSpec,
+    tensor: DTensorBase | DTensorSpec,
     placements: Sequence[Placement],
     order: Sequence[int] | None = None,
     *,

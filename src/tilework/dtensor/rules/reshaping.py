@@ -377,7 +377,8 @@ rule("atleast_3d")(_each(atleast_3d))
 @special("transpose_", "t_", "squeeze_", "unsqueeze_")
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     """Forms in place, which write no element: the tensor itself becomes the view."""
-    tensor, operator = args[0], getattr(Tensor, canonical(func)[0])
+    tensor: DTensor = args[0]
+    operator = getattr(Tensor, canonical(func)[0])
 
     def redo(x: Any) -> Any:
         return operator(x, *args[1:], **kwargs)

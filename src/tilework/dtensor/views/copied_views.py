@@ -8,16 +8,13 @@ used after that was written to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree
-
-if TYPE_CHECKING:
-    from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.base import DTensorBase, Redo, View, Write
 
 #: Operators whose results share memory with their first argument.
 VIEWS = frozenset({
@@ -30,42 +27,9 @@ VIEWS = frozenset({
 #: Those of them that copy where the dims cannot be written with strides.
 _COPY_AT_NEED = frozenset({"reshape", "flatten", "ravel"})
 
-#: A view of a DTensor, and of a plain tensor likewise.
-Redo = Callable[[Any], Any]
-#: Writes a view's value to what it is a view of.
-Write = Callable[["DTensor", "DTensor"], None]
-
-
-class View:
-    """What a tensor is a view of, though its elements are copies."""
-
-    __slots__ = ("base", "doubt", "graded", "local", "redo", "shares", "version", "write")
-
-    def __init__(self, base: DTensor, redo: Redo, write: Write | None, shares: bool) -> None:
-        self.base, self.redo, self.write, self.shares = base, redo, write, shares
-        self.graded = torch.is_grad_enabled()
-        #: The base's strides, where these tell whether torch makes a view at all.
-        self.doubt: Sequence[int] | None = None
-        self.note()
-
-    def note(self) -> None:
-        """The copy is what the base holds now."""
-        self.local = self.base._local_tensor
-        self.version = _version(self.local)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the base was written to since."""
-        local = self.base._local_tensor
-        return local is not self.local or _version(local) != self.version
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
 
 def mark(
-    made: Tensor, base: DTensor, redo: Redo, write: Write | None = None, shares: bool = False
+    made: Tensor, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
 ) -> None:
     """Let ``made`` be a view of ``base``. Local.
 
@@ -99,7 +63,7 @@ def viewed(
     if isinstance(result, Tensor):
         mark(result, base, redo, shares=not copied)
         if copied and name in _COPY_AT_NEED:
-            result._view_of.doubt = base.stride()  # type: ignore[attr-defined]
+            result._view_of.base_strides = base.stride()  # type: ignore[attr-defined]
         return result
     for i, one in enumerate(result):
         mark(one, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
@@ -108,10 +72,10 @@ def viewed(
 
 def _is_copy(view: View) -> bool:
     """Whether torch's operator gives no view of such a tensor either. Collective if unknown."""
-    base, mine = view.base, view.doubt
+    base, mine = view.base, view.base_strides
     if mine is None:
         return False
-    view.doubt = None
+    view.base_strides = None
     # Strides of a part that has one row could be in another order.
     told = min(base._local_tensor.shape, default=2) > 1
     mesh = base._spec.mesh
@@ -121,7 +85,7 @@ def _is_copy(view: View) -> bool:
     return not view.redo(plain)._is_view()
 
 
-def refresh(tensor: DTensor) -> None:
+def refresh(tensor: DTensorBase) -> None:
     """Compute a view anew if what it is one of was written to. Collective in that case."""
     view = tensor._view_of
     assert view is not None
@@ -137,7 +101,7 @@ def refresh(tensor: DTensor) -> None:
         view.note()
 
 
-def written(tensor: DTensor) -> None:
+def written(tensor: DTensorBase) -> None:
     """Write what was written to a view to what it is one of. Collective."""
     view = tensor._view_of
     assert view is not None
@@ -154,7 +118,7 @@ def written(tensor: DTensor) -> None:
     view.note()
 
 
-def _write_whole(view: View, tensor: DTensor) -> None:
+def _write_whole(view: View, tensor: DTensorBase) -> None:
     base = view.base
     whole = base.full_tensor()
     if whole is base._local_tensor:

@@ -1,0 +1,159 @@
+"""The bottom of DTensor: its fields, and what needs no more than them.
+
+Redistribution, gradients and propagation are written with :class:`DTensorBase`. The public class,
+``tensor.DTensor``, stands above them and adds the methods. It is the class of every instance. So
+code above it tests ``x.__class__ is DTensor``; code below it, which cannot name it, tests
+``isinstance(x, DTensorBase)``, and makes tensors of the class of one that it has.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.layout import Placement, Tiling
+from tilework.mesh import DeviceMesh
+from tilework.tiled.tensor import TiledTensor
+
+DTensorT = TypeVar("DTensorT", bound="DTensorBase")
+
+_make = Tensor._make_wrapper_subclass
+_grad_enabled = torch.is_grad_enabled
+
+
+class DTensorBase(TiledTensor):
+    """A global shape and a layout on a mesh, and this rank's local tensor."""
+
+    _local_tensor: Tensor
+    _spec: DTensorSpec
+    #: True on those that are an nn.Parameter; set by it.
+    _is_param: bool
+    #: The gradient as it was last asked for.
+    _grad: DTensorBase | None = None
+    #: The local tensor at places in the graph where gradients are partial, by their axes.
+    _aliases: dict[Ints, Alias] | None = None
+    #: What it is a view of, if its elements are copies.
+    _view_of: View | None = None
+    #: True if it was made while gradients were off, as the results of a user's own Function are.
+    _made_without_grad: bool = False
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that it lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement along each axis of the mesh."""
+        return self._spec.placements
+
+    @property
+    def tiling(self) -> Tiling:
+        return self._spec.tiling
+
+    def local_tiles(self) -> list[Tensor]:
+        """The local tensor in a list; an empty list outside the mesh."""
+        return [self._local_tensor] if self._spec.takes_part else []
+
+    @abstractmethod
+    def full_tensor(self) -> Tensor:
+        """The whole value on every rank; see :meth:`DTensor.full_tensor`. Collective."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._spec.size
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._local_tensor.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._local_tensor.device
+
+
+def wrap_as(kind: type[DTensorT], local: Tensor, spec: DTensorSpec) -> DTensorT:
+    """The tensor with this local tensor and layout. Unchecked; local.
+
+    Args:
+        kind: The class DTensor.
+        local: This rank's local tensor.
+        spec: The layout.
+    """
+    tensor: DTensorT = _make(
+        kind,
+        spec.size,
+        dtype=local.dtype,
+        device=local.device,
+        requires_grad=local.requires_grad,
+    )
+    tensor._local_tensor = local
+    tensor._spec = spec
+    if not _grad_enabled():
+        tensor._made_without_grad = True
+    return tensor
+
+
+# -- records that a tensor keeps -------------------------------------------------------------
+
+
+class Alias(NamedTuple):
+    """The local tensor again, at a place in the graph where gradients are partial."""
+
+    tensor: Tensor
+    #: The local tensor that it was made from, and the node that had computed that.
+    local: Tensor
+    grad_fn: Any
+
+
+class View:
+    """What a tensor is a view of, though its elements are copies.
+
+    Args:
+        base: The tensor that it is a view of.
+        redo: Makes the view of a tensor again; of a plain one too.
+        write: Writes the view's value to what it shows of the base; None: by gathering the base.
+        shares: True if it shares the base's memory, and the base is such a view itself.
+    """
+
+    __slots__ = ("base", "base_strides", "graded", "local", "redo", "shares", "version", "write")
+
+    def __init__(
+        self, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
+    ) -> None:
+        self.base, self.redo, self.write, self.shares = base, redo, write, shares
+        self.graded = torch.is_grad_enabled()
+        #: The base's strides, where torch makes a view or a copy depending on them.
+        self.base_strides: Sequence[int] | None = None
+        self.note()
+
+    def note(self) -> None:
+        """Remember that the copy has what the base holds now."""
+        self.local = self.base._local_tensor
+        self.version = version_of(self.local)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the base was written to since."""
+        local = self.base._local_tensor
+        return local is not self.local or version_of(local) != self.version
+
+
+#: A view of a DTensor, and of a plain tensor likewise.
+Redo = Callable[[Any], Any]
+#: Writes a view's value (the second) to what it is a view of (the first).
+Write = Callable[[Any, Any], None]
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of writes to a tensor so far; 0 for inference tensors, which do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
