@@ -25,7 +25,8 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
 #: Modules of which no two tests may run at once.
 IN_A_ROW = re.compile(
     r"tests/(chaos|faults|launch|rendezvous|rpc|store)/"
-    r"|(fault|death|timeout|late|signal|garbage|failure|interrupt|starting|diagnosis|hosts)\w*\.py"
+    r"|tests/torch_backend/test_rendezvous.py"
+    r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py"
 )
 
 

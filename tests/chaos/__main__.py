@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tests.chaos.arena import ARENAS, arena, replay
+from tests.chaos.environments import ARENAS, arena, replay
 from tests.chaos.plan import WORDS, draw_trial
-from tests.chaos.tally import Tally
+from tests.chaos.statistics import Tally
 
 
 def main() -> int:

@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 
 import tilework.distributed as dist
-from tests.chaos.part import Anew, Part, Report, Setting, settled, sum_anew
+from tests.chaos.expected import Outcome
 from tests.chaos.plan import EARLY, Trial
-from tests.chaos.verdict import Outcome
-from tests.faults.crew import Crew, Holdings, Say
+from tests.chaos.rank_program import Anew, Part, Report, Setting, settled, sum_anew
+from tests.faults.forked_ranks import Crew, Holdings, Say
 
 T = TypeVar("T")
 

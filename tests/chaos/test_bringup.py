@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tilework.distributed as dist
-from tests.chaos.part import settled
-from tests.faults.crew import Holdings
+from tests.chaos.rank_program import settled
+from tests.faults.forked_ranks import Holdings
 from tilework.comm.backends import shm
 from tilework.testing import run_ranks
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import tilework.distributed as dist
-from tests.chaos.part import Anew, Part, Setting, settled, sum_anew
+from tests.chaos.expected import Outcome
 from tests.chaos.plan import Trial
-from tests.chaos.verdict import Outcome
-from tests.faults.crew import Holdings
+from tests.chaos.rank_program import Anew, Part, Setting, settled, sum_anew
+from tests.faults.forked_ranks import Holdings
 from tilework.comm.world import World, own_world
 
 ENDING_SECONDS = 40.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dtensor.test_joining import LAYOUTS, raised_by_all
+from tests.dtensor.construction.test_from_local import LAYOUTS, raised_by_all
 from tilework.dtensor import (
     DeviceMesh,
     DTensor,

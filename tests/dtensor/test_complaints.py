@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilework.distributed.functional as functional
-from tests.dtensor.checking import (
+from tests.dtensor.op_checks import (
     Layout,
     check_op,
     distributed,
 )
-from tests.dtensor.support import cut, full, same
+from tests.dtensor.sharded_values import cut, full, same
 from tilework.dtensor import (
     DTensor,
     Partial,

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dtensor.checking import (
+from tests.dtensor.op_checks import (
     Layout,
     check_op,
     distributed,
     noting_gatherings,
 )
-from tests.dtensor.support import collectives, cut, full, same
+from tests.dtensor.sharded_values import collectives, cut, full, same
 from tilework.dtensor import (
     DTensor,
     Partial,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from tests.dtensor.support import collectives, cut, full, same, spread
+from tests.dtensor.sharded_values import collectives, cut, full, same, spread
 from tilework.dtensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 

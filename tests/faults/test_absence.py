@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.crew import Crew, Say
-from tests.faults.duty import join, leave, random_steps, until_error
+from tests.faults.forked_ranks import Crew, Say
 from tests.faults.test_death import TOLD
+from tests.faults.workload import join, leave, random_steps, until_error
 from tilework.errors import CollectiveTimeoutError, DistError
 from tilework.testing.strategies import run_program
 

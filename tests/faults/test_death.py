@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.crew import Crew, Holdings, Say
-from tests.faults.duty import Heard, join, leave, serve, until_error
+from tests.faults.forked_ranks import Crew, Holdings, Say
+from tests.faults.workload import Heard, join, leave, serve, until_error
 from tilework.errors import PeerLostError
 
 TOLD = re.compile(r"group 'default'.*#\d+.*(\[[\d, ]*\]|barrier)", re.DOTALL)

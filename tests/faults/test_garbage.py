@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.crew import Crew, Say
-from tests.faults.duty import join, leave
+from tests.faults.forked_ranks import Crew, Say
+from tests.faults.workload import join, leave
 from tilework.errors import DistBackendError
 
 REASON = "the reason that was given"

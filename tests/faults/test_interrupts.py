@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.crew import Crew, Say
-from tests.faults.duty import join, leave, until_error
+from tests.faults.forked_ranks import Crew, Say
 from tests.faults.test_death import assert_told
+from tests.faults.workload import join, leave, until_error
 
 
 @pytest.mark.parametrize("async_op", [False, True])

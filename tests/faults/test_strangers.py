@@ -1,7 +1,7 @@
 """Other users of the machine, and processes that are no part of the job: they get nothing.
 
-See also tests/store/test_server.py (garbage, secrets) and tests/comm/test_shm_bringup.py (the
-socket by which a shm group is made).
+See also tests/store/test_server.py (garbage, secrets) and tests/comm/backends/test_shm_bringup.py
+(the socket by which a shm group is made).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.crew import Crew, Say
+from tests.faults.forked_ranks import Crew, Say
 from tilework.comm.backends import shm
 from tilework.errors import DistError, DistNetworkError, DistStoreError
 from tilework.store import FileStore, Store, StoreServer, TCPStore, UnixStore, wire

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import boxes_in, examples, points
+from tests.layout.random_tilings import boxes_in, examples, points
 from tilework.layout import Box
 
 TWO = st.integers(0, 3).flatmap(lambda ndim: st.tuples(*[boxes_in((4,) * ndim)] * 2))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import examples
+from tests.layout.random_tilings import examples
 from tilework.layout import (
     Box,
     chunk_offsets,

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import example, given
 
-from tests.layout.tilings import MOST_RANKS, examples, pairs, points
+from tests.layout.random_tilings import MOST_RANKS, examples, pairs, points
 from tilework.layout import (
     Box,
     Collective,

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import boxes_of, covers, examples, points
+from tests.layout.random_tilings import boxes_of, covers, examples, points
 from tilework.layout import Box
 from tilework.layout.columns import Columns
 from tilework.layout.corners import left_over_2d, nowhere_two_2d, signed_corners, strides_for

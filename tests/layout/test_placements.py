@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.layout.tilings import MESHES, Ints, examples, mesh_tilings, placements, shapes
+from tests.layout.random_tilings import MESHES, Ints, examples, mesh_tilings, placements, shapes
 from tilework.layout import Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
 
 

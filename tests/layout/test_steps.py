@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import examples, layouts
+from tests.layout.random_tilings import examples, layouts
 from tilework.layout import (
     Box,
     CostModel,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
+from tests.layout.random_tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
 from tilework.layout.box_index import FEW_QUESTIONS, BoxIndex
 

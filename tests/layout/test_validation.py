@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.layout.tilings import boxes_of, covers, examples, points, shapes, whole
+from tests.layout.random_tilings import boxes_of, covers, examples, points, shapes, whole
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
 from tilework.layout.overlap_search import FEW, find_pair
 

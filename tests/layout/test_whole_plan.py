@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from tests.layout.tilings import examples, pairs
+from tests.layout.random_tilings import examples, pairs
 from tilework.layout import (
     CostModel,
     Replicate,

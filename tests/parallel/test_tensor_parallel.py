@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dtensor.support import collectives, cut, full, same
+from tests.dtensor.sharded_values import collectives, cut, full, same
 from tilework.dtensor import (
     DTensor,
     GatherWarning,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.rpc.support import (
+from tests.rpc.joined_ranks import (
     Gate,
     identity,
     my_name,

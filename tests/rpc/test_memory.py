@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.crew import Holdings
-from tests.rpc.support import fork_and_wait, identity, only, together, until
+from tests.faults.forked_ranks import Holdings
+from tests.rpc.joined_ranks import fork_and_wait, identity, only, together, until
 from tilework import rpc
 from tilework.rpc import memory
 from tilework.rpc.memory import LEAST_BYTES, MappedBuffers, Probe, SharedBufferPool

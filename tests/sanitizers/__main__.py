@@ -20,22 +20,22 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 #: Ranks as threads on the core.
 ON_THREADS = (
-    "tests/core",
+    "tests/csrc",
     "tests/comm/test_contract.py::TestShmBetweenThreads",
-    "tests/comm/test_properties.py::test_random_programs_on_shm",
-    "tests/comm/test_short_way.py::test_what_only_moves_may_be_in_rows",
-    "tests/comm/test_short_way.py::test_rows_within_each_other",
-    "tests/chaos/test_chaos.py::test_every_fault[shm-threads]",
+    "tests/comm/test_collectives_properties.py::test_random_programs_on_shm",
+    "tests/comm/backends/test_shm_fast_path.py::test_what_only_moves_may_be_in_rows",
+    "tests/comm/backends/test_shm_fast_path.py::test_rows_within_each_other",
+    "tests/chaos/test_random_faults.py::test_every_fault[shm-threads]",
 )
 #: Also as processes, which the thread sanitizer cannot see together.
 PROCESSES = (
     *ON_THREADS,
     "tests/comm/test_contract.py::TestShmBetweenProcesses",
-    "tests/comm/test_properties.py::test_random_programs_between_processes",
-    "tests/chaos/test_chaos.py::test_every_fault[shm]",
+    "tests/comm/test_collectives_properties.py::test_random_programs_between_processes",
+    "tests/chaos/test_random_faults.py::test_every_fault[shm]",
 )
 #: Without garbage, which is written behind every rule, in forks, whose threads cannot be followed.
-THREADS = (*ON_THREADS, "--ignore=tests/core/test_garbage_live.py")
+THREADS = (*ON_THREADS, "--ignore=tests/csrc/test_segment_garbage.py")
 
 
 @dataclass(frozen=True)

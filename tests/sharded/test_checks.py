@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharded.ranks_and_cuts import chunks, errors_of, on
+from tests.sharded.ranks_and_specs import chunks, errors_of, on
 from tilework import sharded
 from tilework.sharded import ShardingSpec, TensorProperties, checks
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as hs
 from torch import Tensor
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import (
+from tests.sharded.ranks_and_specs import (
     boxes,
     check_all_raise,
     chunks,

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from tests.sharded.ranks_and_cuts import quarter
+from tests.sharded.ranks_and_specs import quarter
 from tilework.sharded import (
     RemoteDevice,
     Shard,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import chunks, cut, grid, join, numbered, on, parts_of
+from tests.sharded.ranks_and_specs import chunks, cut, grid, join, numbered, on, parts_of
 from tilework.sharded import (
     ShardedTensor,
     ShardingSpec,

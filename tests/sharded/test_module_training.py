@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import chunks, grid, on
+from tests.sharded.ranks_and_specs import chunks, grid, on
 from tilework.sharded import (
     ShardedOptimizer,
     ShardedTensor,

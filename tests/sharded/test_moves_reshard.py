@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as hs
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import (
+from tests.sharded.ranks_and_specs import (
     boxes,
     check_all_raise,
     chunks,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import (
+from tests.sharded.ranks_and_specs import (
     boxes,
     check_all_raise,
     chunks,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import check_all_raise, on
+from tests.sharded.ranks_and_specs import check_all_raise, on
 from tilework.sharded import RemoteDevice, ShardMetadata, parse_and_validate_remote_device
 
 parse = parse_and_validate_remote_device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import check_all_raise, chunks, on
+from tests.sharded.ranks_and_specs import check_all_raise, chunks, on
 from tilework.sharded import (
     ShardedTensor,
     Sharder,

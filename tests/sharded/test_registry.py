@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sharded.ranks_and_cuts import chunks, cut, grid, numbered, on
+from tests.sharded.ranks_and_specs import chunks, cut, grid, numbered, on
 from tilework.sharded import (
     custom_sharded_op_impl,
     custom_sharding_spec_op,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from tests.sharded.ranks_and_cuts import boxes, chunks, examples, grid, numbered, on, specs
+from tests.sharded.ranks_and_specs import boxes, chunks, examples, grid, numbered, on, specs
 from tilework.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import check_all_raise, chunks, cut, grid, numbered, on
+from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, grid, numbered, on
 from tilework.sharded import (
     ShardedTensor,
     ShardingSpec,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_cuts import (
+from tests.sharded.ranks_and_specs import (
     boxes,
     check_all_raise,
     chunks,

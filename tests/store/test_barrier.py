@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.support import process
+from tests.store.client_process import process
 from tilework.errors import DistError, DistNetworkError, DistStoreError
 from tilework.store import FileStore, HashStore, Store, TCPStore, store_based_barrier
 from tilework.testing.stores import Background

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.store.support import process, processes
+from tests.store.client_process import process, processes
 from tilework.errors import DistNetworkError, DistStoreError, StoreTimeoutError
 from tilework.store import HashStore, PrefixStore, StoreServer, TCPStore, UnixStore, wire
 from tilework.store.wire import Code

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._C._distributed_c10d as c10d
 
-from tests.store.support import process
+from tests.store.client_process import process
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from tilework.store.torch_bridge import TorchStoreAdapter, as_torch_store, connect_to_torch

@@ -12,8 +12,8 @@ from hypothesis import strategies as hs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.sharded.ops.cases import CUTS, RANKS, close, shards_of, values
-from tests.sharded.ranks_and_cuts import check_all_raise, chunks, examples, on, specs
+from tests.sharded.ops.op_checks import CUTS, RANKS, close, shards_of, values
+from tests.sharded.ranks_and_specs import check_all_raise, chunks, examples, on, specs
 from tilework.sharded import ShardedTensor, ShardingSpec
 from tilework.sharded.ops import embedding as embedding_module
 from tilework.sharded.ops import exchange as exchanging

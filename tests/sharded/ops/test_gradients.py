@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from tests.sharded.ops.cases import CUTS, RANKS, SIZE, close, shards_of, values
-from tests.sharded.ranks_and_cuts import check_all_raise, chunks, on
+from tests.sharded.ops.op_checks import CUTS, RANKS, SIZE, close, shards_of, values
+from tests.sharded.ranks_and_specs import check_all_raise, chunks, on
 from tilework.sharded import ShardedTensor, full, ones, zeros
 
 SPEC = CUTS["all on rank 1"]

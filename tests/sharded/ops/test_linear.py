@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
-from tests.sharded.ops.cases import CUTS, RANKS, close, shards_of, values
-from tests.sharded.ranks_and_cuts import check_all_raise, chunks, cut, examples, grid, on, specs
+from tests.sharded.ops.op_checks import CUTS, RANKS, close, shards_of, values
+from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, examples, grid, on, specs
 from tilework.sharded import ShardedTensor, ShardingSpec
 from tilework.sharded.ops import exchange as exchanging
 from tilework.sharded.ops import linear as linear_module

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tilework.distributed as dist
-from tests.sharded.ops.cases import (
+from tests.sharded.ops.op_checks import (
     CUTS,
     RANKS,
     SIZE,
@@ -27,7 +27,7 @@ from tests.sharded.ops.cases import (
     shards_of,
     values,
 )
-from tests.sharded.ranks_and_cuts import boxes, check_all_raise, chunks, examples, grid, on, specs
+from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, examples, grid, on, specs
 from tilework import sharded
 from tilework.sharded import ShardedTensor, empty, ones
 

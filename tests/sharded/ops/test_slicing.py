@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from tests.sharded.ops.cases import CUTS, RANKS, SIZE, check_cuts, check_same, shards_of, values
-from tests.sharded.ranks_and_cuts import check_all_raise, chunks, examples, grid, on, specs
+from tests.sharded.ops.op_checks import CUTS, RANKS, SIZE, check_cuts, check_same, shards_of, values
+from tests.sharded.ranks_and_specs import check_all_raise, chunks, examples, grid, on, specs
 from tilework.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor
 
 _ANY_CUT: dict[str, Callable[[Any], Any]] = {

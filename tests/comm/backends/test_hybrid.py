@@ -1,0 +1,181 @@
+"""Hybrid groups on one machine that pretends to be several hosts. See also test_hybrid_hosts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tilework.comm.backends import hybrid_hosts, shm
+from tilework.comm.backends.hybrid import HybridGroup
+from tilework.comm.backends.hybrid_hosts import Hosts
+from tilework.testing import run_ranks
+from tilework.testing.groups import ProcessGroupContract
+from tilework.testing.groups.agreement import TimeoutSuite
+from tilework.testing.groups.base import GroupSuite, inside
+from tilework.testing.groups.messages import MessageSuite
+from tilework.testing.groups.moves import BroadcastSuite, GatherSuite
+from tilework.testing.groups.reductions import AllReduceSuite, ReduceSuite
+from tilework.testing.groups.values import assert_same, bits, folded, pattern
+from tilework.testing.groups.works import WorkSuite
+
+T = TypeVar("T")
+LIMIT = timedelta(seconds=15)
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_backend_available("hybrid"), reason="the core is not built, or torch has no gloo"
+)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, host_of: Callable[[int], int]) -> None:
+    """Let global rank r believe to be on host ``host_of(r)``."""
+
+    def identity(request: dist.DistributedBackendOptions) -> str:
+        return str(host_of(request.global_ranks_in_group[request.group_rank]))
+
+    monkeypatch.setattr(hybrid_hosts, "host_identity", identity)
+
+
+def hybrid(n: int, fn: Callable[[int], T]) -> list[T]:
+    return run_ranks(n, fn, backend="hybrid", timeout=LIMIT)
+
+
+class OnTwoHosts(GroupSuite):
+    """Ranks alternate between two hosts: neighbours are apart, and odd numbers uneven."""
+
+    group_type = HybridGroup
+
+    @pytest.fixture(autouse=True)
+    def _two_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pretend(monkeypatch, lambda rank: rank % 2)
+
+
+class TestTwoHosts(OnTwoHosts, ProcessGroupContract):
+    world_sizes = (5,)
+    large = 50_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return hybrid(n, fn)
+
+
+class TestTwoHostsBetweenProcesses(OnTwoHosts, AllReduceSuite, MessageSuite, TimeoutSuite):
+    world_sizes = (3,)
+    dtypes = (torch.float32, torch.bfloat16, torch.bool)
+    large = 400_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, kind="processes", backend="hybrid", timeout=LIMIT)
+
+
+class TestThreeHosts(BroadcastSuite, GatherSuite, AllReduceSuite, ReduceSuite, WorkSuite):
+    """Hosts of three, two and one ranks: one lane, and tensors that are reduced in shares."""
+
+    group_type = HybridGroup
+    world_sizes = (6,)
+    dtypes = (torch.float32, torch.int8)
+    large = 50_001
+
+    @pytest.fixture(autouse=True)
+    def _three_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pretend(monkeypatch, lambda rank: {0: 0, 3: 0, 4: 0, 1: 1, 5: 1}.get(rank, 2))
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return hybrid(n, fn)
+
+
+def test_reductions_run_within_hosts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda rank: rank // 2)
+
+    def noise(rank: int) -> torch.Tensor:
+        return torch.randn(9000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+
+    def body(rank: int) -> list[int]:
+        tensor = noise(rank)
+        dist.all_reduce(tensor)
+        by_host = [folded("SUM", [noise(r), noise(r + 1)]) for r in (0, 2, 4)]
+        assert_same(tensor, folded("SUM", by_host))
+        return [int(part) for part in bits(tensor)[:5]]
+
+    assert len(set(map(tuple, hybrid(6, body)))) == 1
+
+
+def test_a_share_of_each_byte_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda rank: rank // 2)
+    n, size = 4, 100_000
+
+    def sent(act: Callable[[], object]) -> int:
+        before = inside(dist.group.WORLD).statistics()["link_bytes"]
+        act()
+        return int(inside(dist.group.WORLD).statistics()["link_bytes"] - before)
+
+    def body(rank: int) -> dict[str, int]:
+        tensor, whole = torch.ones(size), torch.ones(n * size)
+        return {
+            "all_reduce": sent(lambda: dist.all_reduce(tensor)),
+            "broadcast": sent(lambda: dist.broadcast(tensor, src=1)),
+            "reduce": sent(lambda: dist.reduce(tensor, dst=3)),
+            "all_gather": sent(lambda: dist.all_gather_into_tensor(whole, tensor)),
+            "reduce_scatter": sent(lambda: dist.reduce_scatter_tensor(tensor, whole)),
+            "all_to_all": sent(lambda: dist.all_to_all_single(whole, whole)),
+        }
+
+    by_rank = hybrid(n, body)
+    nbytes = 4 * size
+    of_hosts = {
+        name: [sum(by_rank[r][name] for r in host) / nbytes for host in ((0, 1), (2, 3))]
+        for name in by_rank[0]
+    }
+    assert of_hosts == {
+        "all_reduce": [1, 1],
+        "broadcast": [1, 0],
+        "reduce": [1, 0],
+        "all_gather": [2, 2],
+        "reduce_scatter": [2, 2],
+        "all_to_all": [4, 4],
+    }
+
+
+def test_a_sub_group_of_one_host_is_shared_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda rank: rank % 2)
+
+    def body(rank: int) -> tuple[str, bool, float]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        mine = inside(groups[rank % 2])
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=mine)
+        return mine.name(), "link_bytes" in mine.statistics(), tensor.item()
+
+    told = hybrid(4, body)
+    assert told == [("hybrid", False, 2.0 + 2 * (rank % 2)) for rank in range(4)]
+
+
+def test_ranks_that_cannot_share_memory_after_all_are_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, lambda rank: 0)
+
+    def create(request: dist.DistributedBackendOptions, options: object) -> object:
+        if request.group_size > 1:
+            raise shm.CannotShareMemoryError("a wall is between")
+        return shm.create_shm_group(request, options)
+
+    monkeypatch.setattr(hybrid_hosts, "create_shm_group", create)
+
+    def body(rank: int) -> int:
+        tensor = pattern(rank, (300,), torch.float32)
+        dist.all_reduce(tensor)
+        assert_same(tensor, folded("SUM", [pattern(r, (300,), torch.float32) for r in range(3)]))
+        return int(inside(dist.group.WORLD).statistics()["hosts"])
+
+    assert hybrid(3, body) == [3, 3, 3]
+
+
+def test_lanes_are_as_many_as_the_smallest_host_has_ranks() -> None:
+    hosts = [Hosts(((0, 2, 4), (1, 3)), rank) for rank in range(5)]
+    assert [seen.lane for seen in hosts] == [0, 0, 1, 1, None]
+    assert [seen.index for seen in hosts] == [0, 1, 0, 1, 0]
+    assert hosts[2].peer(1) == 3

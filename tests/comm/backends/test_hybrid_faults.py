@@ -1,0 +1,138 @@
+"""Hybrid groups whose ranks die, stop or leave, on one machine that pretends to be two hosts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.comm.backends.test_hybrid import pretend
+from tests.faults.forked_ranks import Crew, Holdings, Say
+from tests.faults.workload import leave, random_steps, until_error
+from tilework.testing.strategies import run_program
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_backend_available("hybrid"), reason="the core is not built, or torch has no gloo"
+)
+
+
+@pytest.fixture(autouse=True)
+def _two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda rank: rank % 2)
+
+
+def join(
+    rank: int, n: int, path: Path, timeout: timedelta = timedelta(seconds=20)
+) -> dist.FileStore:
+    store = dist.FileStore(os.fspath(path), n)
+    dist.init_process_group("hybrid", store=store, rank=rank, world_size=n, timeout=timeout)
+    return store
+
+
+def warm_up(rank: int, path: Path) -> Holdings:
+    """Have a group once, so that only what every further group leaves behind counts."""
+    leave(join(0, 1, path.with_name(f"alone {rank}")))
+    store = join(rank, 4, path.with_name("warm"))
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    leave(store)
+    time.sleep(0.3)
+    return Holdings.now()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kill_9_at_a_random_moment(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    victim = draw.randrange(4)
+
+    def story(rank: int, say: Say) -> None:
+        before = warm_up(rank, tmp_path / "first")
+        store = join(rank, 4, tmp_path / "first")
+        say("ready")
+        say(until_error(lambda turn: run_program(random_steps(4, 1000 * seed + turn), rank)))
+        leave(store)
+        after = Holdings.now()
+        deadline = time.monotonic() + 5  # Gloo's threads take a moment to end
+        while after != before and time.monotonic() < deadline:
+            time.sleep(0.05)
+            after = Holdings.now()
+        say((before, after))
+
+    with Crew(4, story) as crew:
+        for rank in crew:
+            assert rank.hear() == "ready"
+        time.sleep(draw.uniform(0, 0.1))
+        died = crew[victim].kill()
+        for rank in crew.others(victim):
+            heard = rank.hear()
+            assert heard.kind is dist.PeerLostError, heard
+            assert heard.ranks == (victim,), heard
+            assert heard.when - died < 3, heard
+        for rank in crew.others(victim):
+            before, after = rank.hear()
+            assert after == before
+
+
+def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path: Path) -> None:
+    limit = timedelta(seconds=1)
+
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 4, tmp_path / "store", limit)
+        say("ready")
+        say(until_error(lambda turn: dist.barrier()))
+        leave(store)
+
+    with Crew(4, story) as crew:
+        for rank in crew:
+            assert rank.hear() == "ready"
+        stopped = crew[3].kill(signal.SIGSTOP)
+        for rank in crew.others(3):
+            heard = rank.hear()
+            assert heard.kind is dist.CollectiveTimeoutError
+            assert 3 in heard.ranks
+            assert heard.when - stopped < 4
+        crew[3].kill(signal.SIGCONT)
+        assert issubclass(crew[3].hear().kind, dist.DistBackendError)
+
+
+def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 4, tmp_path / "store")
+        dist.barrier()
+        if rank != 2:
+            say(until_error(lambda turn: dist.all_reduce(torch.ones(5, 7))))
+        leave(store)
+
+    with Crew(4, story) as crew:
+        for rank in crew.others(2):
+            heard = rank.hear()
+            assert heard.kind is dist.PeerLostError
+            assert heard.ranks == (2,)
+            assert "all_reduce" in heard.text
+
+
+def test_death_while_a_message_is_awaited_on_another_host(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 2, tmp_path / "store")
+        say("ready")
+        if rank == 1:
+            signal.pause()
+        say(until_error(lambda turn: dist.recv(torch.ones(3), src=1)))
+        leave(store)
+
+    with Crew(2, story) as crew:
+        for rank in crew:
+            rank.hear()
+        time.sleep(0.05)
+        died = crew[1].kill()
+        heard = crew[0].hear()
+        assert heard.kind is dist.PeerLostError
+        assert heard.ranks == (1,)
+        assert heard.when - died < 2

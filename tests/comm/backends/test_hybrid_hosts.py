@@ -1,0 +1,164 @@
+"""Two hosts with a link between them: right results, few bytes, deaths that are noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.faults.forked_ranks import Crew, Say
+from tilework.testing.groups.base import inside
+from tilework.testing.groups.values import Case
+from tilework.testing.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
+from tilework.testing.strategies import OPERATIONS, Program, Step, run_program
+
+WHY_NOT = why_no_hosts()
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.skipif(not dist.is_backend_available("hybrid"), reason="the core is not built"),
+]
+#: Ranks 0 and 1 on one host, 2 and 3 on the other.
+PAIRS = (0, 0, 1, 1)
+Hosts = tuple[Host, Host]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts(mbit=400) as made:
+        yield made
+
+
+@pytest.mark.parametrize("layout", [PAIRS, (0, 1, 0), (1, 0, 0, 0)], ids=str)
+def test_every_operation(hosts: Hosts, layout: tuple[int, ...]) -> None:
+    n = len(layout)
+    steps = tuple(
+        Step(operation, Case(shape, dtype), turn % n, "SUM", async_op=turn % 2 == 0, seed=turn)
+        for turn, (operation, shape, dtype) in enumerate(
+            (operation, shape, dtype)
+            for operation in sorted(OPERATIONS)
+            for shape, dtype in (((3, 7), torch.bfloat16), ((20_001,), torch.float32))
+        )
+    )
+
+    def body(rank: int) -> str:
+        run_program(Program(n, steps), rank)
+        return dist.get_backend()
+
+    assert run_on_hosts(hosts, layout, body, backend=None) == ["hybrid"] * n
+
+
+def test_sub_groups_within_and_across(hosts: Hosts) -> None:
+    def body(rank: int) -> list[float]:
+        sums = []
+        for members in ([0, 1], [2, 3], [0, 2], [1, 2, 3]):
+            group = dist.new_group(members)
+            if rank in members:
+                tensor = torch.full((1000,), 2.0**rank)
+                dist.all_reduce(tensor, group=group)
+                assert len(set(tensor.tolist())) == 1
+                sums.append(tensor[0].item())
+        return sums
+
+    assert run_on_hosts(hosts, PAIRS, body) == [[3, 5], [3, 14], [12, 5, 14], [12, 14]]
+
+
+SIZE = 250_000  # float32: a megabyte
+#: Megabytes that each host has to send.
+MOVES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], tuple[int, int]]] = {
+    "all_reduce": (lambda part, whole: dist.all_reduce(part), (1, 1)),
+    "broadcast": (lambda part, whole: dist.broadcast(part, src=1), (1, 0)),
+    "reduce": (lambda part, whole: dist.reduce(part, dst=1), (0, 1)),
+    "all_gather": (lambda part, whole: dist.all_gather_into_tensor(whole, part), (2, 2)),
+    "reduce_scatter": (lambda part, whole: dist.reduce_scatter_tensor(part, whole), (2, 2)),
+    "all_to_all": (lambda part, whole: dist.all_to_all_single(whole, whole), (4, 4)),
+    "barrier": (lambda part, whole: dist.barrier(), (0, 0)),
+}
+
+
+def test_the_link_carries_what_it_must_and_no_more(hosts: Hosts, tmp_path: Path) -> None:
+    def body(rank: int) -> dict[str, list[int]]:
+        part, whole = torch.ones(SIZE), torch.ones(4 * SIZE)
+        counter = Path("/proc/thread-self/net/dev")
+        sent: dict[str, list[int]] = {}
+        for name, (move, _) in MOVES.items():
+            dist.barrier()
+            time.sleep(0.05)  # until what the barrier itself sent has been counted
+            before = _sent(counter)
+            move(part, whole)
+            dist.barrier()
+            sent[name] = [_sent(counter) - before]
+        return sent
+
+    by_rank = run_on_hosts(hosts, PAIRS, body)
+    for name, (_, must) in MOVES.items():
+        for rank, megabytes in zip((0, 2), must, strict=True):
+            (sent,) = by_rank[rank][name]
+            # Headers of TCP and of the operation, and acknowledgements of what the other sent.
+            least, most = megabytes * 1e6, megabytes * 1.03e6 + 60_000
+            assert least <= sent <= most, (name, rank, sent)
+
+
+def _sent(counter: Path) -> int:
+    """Bytes sent by the interfaces of this thread's network namespace, loopback aside."""
+    lines = [line.split() for line in counter.read_text().splitlines()[2:]]
+    return sum(int(line[9]) for line in lines if line[0] != "lo:")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_killing_a_rank_is_noticed_on_every_host(hosts: Hosts, victim: int) -> None:
+    def story(rank: int, say: Say) -> None:
+        with joined(hosts, PAIRS, rank):
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor)
+            say("ready")
+            try:
+                while True:
+                    dist.all_reduce(tensor)
+            except dist.DistBackendError as error:
+                say((type(error), error.ranks, time.monotonic()))
+            os._exit(0)
+
+    with Crew(4, story) as crew:
+        for rank in crew:
+            assert rank.hear() == "ready"
+        time.sleep(0.1)
+        died = crew[victim].kill(signal.SIGKILL)
+        for rank in crew.others(victim):
+            kind, ranks, when = rank.hear()
+            assert kind is dist.PeerLostError
+            assert ranks == (victim,)
+            assert when - died < 2.5
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_host(hosts: Hosts) -> None:
+    def body(rank: int) -> tuple[str, tuple[int, ...]] | None:
+        group = inside(dist.new_group(timeout=timedelta(seconds=1)))
+        caught = None
+        if rank != 3:
+            with pytest.raises(dist.CollectiveTimeoutError) as raised:
+                dist.all_reduce(torch.ones(5), group=group)
+            caught = (str(raised.value), raised.value.ranks)
+        dist.barrier()
+        return caught
+
+    for told in run_on_hosts(hosts, PAIRS, body)[:3]:
+        assert told is not None
+        assert told[1] == (3,)
+        assert "all_reduce" in told[0]
+
+
+def test_gloo_finds_the_way_by_itself(hosts: Hosts) -> None:
+    def body(rank: int) -> float:
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert run_on_hosts(hosts, PAIRS, body, backend="gloo") == [6.0] * 4

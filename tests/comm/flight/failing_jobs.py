@@ -1,0 +1,79 @@
+"""Ranks in trouble, as processes, and what their flight records tell of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import tilework.distributed as dist
+from tests.faults.forked_ranks import Crew
+from tilework.comm.flight.diagnosis import Finding, diagnose
+from tilework.launch.explain import read
+
+
+@dataclass
+class Scene:
+    """``n`` ranks that run ``story(rank)`` with a default group, and may hang in it."""
+
+    folder: Path
+    n: int
+    story: Callable[[int], object]
+    backend: str = "shm"
+    timeout: timedelta = timedelta(seconds=50)
+    #: What happens to them once all have made the group.
+    then: Callable[[Crew], object] = lambda crew: None
+    #: Who is not asked for a record.
+    unasked: Sequence[int] = field(default=())
+
+    @property
+    def records(self) -> Path:
+        return self.folder / "flight"
+
+    def findings(self, enough: Callable[[list[Finding]], bool]) -> list[Finding]:
+        """Ask the ranks again and again until what they tell is ``enough``."""
+        with Crew(self.n, self._live) as crew:
+            try:
+                for rank in crew:
+                    rank.hear()
+                self.then(crew)
+                return self._ask(crew, enough)
+            finally:
+                for rank in crew:
+                    rank.kill()
+
+    def _live(self, rank: int, say: Callable[[object], None]) -> None:
+        os.environ["TILEWORK_FLIGHT_DIR"] = str(self.records)
+        store = dist.FileStore(str(self.folder / "store"), self.n)
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=self.n, timeout=self.timeout
+        )
+        say("ready")
+        with contextlib.suppress(dist.DistBackendError):
+            self.story(rank)
+        doze()
+
+    def _ask(self, crew: Crew, enough: Callable[[list[Finding]], bool]) -> list[Finding]:
+        deadline = time.monotonic() + 20
+        found: list[Finding] = []
+        while time.monotonic() < deadline:
+            for number, rank in enumerate(crew):
+                if number not in self.unasked:
+                    rank.kill(signal.SIGUSR1)
+            time.sleep(0.1)
+            if self.records.exists():
+                found = diagnose(read(self.records).records)
+                if enough(found):
+                    return found
+        raise AssertionError(f"all that the records tell is {found}")
+
+
+def doze() -> None:
+    """What a rank does that is not to be heard of any more."""
+    while True:
+        time.sleep(1)

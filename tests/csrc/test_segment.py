@@ -1,0 +1,137 @@
+"""Segments: what is accepted, what they cost, and that garbage in them harms nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+from tests.csrc.core_ranks import NONCE, SLOT_BYTES, Rank
+from tilework import _core
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@contextmanager
+def segment(size: int = 2, slot_bytes: int = SLOT_BYTES) -> Iterator[int]:
+    fd = _core.create_segment(size, slot_bytes, NONCE)
+    yield fd
+    os.close(fd)
+
+
+def test_a_segment_is_sealed_and_not_inherited() -> None:
+    with segment() as fd:
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == SEALS
+        assert not os.get_inheritable(fd)
+        status = os.fstat(fd)
+        assert status.st_size >= _core.segment_bytes(2, SLOT_BYTES)  # the rest is room for arenas
+        assert status.st_blocks * 512 <= 4096  # which costs nothing
+
+
+def test_a_large_group_costs_little_until_it_is_used() -> None:
+    with segment(64, _core.DEFAULT_SLOT_BYTES) as fd:
+        groups = [_core.Group(fd, rank, 64, NONCE) for rank in range(64)]
+        assert os.fstat(fd).st_blocks * 512 < 1 << 20
+        for group in groups:
+            group.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "nonce", "said"),
+    [
+        (0, 3, NONCE, "for 2 ranks, not 3"),
+        (2, 2, NONCE, "0 to size - 1"),
+        (-1, 2, NONCE, "0 to size - 1"),
+        (0, 2, b"another", "another group"),
+        (0, 2, b"n" * 100, "at most 64"),
+    ],
+)
+def test_who_does_not_belong_is_refused(rank: int, size: int, nonce: bytes, said: str) -> None:
+    with segment() as fd, pytest.raises(ValueError, match=said):
+        _core.Group(fd, rank, size, nonce)
+
+
+def test_a_rank_can_be_taken_once() -> None:
+    with segment() as fd:
+        group = _core.Group(fd, 0, 2, NONCE)
+        with pytest.raises(ValueError, match=f"rank 0 is already taken, by process {os.getpid()}"):
+            _core.Group(fd, 0, 2, NONCE)
+        group.close()
+
+
+@pytest.mark.parametrize("size", [0, -1, 5000])
+def test_impossible_sizes(size: int) -> None:
+    with pytest.raises(ValueError, match="size"):
+        _core.create_segment(size, SLOT_BYTES, NONCE)
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 100, 4097, 1 << 31])
+def test_impossible_slots(slot_bytes: int) -> None:
+    with pytest.raises(ValueError, match="slot_bytes"):
+        _core.create_segment(2, slot_bytes, NONCE)
+
+
+def test_an_unsealed_or_foreign_file_is_refused() -> None:
+    fd = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _core.segment_bytes(2, SLOT_BYTES))
+    with pytest.raises(ValueError, match="not a sealed memfd"):
+        _core.Group(fd, 0, 2, NONCE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    with pytest.raises(ValueError, match="wrong magic"):
+        _core.Group(fd, 0, 2, NONCE)
+    os.close(fd)
+
+
+def test_another_abi_or_length_is_refused() -> None:
+    with segment() as fd:
+        os.pwrite(fd, (_core.ABI + 1).to_bytes(4, "little"), 8)
+        with pytest.raises(ValueError, match="must run the same tilework"):
+            _core.Group(fd, 0, 2, NONCE)
+        os.pwrite(fd, _core.ABI.to_bytes(4, "little"), 8)
+        os.pwrite(fd, (2 * SLOT_BYTES).to_bytes(8, "little"), 16)
+        with pytest.raises(ValueError, match="wrong length"):
+            _core.Group(fd, 0, 2, NONCE)
+
+
+def scribble(fd: int, draw: random.Random) -> None:
+    """Garbage over everything but what a rank checked when it joined, dense and sparse."""
+    with mmap.mmap(fd, _core.segment_bytes(2, SLOT_BYTES)) as memory:
+        if draw.random() < 0.5:
+            memory[4096:] = draw.randbytes(len(memory) - 4096)
+        else:
+            for _ in range(2000):
+                at = draw.randrange(512, len(memory) // 8) * 8
+                memory[at : at + 8] = draw.choice(
+                    [b"\xff" * 8, (1).to_bytes(8, "little"), draw.randbytes(8), b"\0" * 7 + b"\x7f"]
+                )
+
+
+def attempt(rank: Rank, kind: str) -> None:
+    tensor, parts = torch.zeros(3000), [torch.zeros(10), torch.zeros(2000)]
+    if kind == "recv":
+        rank.irecv(1, tensor, timeout=0.05).wait(-1)
+    elif kind == "all_gather":
+        rank.run(kind, [parts[0]], parts, timeout=0.05)
+    elif kind == "all_reduce":
+        rank.run(kind, [tensor], [tensor], op="sum", timeout=0.05)
+    else:
+        rank.run(kind, [], [tensor], root=1, timeout=0.05)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast", "recv"])
+@pytest.mark.parametrize("seed", range(4))
+def test_garbage_never_crashes_a_reader(seed: int, kind: str) -> None:
+    with segment() as fd:
+        group = _core.Group(fd, 0, 2, NONCE)
+        scribble(fd, random.Random(seed))
+        assert len(group.headers()) == len(group.failure_reports(0.0)) == 2
+        group.aborted()
+        with suppress(_core.Fault):
+            attempt(Rank(group, 0, 2), kind)
+        group.close()

@@ -1,0 +1,148 @@
+"""Garbage written to a segment while ranks use it: an error or an end in time, never a crash."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import resource
+import signal
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.csrc.core_ranks import NONCE, SLOT_BYTES, Rank
+from tilework import _core
+
+RANKS = 3
+#: After the segment's header and ranks' control pages: tables and cursors.
+CONTROL_BYTES = 4096 * (1 + RANKS + 3)
+TELLING = (0, 1, 2, 3, 64, 4096, 128 * 1024, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1)
+KINDS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "barrier")
+#: More memory than ranks need, and less than a wrong size would ask for.
+SPARE_BYTES = 1 << 30
+LIVES_SECONDS = 8.0
+
+
+def play(rank: Rank, seed: int, until: float) -> None:
+    """Random operations, each impatient, whatever comes of them."""
+    draw = random.Random(seed)
+    while time.monotonic() < until:
+        try:
+            play_one(rank, draw)
+        except _core.Fault:
+            if draw.random() < 0.5:
+                return
+
+
+def play_one(rank: Rank, draw: random.Random) -> None:
+    count = draw.choice([1, 700, 5000])
+    tensors = [torch.zeros(count) for _ in range(RANKS)]
+    kind = draw.choice([*KINDS, "send", "recv", "look"])
+    peer = (rank.rank + draw.choice([1, 2])) % RANKS
+    if kind == "send":
+        rank.isend(peer, tensors[0], draw.randrange(2), timeout=0.05).wait(-1)
+    elif kind == "recv":
+        rank.irecv(draw.choice([peer, -1]), tensors[0], draw.randrange(2), timeout=0.05).wait(-1)
+    elif kind == "look":
+        look(rank.group)
+    elif kind == "barrier":
+        rank.run(kind, timeout=0.05)
+    elif kind == "broadcast":
+        rank.run(kind, [], tensors[:1], root=draw.randrange(RANKS), timeout=0.05)
+    elif kind == "all_reduce":
+        rank.submit(kind, tensors[:1], tensors[:1], op="sum", timeout=0.05).wait(-1)
+    else:
+        inputs = tensors if kind != "all_gather" else [torch.ones(count)]
+        outputs = [torch.ones(count) for _ in range(1 if kind == "reduce_scatter" else RANKS)]
+        op = "sum" if kind == "reduce_scatter" else "none"
+        rank.run(kind, inputs, outputs, op=op, timeout=0.05)
+
+
+def look(group: _core.Group) -> None:
+    group.headers()
+    group.aborted()
+    group.failure_reports(0.0)
+    group.statistics()
+
+
+def scribble(memory: mmap.mmap, draw: random.Random, until: float) -> None:
+    """Telling numbers over what ranks decide by; the first page names the group and stays."""
+    while time.monotonic() < until:
+        at = draw.randrange(512, CONTROL_BYTES // 8) * 8
+        if draw.random() < 0.1:
+            at = draw.randrange(16, 512) * 8  # the abort record
+        number = draw.choice([*TELLING, draw.getrandbits(64)])
+        memory[at : at + 8] = number.to_bytes(8, "little")
+        time.sleep(draw.choice([0, 0, 1e-4]))
+
+
+def live_through(seed: int) -> None:
+    """In a child: three ranks, and somebody who scribbles."""
+    fd = _core.create_segment(RANKS, SLOT_BYTES, NONCE)
+    groups = [_core.Group(fd, rank, RANKS, NONCE) for rank in range(RANKS)]
+    until = time.monotonic() + 0.15
+    failures: list[str] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            play(Rank(groups[rank], rank, RANKS), seed * RANKS + rank, until)
+        except BaseException:
+            failures.append(traceback.format_exc())
+
+    with mmap.mmap(fd, _core.segment_bytes(RANKS, SLOT_BYTES)) as memory:
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        scribble(memory, random.Random(seed), until)
+        for thread in threads:
+            thread.join()
+        for group in groups:
+            group.close()
+    assert not failures, "\n".join(failures)
+
+
+def in_a_child(seed: int) -> str:
+    """How a forked child got through it; "" is well."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons: beside torch's threads
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+            resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, used + SPARE_BYTES))
+            live_through(seed)
+            status = 0
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode()[-4000:])
+        finally:
+            os._exit(status)
+    os.close(writer)
+    deadline = time.monotonic() + LIVES_SECONDS
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    said = os.read(reader, 4096).decode(errors="replace")
+    os.close(reader)
+    if not ended:
+        return f"it hung {said}"
+    code = os.waitstatus_to_exitcode(status)
+    return "" if code == 0 else f"it ended with {code}: {said}"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_ranks_get_through_garbage(part: int) -> None:
+    for seed in range(part, 40, 4):
+        assert in_a_child(seed) == "", f"seed {seed}"

@@ -1,4 +1,0 @@
-"""torch's own database of operators and sample arguments, each called on DTensors.
-
-``python -m tests.dtensor.database`` goes through all of it; a part is in the suite.
-"""

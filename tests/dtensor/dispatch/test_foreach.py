@@ -1,0 +1,75 @@
+"""Operators on lists of tensors, of whatever layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dtensor.sharded_values import cut, full
+from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from tilework.testing import run_ranks
+
+torch.manual_seed(3)
+WHOLE = [torch.rand(5, 5) / 2 + 0.2, torch.rand(4, 4) / 2 + 0.2]
+#: What each operator takes after the first list.
+MORE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "copy"), (WHOLE,)),
+    **dict.fromkeys(("addcdiv", "addcmul"), (WHOLE, WHOLE)),
+    **dict.fromkeys(("clamp_max", "clamp_min", "pow", "powsum", "norm"), (2.0,)),
+    "lerp": (WHOLE, 0.25),
+    "mm": (WHOLE,),
+}
+NAMES = sorted(
+    name.removeprefix("_foreach_")
+    for name in dir(torch)
+    if name.startswith("_foreach_") and not name.endswith("_")
+)
+
+
+def test_every_operator_on_lists() -> None:
+    """In one layout, in several at once, and partial."""
+    wanted: dict[str, list[Tensor]] = {}
+    for name in NAMES:
+        copies = [one.clone() for one in WHOLE]
+        wanted[name] = list(getattr(torch, f"_foreach_{name}")(copies, *MORE.get(name, ())))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        terms: list[Any] = [
+            DTensor.from_local(one * (0.25 if rank else 0.75), mesh, [Partial()]) for one in WHOLE
+        ]
+        for lists in (
+            [cut(one, mesh, [Shard(0)]) for one in WHOLE],
+            [cut(WHOLE[0], mesh, [Shard(1)]), cut(WHOLE[1], mesh, [Replicate()])],
+            terms,
+        ):
+            others = [cut(one, mesh, [Replicate()]) for one in WHOLE]
+            for name in NAMES:
+                for second in (lists, others):
+                    more = [second if arg is WHOLE else arg for arg in MORE.get(name, ())]
+                    found = getattr(torch, f"_foreach_{name}")(lists, *more)
+                    for got, want in zip(found, wanted[name], strict=True):
+                        torch.testing.assert_close(full(got), want)
+
+    run_ranks(2, program)
+
+
+def test_operators_that_take_named_tensors_in_any_order() -> None:
+    a, b, c = (torch.rand(4, 3) + 1 for _ in range(3))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, y = cut(a, mesh, [Replicate()]), cut(c, mesh, [Replicate()])
+        terms: Any = DTensor.from_local(b * (0.25 if rank else 0.75), mesh, [Partial()])
+        for function in (torch.addcdiv, torch.addcmul):
+            got = function(x, tensor2=terms, tensor1=y)
+            torch.testing.assert_close(full(got), function(a, tensor2=b, tensor1=c))
+        integers: Any = DTensor.from_local(
+            torch.tensor([2**30 + 1, 70000] if rank else [-(2**30), -69990]), mesh, [Partial()]
+        )
+        assert full(integers.float()).tolist() == [1.0, 10.0]
+        assert full(integers.half()).tolist() == [1.0, 10.0]
+
+    run_ranks(2, program)

@@ -1,0 +1,123 @@
+"""Running cases on ranks as threads, so that what goes wrong in one stops no other."""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tests.dtensor.op_checks import noting_gatherings, run_on, told
+from tests.dtensor.op_db.calls import Case
+from tilework.comm.world import current_world
+from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.testing import run_ranks
+
+#: How long a rank waits for another that went astray.
+_TIMEOUT = timedelta(seconds=25)
+#: Tolerances, relative and absolute: sums in another order differ more than single operators do.
+_TOLERANCE = {
+    torch.float64: (1e-6, 1e-7),
+    torch.complex128: (1e-6, 1e-7),
+    torch.float32: (1e-4, 1e-4),
+    torch.complex64: (1e-4, 1e-4),
+    torch.bfloat16: (5e-2, 1.0),
+    torch.float16: (1e-2, 1e-1),
+}
+
+
+@dataclass
+class Result:
+    """How one case went on one rank."""
+
+    case: Case
+    #: "right", "wrong" (another result than torch's) or "raised".
+    outcome: str
+    why: str = ""
+    gathered: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        case = self.case
+        return (
+            f"{case.operator} ({case.form}, {str(case.dtype)[6:]}, mesh {case.mesh}, "
+            f"{told(case.layouts)}; shapes {[list(t.shape) for t in case.call.tensors]}): "
+            f"{self.outcome}: {self.why}"
+        )
+
+
+class _Lost(Exception):
+    """Ranks are no longer at the same place."""
+
+
+def run_cases(cases: Sequence[Case]) -> list[Result]:
+    """Run cases of one mesh shape, and tell how each went: the worst of all ranks."""
+    found: list[Result] = []
+    while len(found) < len(cases):
+        found += _run_some(cases[len(found) :])
+    return found
+
+
+def _run_some(cases: Sequence[Case]) -> list[Result]:
+    """Run cases until one leaves ranks at different places; at least one."""
+    size = math.prod(cases[0].mesh)
+    meeting = threading.Barrier(size)
+    done: list[list[Result]] = [[] for _ in range(size)]
+
+    def program(rank: int) -> None:
+        torch.set_num_threads(1)
+        mesh = init_device_mesh("cpu", cases[0].mesh)
+        for group in current_world().records:
+            group.set_timeout(_TIMEOUT)
+        for case in cases:
+            done[rank].append(_run(case, mesh))
+            try:
+                meeting.wait(40)
+            except threading.BrokenBarrierError:
+                raise _Lost from None
+            last = [its[len(done[rank]) - 1] for its in done]
+            if len({one.outcome for one in last}) > 1 or any(
+                "CollectiveTimeoutError" in one.why or "PeerLostError" in one.why for one in last
+            ):
+                raise _Lost
+
+    with noting_gatherings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_ranks(size, program, timeout=timedelta(seconds=500), return_exceptions=True)
+    count = max(1, min(map(len, done)))
+    results = []
+    for number in range(count):
+        its = [one[number] for one in done if len(one) > number]
+        worst = next((one for one in its if one.outcome == "wrong"), None)
+        worst = worst or next((one for one in its if one.outcome == "raised"), None)
+        if worst is None:
+            worst = its[0] if len(its) == size else Result(cases[number], "raised", "ranks hang")
+        results.append(worst)
+    return results
+
+
+def _run(case: Case, mesh: DeviceMesh) -> Result:
+    rtol, atol = _TOLERANCE.get(case.dtype, (None, None))
+    try:
+        seen = run_on(case.call, mesh, case.layouts, compare=case.compare, rtol=rtol, atol=atol)
+    except AssertionError as error:
+        return Result(case, "wrong", f"{_first(error)} {_place(error)}")
+    except Exception as error:
+        return Result(case, "raised", f"{type(error).__name__}: {_first(error)} {_place(error)}")
+    return Result(case, "right", gathered=seen.gathered)
+
+
+def _first(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " / ".join(lines[:4])[:600]
+
+
+def _place(error: Exception) -> str:
+    frames: list[Any] = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "tilework" in f.filename] or frames
+    return f"[{ours[-1].filename.rpartition('/')[2]}:{ours[-1].lineno}]" if ours else ""

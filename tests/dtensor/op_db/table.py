@@ -1,0 +1,63 @@
+"""``docs/operators.md``: which operators run on cut tensors, and which gather them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "operators.md"
+NEVER, PARTLY, ALWAYS = "never gathered", "some calls are gathered", "gathered"
+NOT_CALLED = "no sample that torch itself runs"
+
+_HEAD = """\
+# Operators
+
+DTensor takes all operators. Most run on each rank's part of the tensors, or are composed of
+operators that do. For the others the tensors are gathered: the result is right, but every rank
+gets all of the bytes, and a `GatherWarning` tells so once. Which is which was found by calling
+each of the {count} operators of the database that torch has for its own tests with its sample
+arguments, in each of its forms (function, method, in place, `out=`), on meshes of 2 and of 2 x 2
+ranks, cut along the first dim, the last, and at random.
+
+{never} operators were never gathered (a dim that an operator needs whole is, but not the others),
+{partly} for some calls, {always} always; {none} have no samples that can be called here.
+
+`python -m tests.dtensor.op_db --table` writes this file.
+
+| operator | calls | |
+|---|---|---|
+"""
+
+
+def read(document: Path = DOCUMENT) -> dict[str, str]:
+    """What the document says of each operator."""
+    rows = [line.split("|") for line in document.read_text().splitlines() if line.startswith("| `")]
+    return {row[1].strip().strip("`"): row[3].strip() for row in rows}
+
+
+def write(
+    names: Sequence[str], found: Sequence[Mapping[str, Any]], document: Path = DOCUMENT
+) -> None:
+    """Write the document anew, from what calls of all operators came to."""
+    calls: dict[str, list[bool]] = defaultdict(list)
+    for one in found:
+        calls[one["operator"]].append(bool(one.get("gathered")))
+    told = {name: _told(calls[name]) for name in names}
+    counts = Counter(told.values())
+    text = _HEAD.format(
+        count=len(names),
+        never=counts[NEVER],
+        partly=counts[PARTLY],
+        always=counts[ALWAYS],
+        none=counts[NOT_CALLED],
+    )
+    rows = [f"| `{name}` | {len(calls[name])} | {what} |\n" for name, what in told.items()]
+    document.write_text(text + "".join(rows))
+
+
+def _told(gathered: Sequence[bool]) -> str:
+    if not gathered:
+        return NOT_CALLED
+    return PARTLY if any(gathered) and not all(gathered) else ALWAYS if any(gathered) else NEVER

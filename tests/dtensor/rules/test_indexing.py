@@ -1,0 +1,240 @@
+"""Indexing, and operators that read and write elements by index, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dtensor.op_checks import MESHES, Layout, check_op, count_op
+from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor
+from tilework.mesh import init_device_mesh
+from tilework.testing import run_ranks
+
+A = torch.arange(24.0).reshape(4, 6)
+B = torch.arange(60.0).reshape(5, 4, 3)
+LINE = torch.arange(7.0)
+POINT = torch.tensor(3.0)
+ROWS = torch.tensor([3, 0, 0, 2, -1])
+COLUMNS = torch.tensor([0, 1, 4, 5])
+PAIR = torch.tensor([2, 0])
+SQUARE = torch.tensor([[1, 0], [3, 2]])
+MASK = torch.tensor([True, False, True, True])
+WHOLE_MASK = A % 3 == 0
+ALONG_0 = torch.tensor([[0, 1, 2, 3, 0, 1], [2, 2, 0, 0, 1, 3], [1] * 6, [3, 0, 3, 0, 3, 0]])
+ALONG_1 = torch.tensor([[0, 5, 2], [1, 1, 4], [3, 0, 3], [5, 4, 0]])
+
+INDICES: dict[str, Any] = {
+    "number": 0,
+    "last": -1,
+    "range": slice(1, 3),
+    "steps": (slice(None), slice(1, 5, 2)),
+    "numbers": (1, 2),
+    "ellipsis": (Ellipsis, -1),
+    "nothing": slice(3, 1),
+    "new dims": (None, slice(1, None), None, 2),
+    "all": Ellipsis,
+    "tensor": PAIR,
+    "tensor of two dims": SQUARE,
+    "tensor along the last dim": (slice(None), COLUMNS),
+    "tensor and range": (slice(1, None), COLUMNS),
+    "two tensors": (PAIR, PAIR + 1),
+    "tensors that broadcast": (PAIR[:, None], COLUMNS),
+    "tensor and number": (PAIR, 2),
+    "tensor and new dim": (None, PAIR, slice(1, 4)),
+    "list": [0, 2],
+    "lists": ([0, 1], [2, 3]),
+    "mask": MASK,
+    "mask of all dims": WHOLE_MASK,
+    "mask and number": (MASK, 1),
+    "mask of the last dim": (slice(None), torch.tensor([True, False] * 3)),
+    "True": True,
+    "False": False,
+    "no element": torch.zeros(0, dtype=torch.long),
+    "tensor without dims": torch.tensor(2),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indexing(name: str) -> None:
+    index = INDICES[name]
+    mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
+    check_op(lambda x: x[index], A, meshes=[mesh], most=3, gathers=False)
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_writing(name: str) -> None:
+    index = INDICES[name]
+    mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
+
+    def write(x: Tensor, value: Tensor) -> Any:
+        y, z = x.clone(), x.clone()
+        y[index] = value
+        z[index] = 7.5
+        return y, z
+
+    value = torch.randn(A[index].shape, generator=torch.Generator().manual_seed(1))
+    check_op(write, A, value, meshes=[mesh], most=3, gathers=False)
+
+
+Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
+
+READING: dict[str, Case] = {
+    "negative places": (lambda x: x[ROWS], (A,)),
+    "tensors apart": (lambda x: x[PAIR, :, PAIR], (B,)),
+    "tensors apart, of a range": (lambda x: x[PAIR, 1:, 1], (B,)),
+    "DTensors": (lambda x, i, j: x[i[:, None], j], (A, PAIR, COLUMNS)),
+    "a DTensor mask": (lambda x, m: x[m], (A, MASK)),
+    "a mask from values": (lambda x: x[x > 5], (A,)),
+    "True and False": (lambda x: x[ROWS], (A > 7,)),
+    "whole numbers": (lambda x: x[ROWS], (A.long(),)),
+    "a range by tensors": (lambda x: x[torch.tensor(1) :], (A,)),
+    "index_select": (lambda x, i: torch.index_select(x, 1, i), (A, COLUMNS)),
+    "index_select of a point": (lambda x: x.index_select(0, torch.tensor(0)), (POINT,)),
+    "gather": (lambda x, i: x.gather(0, i), (A, ALONG_0)),
+    "gather of fewer": (lambda x, i: torch.gather(x, 1, i), (A, ALONG_1[:2])),
+    "take": (lambda x: x.take(torch.tensor([[0, 5], [23, -1]])), (A,)),
+    "take_along_dim": (lambda x, i: x.take_along_dim(i, 1), (A, ALONG_1)),
+    "take_along_dim of all": (lambda x: x.take_along_dim(torch.tensor([3, 7])), (A,)),
+    "masked_select": (lambda x, m: x.masked_select(m), (A, WHOLE_MASK)),
+    "nonzero": (lambda x: (x.nonzero(), x.nonzero(as_tuple=True)), (WHOLE_MASK,)),
+    "argwhere": (torch.argwhere, (WHOLE_MASK.long(),)),
+    "isin": (torch.isin, (A, LINE)),
+    "one_hot": (lambda x: F.one_hot(x, 6), (COLUMNS,)),
+}
+
+WRITING: dict[str, Case] = {
+    "smaller value": (lambda x, v: _set(x, (slice(None), slice(1, 3)), v), (A, A[:, :1])),
+    "value with more dims": (lambda x, v: _set(x, 1, v), (A, A[:1])),
+    "value of another dtype": (lambda x, v: _set(x, slice(0, 2), v), (A, torch.ones(6).long())),
+    "where a mask from values is True": (lambda x: _set(x, x > 5, 0.0), (A,)),
+    "index_add": (lambda x, s: x.index_add(0, ROWS.abs(), s, alpha=2), (A, A[[0, 1, 2, 3, 0]])),
+    "index_add_": (lambda x, s: x.clone().index_add_(1, PAIR, s), (A, A[:, :2])),
+    "index_copy": (lambda x, s: x.index_copy(0, PAIR, s), (A, A[:2] * 2)),
+    "index_copy_": (lambda x, s: x.clone().index_copy_(1, PAIR, s), (A, A[:, 3:5])),
+    "index_fill": (lambda x: x.index_fill(0, PAIR, 2.5), (A,)),
+    "index_fill_": (lambda x, v: x.clone().index_fill_(1, PAIR, v), (A, POINT)),
+    "index_fill of a point": (lambda x: x.index_fill(0, torch.tensor([0]), 2.5), (POINT,)),
+    "index_put": (lambda x, v: x.index_put((PAIR,), v), (A, A[:2] * 2)),
+    "index_put adds": (
+        lambda x, v: x.index_put((ROWS,), v, accumulate=True),
+        (A, A[[0, 1, 2, 3, 0]]),
+    ),
+    "index_put_ by mask": (lambda x, v: x.clone().index_put_((MASK,), v), (A, A[1:] * 2)),
+    "put": (lambda x, s: x.put(torch.tensor([0, 23, 7]), s), (A, LINE[:3])),
+    "put_ adds": (
+        lambda x, s: x.clone().put_(torch.tensor([0, -1, 0]), s, accumulate=True),
+        (A, LINE[:3]),
+    ),
+    "scatter": (lambda x, i, s: x.scatter(1, i, s), (A, ALONG_1[:, :2], A[:, 2:4] * 2)),
+    "scatter of a number": (lambda x, i: x.clone().scatter_(1, i, 1.5), (A, ALONG_1[:2])),
+    "scatter_add": (lambda x, i, s: x.scatter_add(1, i, s), (A, ALONG_1, A)),
+    "scatter_add_": (lambda x, i, s: x.clone().scatter_add_(0, i, s), (A, ALONG_0, A)),
+    "scatter_reduce": (
+        lambda x, i, s: x.scatter_reduce(0, i, s, "amax", include_self=False),
+        (A, ALONG_0, A + 0.5),
+    ),
+    "diagonal_scatter": (lambda x, s: torch.diagonal_scatter(x, s), (A, LINE[:4])),
+    "select_scatter": (lambda x, s: x.select_scatter(s, 0, 2), (A, LINE[:6])),
+    "slice_scatter": (lambda x, s: x.slice_scatter(s, 1, 2, None, 2), (A, A[:, :2] * 2)),
+    "masked_scatter": (lambda x, m, s: x.masked_scatter(m, s), (A, WHOLE_MASK, A)),
+}
+
+
+def _set(x: Tensor, index: Any, value: Any) -> Tensor:
+    made = x.clone()
+    made[index] = value
+    return made
+
+
+@pytest.mark.parametrize("name", READING | WRITING)
+def test_operators(name: str) -> None:
+    fn, args = (READING | WRITING)[name]
+    mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
+    check_op(fn, *args, meshes=[mesh], most=3, gathers=False)
+
+
+@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+def test_index_reduce(reduce: str) -> None:
+    check_op(
+        lambda x, s: x.index_reduce(0, ROWS.abs(), s, reduce),
+        A + 1,
+        torch.arange(1.0, 31.0).reshape(5, 6),
+        meshes=[(2,)],
+        most=4,
+        gathers=False,
+    )
+
+
+def test_several_axes_on_the_written_dim() -> None:
+    """Where what is written cannot be told by placements."""
+    both = [Layout((Shard(0), Shard(0))), Layout((Shard(0), Shard(0)), (1, 0))]
+    rows = torch.arange(20.0).reshape(10, 2)
+    check_op(
+        lambda x: (_set(x, slice(1, 8), 3.0), _set(x, 4, x[9]), x[2:9:3]),
+        rows,
+        meshes=[(2, 2)],
+        layouts=lambda _: [[one] for one in both],
+    )
+
+
+# -- what moves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "placements"),
+    [
+        (lambda x: x[:, COLUMNS], (Shard(0),)),
+        (lambda x: x.gather(1, ALONG_1), (Shard(0),)),
+        (lambda x: _set(x, slice(1, 3), 2.0), (Shard(0),)),
+        (lambda x: _set(x, 2, 2.0), (Shard(0),)),
+        (lambda x: _set(x, PAIR, 2.0), (Shard(0),)),
+        (lambda x: x.index_fill(0, PAIR, 2.0), (Shard(0),)),
+        (lambda x: x.index_add(0, PAIR, torch.ones(2, 6)), (Shard(0),)),
+        (lambda x: x.scatter(0, ALONG_0, 1.0), (Shard(0),)),
+    ],
+)
+def test_nothing_moves(fn: Callable[[Tensor], Tensor], placements: Any) -> None:
+    seen = count_op(fn, A, layouts=[[Shard(0)]])
+    assert seen.forward == seen.backward == seen.gathered == []
+    assert seen.placements == [placements]
+
+
+def test_elements_of_a_large_cut_dim_are_in_terms() -> None:
+    table = torch.arange(40_000.0).reshape(10_000, 4)
+    seen = count_op(lambda x: x[PAIR], table, layouts=[[Shard(0)]])
+    assert seen.placements == [(Partial(),)]
+    assert seen.forward == seen.backward == []
+
+
+# -- what is wrong ---------------------------------------------------------------------------
+
+
+def test_places_outside_of_the_tensor() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(A, mesh, [Shard(0)], src_data_rank=None)
+        wrong: Any
+        for wrong in (torch.tensor([0, 4]), 4, -5, (1, 2, 3)):
+            with pytest.raises(IndexError):
+                x[wrong]
+        with pytest.raises(IndexError, match="mask"):
+            x[torch.ones(3, dtype=torch.bool)]
+        assert torch.equal(x.full_tensor(), A)
+
+    run_ranks(2, program)
+
+
+def test_a_plain_tensor_gets_no_values_of_a_dtensor() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(A, mesh, [Replicate()], src_data_rank=None)
+        with pytest.raises(TypeError, match="would write to a plain tensor"):
+            A.clone()[0] = x[0]
+
+    run_ranks(2, program)

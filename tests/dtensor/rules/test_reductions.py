@@ -1,0 +1,344 @@
+"""Reductions, extrema, statistics, norms, softmax, sorting: over whole and cut dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dtensor.op_checks import count_op
+from tests.dtensor.rules.test_elementwise import check, together
+from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor
+from tilework.mesh import init_device_mesh
+from tilework.testing import run_ranks
+
+vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
+matrix_norm: Callable[..., Tensor] = torch.linalg.matrix_norm
+
+A = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+#: With equal elements, zeros among them.
+TIES = torch.tensor([[1, 0, 2], [0, 0, 2], [1, 0, 2], [0, 0, 1]], dtype=torch.float64)
+CUBE = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def over_dims(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Over all dims, one, several, none; with and without them left."""
+    return together(
+        function,
+        lambda x: function(x, 0),
+        lambda x: function(x, dim=-1, keepdim=True),
+        lambda x: function(x, dim=(0, 1)),
+        lambda x: function(x, dim=(1, 0), keepdim=True),
+        lambda x: function(x, dim=[-1]),
+    )
+
+
+@pytest.mark.parametrize("shape", [A.shape, (2, 1, 3), (0, 3)])
+def test_sums(shape: Sequence[int]) -> None:
+    names = ("sum", "nansum", "mean", "nanmean")
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    check(
+        together(*[over_dims(getattr(torch, name)) for name in names]),
+        tensor,
+    )
+
+
+def test_sums_of_other_kinds() -> None:
+    check(
+        together(
+            lambda x: x.sum(0, dtype=torch.float32),
+            lambda x: x.sum(axis=1, keepdims=True),
+            lambda x: (x > 0).sum(),
+            lambda x: x.long().mean(1, dtype=torch.float64),
+            *(torch.prod, lambda x: torch.prod(x, 0), lambda x: x.prod(1, keepdim=True)),
+            *(torch.trace, lambda x: torch.trace(x.T), lambda x: torch.trace((4 * x).long())),
+        ),
+        A,
+    )
+    check(over_dims(torch.all), TIES > 0)
+    check(over_dims(torch.any), TIES)
+    check(together(torch.count_nonzero, lambda x: x.count_nonzero(0)), TIES)
+
+
+def test_a_product_with_zeros_has_gradients() -> None:
+    check(together(torch.prod, lambda x: x.prod(0)), TIES)
+
+
+def test_a_mean_of_half_precision_does_not_overflow() -> None:
+    tensor = torch.full((6, 3), 40_000.0).half()
+    check(together(torch.mean, lambda x: x.mean(0)), tensor, partial=())
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extrema_share_gradients_as_plain_torch(name: str) -> None:
+    one = getattr(torch, name)
+    check(
+        together(
+            *(over_dims(getattr(torch, f"a{name}")), one),
+            *(lambda x: one(x, 0), lambda x: one(x, dim=1, keepdim=True)),
+            *(lambda x: torch.aminmax(x), lambda x: torch.aminmax(x, dim=0, keepdim=True)),
+            *(lambda x: one(x.long(), 0), lambda x: one(x > 0, 1), lambda x: one(x > 0)),
+        ),
+        TIES,
+    )
+
+
+def test_where_extrema_are() -> None:
+    check(
+        together(
+            *(torch.argmax, torch.argmin, lambda x: x.argmax(keepdim=True)),
+            *(lambda x: x.argmax(0), lambda x: x.argmin(1, keepdim=True)),
+            lambda x: x.long().argmax(0),
+        ),
+        TIES,
+    )
+
+
+def test_extrema_of_nan() -> None:
+    nan = torch.tensor([[1, math.nan, 0], [2, 2, 0], [2, math.nan, -math.inf]])
+    check(
+        together(
+            *(torch.amax, lambda x: x.amax(0), torch.max, lambda x: x.max(0), torch.argmax),
+            *(lambda x: x.min(1), lambda x: x.argmin(0)),
+        ),
+        nan,
+        partial=(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("tensor", [A, A[:1], TIES])
+def test_spread(tensor: Tensor) -> None:
+    check(
+        together(
+            over_dims(torch.var),
+            *(torch.std, lambda x: x.std(0, keepdim=True), lambda x: x.var(False)),
+            *(lambda x: x.var(0, correction=0), lambda x: x.var(1, False, True)),
+            *(lambda x: torch.var_mean(x, 0), lambda x: torch.std_mean(x, (0, 1), keepdim=True)),
+        ),
+        tensor,
+    )
+
+
+def test_spread_of_complex_and_of_low_precision() -> None:
+    check(lambda x: torch.var(x, 0), torch.complex(A, A + 1))
+    check(
+        together(lambda x: x.var(0), lambda x: x.std()),
+        A.bfloat16(),
+        partial=(),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+
+
+def test_norms_of_vectors() -> None:
+    orders = (2, 1, 0, 0.5, 3, math.inf, -math.inf)
+    check(
+        together(
+            *[lambda x, order=order: vector_norm(x, order, 0) for order in orders],
+            *[lambda x, order=order: vector_norm(x, order, keepdim=True) for order in orders],
+            *(torch.norm, lambda x: x.norm(3, (0, 1), True), lambda x: x.norm(dim=1)),
+            *(lambda x: torch.linalg.norm(x), lambda x: torch.linalg.norm(x, dim=0)),
+            lambda x: vector_norm(x.float(), dtype=torch.float64),
+        ),
+        TIES,
+        partial=(),
+    )
+    check(
+        together(lambda x: vector_norm(x, -1, 0), lambda x: vector_norm(x, -2)),
+        TIES,
+        partial=(),
+    )
+    check(lambda x: vector_norm(x, -1, 0), A)
+    check(lambda x: vector_norm(x, 2, 0), torch.complex(A, A + 1))
+
+
+def test_norms_of_matrices() -> None:
+    orders = ("fro", "nuc", 1, -1, 2, -2, math.inf, -math.inf)
+    check(
+        together(
+            *[lambda x, order=order: matrix_norm(x, order) for order in orders],
+            *[lambda x, order=order: torch.linalg.norm(x, order, (0, 1), True) for order in orders],
+        ),
+        CUBE,
+    )
+
+
+def test_distances() -> None:
+    check(
+        together(
+            *(torch.dist, F.pairwise_distance, lambda x, y: torch.dist(x, y, 1)),
+            *(F.cosine_similarity, lambda x, y: F.cosine_similarity(x, y, 0)),
+            *(lambda x, y: F.normalize(x * y, dim=0), lambda x, y: (x * y).renorm_(2, 0, 1.0)),
+        ),
+        *(A, A.flip(0) + 0.25),
+    )
+
+
+def test_likeness_of_what_is_broadcast() -> None:
+    x, y = A[None], A[:2, None] + 0.5
+    check(together(F.cosine_similarity, lambda x, y: F.cosine_similarity(x, y, dim=0)), *(x, y))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_softmax(dim: int) -> None:
+    check(
+        together(
+            *(
+                lambda x: F.softmax(x, dim),
+                lambda x: x.log_softmax(dim),
+                lambda x: F.softmin(x, dim),
+            ),
+            *(lambda x: torch.softmax(x.float(), dim, torch.float64),),
+            *(lambda x: x.logsumexp(dim), lambda x: torch.logsumexp(x, (0, 1), keepdim=True)),
+        ),
+        *(A * 100,),
+    )
+    rows = torch.tensor([[-math.inf, math.inf, 1], [-math.inf, 2, 3], [-math.inf, 0, 1]])
+    check(lambda x: torch.logsumexp(x, dim), rows, partial=())
+    check(
+        lambda x: F.softmax(x, dim),
+        A.bfloat16(),
+        partial=(),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_along_a_dim(dim: int) -> None:
+    check(
+        together(
+            *[
+                lambda x, name=name: getattr(torch, name)(x, dim=dim)
+                for name in (
+                    *("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"),
+                    *("diff", "median", "nanmedian", "mode"),
+                )
+            ],
+            *(lambda x: torch.topk(x, 2, dim), lambda x: torch.kthvalue(x, 2, dim, True)),
+            *(lambda x: x.sort(stable=True, dim=dim, descending=True), torch.msort),
+            *(lambda x: torch.trapezoid(x, dim=dim), lambda x: x.quantile(0.3, dim, True)),
+            lambda x: torch.cumulative_trapezoid(x, dx=0.5, dim=dim),
+            *(lambda x: (x * 1).cumsum_(dim), lambda x: (x * 1).cumprod_(dim)),
+            *(lambda x: x.long().cumsum(dim), lambda x: torch.gradient(x, dim=dim)),
+        ),
+        A,
+    )
+
+
+def test_rows_with_other_tensors() -> None:
+    check(
+        together(
+            *(lambda x, q: x.quantile(q, 0), lambda x, q: x.nanquantile(q, 1, keepdim=True)),
+            lambda x, q: torch.trapezoid(x, torch.cat([q, q.sum()[None]]), dim=1),
+            *(lambda x, q: torch.diff(x, prepend=x), lambda x, q: torch.trapezoid(x, x + 1)),
+            *(lambda x, q: torch.bucketize(x, q), lambda x, q: torch.searchsorted(q, x)),
+            lambda x, q: torch.searchsorted(x.sort(1)[0], x),
+        ),
+        *(A, torch.tensor([0.1, 0.7], dtype=torch.float64)),
+    )
+
+
+def test_counts() -> None:
+    numbers, weights = torch.tensor([3, 1, 5, 1, 0, 3, 3]), torch.rand(7, dtype=torch.float64)
+    check(together(torch.bincount, lambda x: torch.bincount(x, minlength=9)), numbers)
+    check(torch.bincount, numbers, weights, partial=())
+    check(
+        together(lambda x: x.histc(4), lambda x: x.histc(4, 0, 3)),
+        TIES,
+        partial=(),
+    )
+
+
+def test_one_answer() -> None:
+    check(
+        together(
+            *(torch.equal, torch.allclose, lambda x, y: torch.equal(x, y[:2])),
+            *(lambda x, y: torch.allclose(x, y + 1e-9), lambda x, y: torch.equal(x, y + 1)),
+            *(lambda x, y: x.sum().item() > 0, lambda x, y: bool((x == y).all())),
+            *(
+                lambda x, y: int(x.max()),
+                lambda x, y: float(x[0, 0]),
+                lambda x, y: x.max().is_nonzero(),
+            ),
+        ),
+        *(TIES, TIES.clone()),
+        grads=False,
+        partial=(),
+    )
+
+
+def test_several_elements_are_no_number() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(A, mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="15 elements cannot be converted to Scalar"):
+            tensor.item()
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            bool(tensor)
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            tensor.sum(2)
+
+    run_ranks(2, program)
+
+
+def test_the_rest_stays_cut() -> None:
+    seen = count_op(
+        together(
+            *(
+                lambda x: x.sum(1),
+                lambda x: x.max(1)[0],
+                lambda x: x.var(1),
+                lambda x: x.sort(1)[0],
+            ),
+            *(lambda x: x.softmax(1), lambda x: x.norm(dim=1), lambda x: x.argmax(1)),
+        ),
+        A,
+        layouts=[[Shard(0)]],
+    )
+    assert seen.forward == seen.backward == []
+    assert set(seen.placements) == {(Shard(0),)}
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x: x.sum(0), 0),
+        (lambda x: x.mean(0), 0),
+        (lambda x: x.var(0), 1),
+        (lambda x: x.std(0), 2),
+        (lambda x: torch.var_mean(x, 0), 1),
+        (lambda x: x.detach().amax(0), 0),
+        (lambda x: x.amax(0), 2),
+        (lambda x: x.max(0), 2),
+        (lambda x: x.argmax(0), 2),
+        (lambda x: x.softmax(0), 2),
+        (lambda x: x.log_softmax(0), 2),
+        (lambda x: x.logsumexp(0), 2),
+        (lambda x: x.norm(dim=0), 1),
+        (lambda x: x.cumsum(0), 1),
+        (lambda x: x.cumprod(0), 1),
+    ],
+)
+def test_few_small_reductions(function: Callable[..., Any], count: int) -> None:
+    seen = count_op(function, A, layouts=[[Shard(0)]])
+    assert seen.forward == ["all_reduce"] * count
+    assert len(seen.backward) <= 2
+
+
+def test_sums_pass_through_what_is_linear() -> None:
+    seen = count_op(
+        together(lambda x: x.sum(0), torch.mean, lambda x: x.cumsum(0), torch.trace, torch.diff),
+        A,
+        layouts=[[Partial()]],
+    )
+    assert seen.forward == []
+    assert set(seen.placements) == {(Partial(),)}
+    seen = count_op(lambda x: x.amax(1), A, layouts=[[Replicate()]])
+    assert seen.forward == []

@@ -1,0 +1,187 @@
+"""A rank that dies, is late or calls something else ends the others with an error, never a hang."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import tilework.distributed as tw
+from tests.jobs import Job, Launcher, Rank
+
+#: How soon survivors must have raised, in seconds; most of it is for a machine that is busy.
+SOON = 15.0
+
+
+def join(rank: Rank) -> None:
+    dist.init_process_group(
+        "tilework",
+        init_method=f"file://{rank.folder}/store",
+        rank=rank.number,
+        world_size=rank.size,
+    )
+
+
+def until_it_fails(rank: Rank, model: nn.Module) -> tuple[str, str, float]:
+    """Train for ever; what ended it, and when."""
+    try:
+        while True:
+            model(torch.ones(2, 64)).sum().backward()
+            rank.say.send("stepped")
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic()
+
+
+def ddp(rank: Rank) -> tuple[str, str, float]:
+    join(rank)
+    return until_it_fails(rank, DDP(nn.Linear(64, 64)))
+
+
+def fsdp(rank: Rank) -> tuple[str, str, float]:
+    join(rank)
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    return until_it_fails(rank, model)
+
+
+@pytest.mark.parametrize("program", [ddp, fsdp])
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, program: Any) -> None:
+    with Job(tmp_path, 3, program) as job:
+        for number in range(3):
+            assert job.hear(number) == "stepped"
+        killed = job.kill(1)
+        for number in (0, 2):
+            said: Any = "stepped"
+            while said == "stepped":
+                said = job.hear(number)
+            kind, text, when = said
+            assert when - killed < SOON
+            assert "PeerLostError" in (kind, *text.replace(":", " ").split())
+            assert "rank 1" in text
+
+
+def errors(rank: Rank) -> None:
+    join(rank)
+    pair = dist.new_group([0, 1])
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="AVG"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.AVG)
+    with pytest.raises(ValueError, match="as many elements"):
+        dist.all_gather_into_tensor(torch.empty(3), x)
+    with pytest.raises(ValueError, match="sparse"):
+        dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX)
+    dist.barrier()  # misuse has harmed nothing
+    call = dist.broadcast if rank.number else dist.all_reduce
+    with pytest.raises(
+        tw.CollectiveMismatchError, match=r"(?s)broadcast.*all_reduce|all_reduce.*b"
+    ):
+        call(x, 0) if rank.number else call(x)
+    with pytest.raises(tw.CollectiveMismatchError):  # the group is aborted
+        dist.barrier()
+    with pytest.raises(tw.CollectiveMismatchError):  # through torch's C++
+        functional.all_reduce(torch.ones(1 + rank.number), "sum", pair).sum()
+
+
+def test_errors_keep_their_classes(ranks: Launcher) -> None:
+    ranks(2, errors)
+
+
+def futures(rank: Rank) -> None:
+    join(rank)
+    work = dist.all_reduce(torch.ones(1 + rank.number), async_op=True)
+    assert work is not None
+    future = work.get_future()
+    with pytest.raises(RuntimeError, match="CollectiveMismatchError"):
+        future.wait()
+    with pytest.raises(tw.CollectiveMismatchError):
+        work.wait()
+    assert isinstance(work.exception(), tw.CollectiveMismatchError)
+    assert not work.is_success()
+
+
+def test_futures_fail_by_name(ranks: Launcher) -> None:
+    ranks(2, futures)
+
+
+def too_late(rank: Rank) -> list[tuple[tuple[int, ...], str]]:
+    join(rank)
+    limit = timedelta(seconds=0.5)
+    made_with: Any = dist.new_group(timeout=limit)
+    set_later: Any = dist.new_group()
+    set_later.set_timeout(limit)
+    found = []
+    if rank.number != 1:
+        for group in (made_with, set_later):
+            with pytest.raises(tw.CollectiveTimeoutError) as caught:
+                dist.all_reduce(torch.ones(1), group=group)
+            found.append((caught.value.ranks, str(caught.value)))
+    dist.barrier()
+    return found
+
+
+def test_who_is_late_is_named(ranks: Launcher) -> None:
+    first, late, last = ranks(3, too_late)
+    assert not late
+    for at_fault, text in (*first, *last):
+        assert at_fault == (1,)
+        assert "all_reduce" in text
+        assert "test_work_failures.py" in text  # where it was called, not where torch did
+
+
+def aborted(rank: Rank) -> str:
+    join(rank)
+    group: Any = dist.group.WORLD
+    if rank.number == 0:
+        group.abort()
+        return "rank 0"
+    try:
+        dist.barrier()
+    except tw.PeerLostError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_abort_reaches_every_rank(ranks: Launcher) -> None:
+    assert all("rank 0" in text for text in ranks(3, aborted))
+
+
+def forks(rank: Rank) -> float:
+    join(rank)
+    child = os.fork()
+    if not child:
+        atexit._run_exitfuncs()  # the parent is still in its group
+        os._exit(0)
+    os.waitpid(child, 0)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_a_forked_child_that_ends_is_no_rank(ranks: Launcher) -> None:
+    assert ranks(2, forks) == [2.0, 2.0]
+
+
+def leaves_without_a_word(rank: Rank) -> str:
+    join(rank)
+    if rank.number:
+        return "left"  # neither destroyed nor aborted anything
+    try:
+        dist.all_reduce(torch.ones(1))
+    except tw.PeerLostError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_rank_that_ends_is_noticed(ranks: Launcher) -> None:
+    assert "rank 1" in ranks(2, leaves_without_a_word)[0]
