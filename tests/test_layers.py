@@ -33,6 +33,7 @@ LATE_IMPORTS = {
     "torch.distributed": "slow, and only torch's own engines need it",
     "tilework._core": "optional: not built on every platform",
     "tilework.store.torch_bridge": "needs torch.distributed",
+    "tilework.sharded.remote": "loads RPC and ZeroMQ, and only remote shards need them",
     "tilework.interop": "re-exported by a package below it",
     "tilework.dtensor.dispatch.op_names": "forgets handlers when a rule is registered",
 }

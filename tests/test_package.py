@@ -94,6 +94,19 @@ def test_importing_leaves_slow_modules_alone() -> None:
     assert not slow.intersection(imported)
 
 
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("tilework.dtensor", ("tilework.sharded", "tilework.rpc", "zmq")),
+        ("tilework.sharded", ("tilework.dtensor", "tilework.rpc", "zmq")),
+    ],
+)
+def test_importing_loads_no_more_than_needed(module: str, unneeded: tuple[str, ...]) -> None:
+    imported = fresh_python(f"import sys, {module}; print(*sys.modules)").split()
+    assert module in imported
+    assert not set(unneeded).intersection(imported)
+
+
 def test_what_importing_costs(record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A report, not a limit: seconds depend on the machine. It should be below 0.15."""
     program = (

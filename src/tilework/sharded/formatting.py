@@ -15,23 +15,25 @@ from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata, Tens
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
 from tilework.tiled.picture import Line, Room, draw
 from tilework.tiled.tensor import TiledTensor
+from tilework.tiled.terminal import (
+    COLOURS,
+    StyledLine,
+    bytes_text,
+    coloured_picture,
+    in_columns,
+    print_styled,
+)
 
 if TYPE_CHECKING:
     from tilework.sharded.base import ShardedTensorBase
 
 #: For print(), which does not know the terminal.
 _PLAIN = Room(width=64, height=9, parts=6, slices=2)
-#: Wider pictures are no clearer.
-_WIDTH, _BAR_WIDTH = 90, 20
+#: No bar of the table is longer.
+_BAR_WIDTH = 20
 #: So many owners are listed one by one; of more, neighbours that hold as much are joined.
 _LISTED = 16
-COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
-    "#a6cee3", "#fccde5", "#ccebc5", "#d9c7a0", "#bebada")  # fmt: skip
 _TITLES = ("who", "shards", "bytes", "share")
-#: Text, and rich's name of a style.
-Styled = tuple[str, str]
-#: For outputs that are not in Unicode.
-ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
 
 
 def show(
@@ -61,17 +63,16 @@ def show(
         float32[3] in 2 chunks along dim 0 on ranks 0-1
         ...
     """
-    from rich.console import Console
-    from rich.text import Text
-
     view = _view_of(tensor, size, dtype)
-    console = Console(highlight=False)
-    width = min(console.width, _WIDTH)
-    picture = [_coloured(line, view) for line in view.picture(Room(width, 14, 12, 4))]
-    for line in [[(_headline(view), "bold")], [], *picture, [], *_table(view, width)]:
-        if not console.encoding.lower().startswith("utf"):
-            line = [(text.translate(ASCII), style) for text, style in line]
-        console.print(Text.assemble(*line), overflow="fold")
+
+    def render(width: int) -> list[StyledLine]:
+        shards = view.metadata.shards_metadata
+        picture = coloured_picture(
+            view.picture(Room(width, 14, 12, 4)), lambda number: view.colour_of(shards[number])
+        )
+        return [[(_headline(view), "bold")], [], *picture, [], *_table(view, width)]
+
+    print_styled(render)
 
 
 def one_line(tensor: ShardedTensorBase) -> str:
@@ -93,7 +94,7 @@ def as_text(tensor: ShardedTensorBase) -> str:
     """What print() shows of a tensor: one line, the picture, and the bytes of the ranks. Local."""
     view = _view_of(tensor)
     picture = ["".join(text for text, _ in line) for line in view.picture(_PLAIN)]
-    return "\n".join([_headline(view), *picture, f"{size_text(view.total)}: {_loads(view)}"])
+    return "\n".join([_headline(view), *picture, f"{bytes_text(view.total)}: {_loads(view)}"])
 
 
 @dataclass(frozen=True)
@@ -241,60 +242,29 @@ def _loads(view: _View) -> str:
     for owner in view.owners:
         by_load.setdefault(owner.held, []).append(owner)
     if len(by_load) > 4:
-        return f"{size_text(min(by_load))} to {size_text(max(by_load))} on {_names(view.owners)}"
+        return f"{bytes_text(min(by_load))} to {bytes_text(max(by_load))} on {_names(view.owners)}"
     return ", ".join(
-        f"{size_text(n) if n else 'nothing'} on {_names(owners)}" for n, owners in by_load.items()
+        f"{bytes_text(n) if n else 'nothing'} on {_names(owners)}" for n, owners in by_load.items()
     )
-
-
-def size_text(n: float) -> str:
-    """Bytes, as in ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.3g} {unit}" if n < 1000 else f"{n:.0f} {unit}"
-        n /= 1024
-    return f"{n:,.3g} TiB"
 
 
 # -- in colours ----------------------------------------------------------------------------
 
 
-def _coloured(line: Line, view: _View) -> list[Styled]:
-    """A line of the picture."""
-    shards = view.metadata.shards_metadata
-    return [
-        (text, "" if number is None else f"black on {view.colour_of(shards[number])}")
-        for text, number in line
-    ]
-
-
-def _table(view: _View, width: int) -> list[list[Styled]]:
+def _table(view: _View, width: int) -> list[StyledLine]:
     """What each owner has, and bars for the bytes if there is room for them."""
     rows, total = _rows(view.owners), view.total or 1
     told = [_TITLES, *(_told(row, total) for row in rows), _all_told(view)]
     titles, *texts, totals = in_columns(told, width - 4)
     most = max((owner.held for owner in view.owners), default=0) or 1
     room = min(_BAR_WIDTH, width - 6 - len(titles))
-    lines: list[list[Styled]] = [[(f"    {titles}".rstrip(), "bold")]]
+    lines: list[StyledLine] = [[(f"    {titles}".rstrip(), "bold")]]
     for row, text in zip(rows, texts, strict=True):
         colour = view.colour_of(row[0].shards[0]) if row[0].shards and len(row) == 1 else ""
         length = math.ceil(room * max(owner.held for owner in row) / most) if room > 4 else 0
         swatch, bar = "██  " if colour else "    ", f"  {'█' * length}" if length else ""
         lines.append([(swatch, colour), (text if bar else text.rstrip(), ""), (bar, colour)])
     return [*lines, [(f"    {totals}".rstrip(), "bold")]]
-
-
-def in_columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Words below each other, the numbers to the right. What is too wide loses columns."""
-    columns = []
-    for number, words in enumerate(zip(*rows, strict=True)):
-        least = max(map(len, words))
-        aligned = [word.ljust(least) if number < 2 else word.rjust(least) for word in words]
-        columns.append(aligned)
-    for dropped in (3, 1):  # first the shares, then the sizes
-        if sum(2 + len(column[0]) for column in columns) - 2 > width:
-            del columns[dropped]
-    return ["  ".join(words) for words in zip(*columns, strict=True)]
 
 
 def _rows(owners: Sequence[_Owner]) -> list[list[_Owner]]:
@@ -312,16 +282,16 @@ def _told(row: Sequence[_Owner], total: int) -> tuple[str, ...]:
     first, loads = row[0], sorted(owner.held for owner in row)
     if len(row) == 1:
         shares = f"{first.held / total:.1%}"
-        return first.place, _sizes_text(first.sizes), size_text(first.held), shares
+        return first.place, _sizes_text(first.sizes), bytes_text(first.held), shares
     alike = all(owner.sizes == first.sizes for owner in row)
     shards = f"each {_sizes_text(first.sizes)}" if alike else "of several sizes"
-    span = " to ".join(dict.fromkeys((size_text(loads[0]), size_text(loads[-1]))))
+    span = " to ".join(dict.fromkeys((bytes_text(loads[0]), bytes_text(loads[-1]))))
     return (_names(row), shards, f"{span} each", f"{sum(owner.held for owner in row) / total:.1%}")
 
 
 def _all_told(view: _View) -> tuple[str, ...]:
     n, whole = len(view.metadata.shards_metadata), 1 if view.total else 0
-    return "all", f"{n:,} shard{'s' * (n != 1)}", size_text(view.total), f"{whole:.1%}"
+    return "all", f"{n:,} shard{'s' * (n != 1)}", bytes_text(view.total), f"{whole:.1%}"
 
 
 def _sizes_text(sizes: Sequence[tuple[int, ...]]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.comm.agreement import Facts, agree_equal, check_equal
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
-from tilework.sharded import checks, remote
+from tilework.sharded import checks
 from tilework.sharded.metadata import (
     Items,
     Shard,
@@ -19,7 +19,7 @@ from tilework.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from tilework.sharded.placement import places
+from tilework.sharded.placement import check_rrefs, places
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     ShardingSpec,
@@ -44,8 +44,7 @@ def join_shards(
     """See :meth:`ShardedTensor.init_from_local_shards`."""
 
     def make() -> dict[str, Any]:
-        if init_rrefs:
-            remote.check_ready(group)
+        check_rrefs(init_rrefs, group)
         size = checks.flat_size(global_size)
         return {"global_size": list(size), **_facts(local_shards, group)}
 
@@ -72,8 +71,7 @@ def join_tensor(
     shards: list[Shard] = []
 
     def make() -> dict[str, Any]:
-        if init_rrefs:
-            remote.check_ready(group)
+        check_rrefs(init_rrefs, group)
         if local_tensor is not None and not local_tensor.is_contiguous():
             raise ValueError(
                 f"local_tensor is not a contiguous Tensor.: its strides are "

@@ -21,13 +21,13 @@ from tilework.comm.world import (
     resolve,
 )
 from tilework.layout import Tiling
-from tilework.sharded import checks, remote
+from tilework.sharded import checks
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata
-from tilework.sharded.placement import Place, places
-from tilework.sharded.plan_cache import steps_between, whole_on
+from tilework.sharded.placement import Place, check_rrefs, places
 from tilework.sharded.specs import ShardingSpec
 from tilework.tiled.tensor import TiledTensor
+from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 
 if TYPE_CHECKING:
     from tilework.sharded.tensor import ShardedTensor
@@ -81,8 +81,8 @@ def gather(
     agree_equal(facts, group)
     if not real:
         return
-    steps = steps_between(
-        tensor.tiling, whole_on(tuple(tensor.metadata().size), (dst,)), get_rank()
+    steps = transfer_plan(
+        tensor.tiling, replicated_tiling(tuple(tensor.metadata().size), (dst,)), get_rank()
     )
     run_plan(steps, tiles, group, out=into or None, dtype=sent)
     if out is not None and out.data_ptr() != into[0].data_ptr():
@@ -146,7 +146,7 @@ class _Whole(torch.autograd.Function):
         ranks = tuple(get_process_group_ranks(tensor.process_group))
         ctx.boxes = tensor.tiling.boxes_of(get_rank())
         ctx.stand_in = None if ctx.boxes else tiles[0].detach()
-        return _moved(tensor, whole_on(tuple(tensor.shape), ranks))[0]
+        return _moved(tensor, replicated_tiling(tuple(tensor.shape), ranks))[0]
 
     @staticmethod
     @once_differentiable
@@ -166,8 +166,7 @@ def reshard(
     group = tensor.process_group
 
     def make() -> tuple[ShardedTensorMetadata, list[Place]]:
-        if tensor._init_rrefs:
-            remote.check_ready()
+        check_rrefs(tensor._init_rrefs)
         before = tensor.metadata()
         metadata = checks.metadata_by(spec, before.size, before.tensor_properties)
         placed = places(group, metadata.shards_metadata)
@@ -235,7 +234,7 @@ def _carried(
     if like.is_meta:
         sizes = [box.sizes for box in target.boxes_of(get_rank())]
         return [like.new_empty(size) for size in sizes]
-    steps = steps_between(source, target, get_rank())
+    steps = transfer_plan(source, target, get_rank())
     return run_plan(steps, tiles, group, dtype=like.dtype, device=like.device)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from tilework import rpc
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, resolve
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.metadata import ShardMetadata
@@ -70,14 +69,14 @@ def _place(place: RemoteDevice | None, ranks: Collection[int] | None) -> Place:
 
 
 def _rank_of_worker(name: str) -> int:
-    if not rpc.is_initialized():
-        raise RuntimeError(
-            f"RPC framework needs to be initialized to place a shard on worker {name!r}: "
-            f"call tilework.rpc.init_rpc first, or place it by rank ('rank:<rank>/<device>')"
-        )
-    infos = rpc.get_worker_infos()
-    for info in infos:
-        if info.name == name:
-            return info.id
-    names = ", ".join(info.name for info in infos)
-    raise ValueError(f"Invalid worker name: {name!r}; the workers are {names}")
+    from tilework.sharded import remote
+
+    return remote.rank_of_worker(name)
+
+
+def check_rrefs(init_rrefs: bool, group: AnyGroup = None) -> None:
+    """Raise if RRefs to shards are asked for, and the ranks of ``group`` cannot make them."""
+    if init_rrefs:
+        from tilework.sharded import remote
+
+        remote.check_ready(group)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import NonMember, get_process_group_ranks, get_rank
-from tilework.sharded.plan_cache import steps_between
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.transfer_plans import transfer_plan
 
 
 def laid_out_as(source: Tensor, like: ShardedTensor) -> ShardedTensor:
@@ -47,7 +47,7 @@ def _tiles(source: Tensor, like: ShardedTensor) -> list[Tensor]:
             f"ranks {outside} hold shards of the tensor, but are not in the group of ranks "
             f"{members} that is to get it: reshard it onto those first"
         )
-    steps = steps_between(source.tiling, like.tiling, get_rank())
+    steps = transfer_plan(source.tiling, like.tiling, get_rank())
     return run_plan(steps, source.local_tiles(), group, dtype=source.dtype)
 
 

@@ -64,6 +64,26 @@ def check_ready(everyone: AnyGroup = None) -> None:
         )
 
 
+def rank_of_worker(name: str) -> int:
+    """The global rank of the worker of this name.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+        ValueError: No worker has the name.
+    """
+    if not rpc.is_initialized():
+        raise RuntimeError(
+            f"RPC framework needs to be initialized to place a shard on worker {name!r}: "
+            f"call tilework.rpc.init_rpc first, or place it by rank ('rank:<rank>/<device>')"
+        )
+    infos = rpc.get_worker_infos()
+    for info in infos:
+        if info.name == name:
+            return info.id
+    names = ", ".join(info.name for info in infos)
+    raise ValueError(f"Invalid worker name: {name!r}; the workers are {names}")
+
+
 def share(shards: Sequence[Shard]) -> RemoteShards:
     """Exchange RRefs to this rank's shards for those of all others.
 

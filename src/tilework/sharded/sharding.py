@@ -15,9 +15,9 @@ from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, ge
 from tilework.sharded.checks import check_spec
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.placement import parse_and_validate_remote_device
-from tilework.sharded.plan_cache import steps_between, whole_on
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 
 
 class PartialCoverError(NotImplementedError, ValueError):
@@ -220,7 +220,9 @@ class Cut:
             where = tiles[0].device if tiles else torch.device("cpu")
         straight = all(tile.device == where for tile in tiles)
         moved = run_plan(
-            steps_between(whole_on(tuple(tensor.shape), (self.src_rank,)), made.tiling, rank),
+            transfer_plan(
+                replicated_tiling(tuple(tensor.shape), (self.src_rank,)), made.tiling, rank
+            ),
             [tensor] if rank == self.src_rank else [],
             self.group,
             out=tiles if straight else None,

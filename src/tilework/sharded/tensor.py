@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tilework import rpc
 from tilework.comm.world import AnyGroup, get_rank
-from tilework.sharded import checks, from_local_shards, moves, remote, serialization
+from tilework.sharded import checks, from_local_shards, moves, serialization
 from tilework.sharded.base import mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.graph import graph_tiles, keep_stand_in
@@ -23,12 +22,16 @@ from tilework.sharded.metadata import (
     TensorProperties,
     _named_properties,
 )
-from tilework.sharded.placement import places
+from tilework.sharded.placement import check_rrefs, places
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
 )
+
+if TYPE_CHECKING:
+    from tilework.rpc import RRef
+    from tilework.sharded.remote import RemoteShards
 
 
 class ShardedTensor(GroupedTensor):
@@ -69,7 +72,7 @@ class ShardedTensor(GroupedTensor):
     """
 
     _init_rrefs = False
-    _remote: remote.RemoteShards | None = None
+    _remote: RemoteShards | None = None
 
     def __new__(
         cls,
@@ -85,8 +88,7 @@ class ShardedTensor(GroupedTensor):
         fill: Callable[[Shard], object] | None = None,
     ) -> ShardedTensor:
         def make() -> ShardedTensor:
-            if init_rrefs:
-                remote.check_ready()
+            check_rrefs(init_rrefs)
             checks.check_formats(layout, memory_format)
             properties = TensorProperties(
                 dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
@@ -113,6 +115,8 @@ class ShardedTensor(GroupedTensor):
         return made
 
     def _share(self) -> None:
+        from tilework.sharded import remote
+
         self._init_rrefs, self._remote = True, remote.share(self._local_shards)
 
     @classmethod
@@ -198,8 +202,7 @@ class ShardedTensor(GroupedTensor):
         """
 
         def make() -> ShardedTensor:
-            if init_rrefs:
-                remote.check_ready()
+            check_rrefs(init_rrefs)
             metadata = sharded_tensor_metadata
             checks.check_metadata(metadata)
             placed = places(process_group, metadata.shards_metadata)
@@ -280,7 +283,7 @@ class ShardedTensor(GroupedTensor):
             self._share()
         return self
 
-    def remote_shards(self) -> dict[int, list[rpc.RRef[Shard]]]:
+    def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
         """RRefs to the other ranks' shards, by global rank; ranks without shards are left out.
 
         Raises:

@@ -16,8 +16,8 @@ from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, nothing, on_device, wrap
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
-from tilework.sharded.plan_cache import steps_between, whole_on
 from tilework.tiled.tensor import TiledTensor
+from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 
 
 def distribute_tensor(
@@ -170,7 +170,7 @@ def _part(whole: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> T
         mesh, rank = spec.mesh, get_rank()
         local = torch.empty(dual.local_shape, dtype=whole.dtype, device=mesh.device_type)
         run_plan(
-            steps_between(whole_on(spec.shape, (source,)), dual.tiling, rank),
+            transfer_plan(replicated_tiling(spec.shape, (source,)), dual.tiling, rank),
             [on_device(whole, mesh)] if rank == source else [],
             mesh.axes_group(range(mesh.ndim)),
             out=[local],

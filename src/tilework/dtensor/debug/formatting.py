@@ -11,13 +11,19 @@ from tilework.comm.world import get_rank
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box, Partial, Shard
-from tilework.sharded.formatting import ASCII, COLOURS, Styled, in_columns, size_text
 from tilework.tiled.picture import Room, draw
+from tilework.tiled.terminal import (
+    COLOURS,
+    StyledLine,
+    bytes_text,
+    coloured_picture,
+    in_columns,
+    print_styled,
+)
 
 _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 #: So many ranks are listed; of more, the first ones.
 _LISTED = 32
-_WIDTH = 90
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -100,21 +106,16 @@ def show(tensor: DTensorBase) -> None:
     """
     if not isinstance(getattr(tensor, "_spec", None), DTensorSpec):
         raise TypeError(f"show() takes a DTensor, got {type(tensor).__name__}")
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    width = min(console.width, _WIDTH)
-    for line in [
-        [(headline(tensor), "bold")],
-        [],
-        *_picture(tensor._spec, width),
-        [],
-        *_table(tensor, width),
-    ]:
-        if not console.encoding.lower().startswith("utf"):
-            line = [(text.translate(ASCII), style) for text, style in line]
-        console.print(Text.assemble(*line), overflow="fold")
+    spec = tensor._spec
+    print_styled(
+        lambda width: [
+            [(headline(tensor), "bold")],
+            [],
+            *_picture(spec, width),
+            [],
+            *_table(tensor, width),
+        ]
+    )
 
 
 def _holders(spec: DTensorSpec) -> dict[Box, list[list[int]]]:
@@ -125,7 +126,7 @@ def _holders(spec: DTensorSpec) -> dict[Box, list[list[int]]]:
     return found
 
 
-def _picture(spec: DTensorSpec, width: int) -> list[list[Styled]]:
+def _picture(spec: DTensorSpec, width: int) -> list[StyledLine]:
     holders = _holders(spec)
     labels = []
     for terms in holders.values():
@@ -139,16 +140,10 @@ def _picture(spec: DTensorSpec, width: int) -> list[list[Styled]]:
         )
         labels.append((text,))
     lines = draw(spec.shape, list(holders), labels, Room(width, 14, 12, 4))
-    return [
-        [
-            (text, "" if box is None else f"black on {COLOURS[box % len(COLOURS)]}")
-            for text, box in line
-        ]
-        for line in lines
-    ]
+    return coloured_picture(lines, lambda box: COLOURS[box % len(COLOURS)])
 
 
-def _table(tensor: DTensorBase, width: int) -> list[list[Styled]]:
+def _table(tensor: DTensorBase, width: int) -> list[StyledLine]:
     spec = tensor._spec
     mesh, itemsize = spec.mesh.spec, tensor.dtype.itemsize
     boxes = list(_holders(spec))
@@ -160,9 +155,9 @@ def _table(tensor: DTensorBase, width: int) -> list[list[Styled]]:
         box = spec.box_at(coordinate)
         here = " (this)" if rank == get_rank() else ""
         at = " ".join(str(i).rjust(len(name)) for i, name in zip(coordinate, names, strict=True))
-        rows.append((f"{rank}{here}", at, size_text(math.prod(box.sizes) * itemsize), str(box)))
+        rows.append((f"{rank}{here}", at, bytes_text(math.prod(box.sizes) * itemsize), str(box)))
         colours.append(COLOURS[boxes.index(box) % len(COLOURS)] if box in boxes else "")
-    lines: list[list[Styled]] = []
+    lines: list[StyledLine] = []
     for colour, text in zip(colours, in_columns(rows, width - 4), strict=True):
         style = "bold" if not lines else ""
         lines.append([("██  " if colour else "    ", colour), (text.rstrip(), style)])

@@ -20,8 +20,8 @@ from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_process_group_ranks
 from tilework.layout import Box, Tile, Tiling, plan
 from tilework.sharded.ops.tiles import graph_tiles, no_elements
-from tilework.sharded.plan_cache import whole_on
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.transfer_plans import replicated_tiling
 
 
 def agree_on_gradients(
@@ -95,7 +95,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, tensor: ShardedTensor, *tiles: Tensor) -> Tensor:
         group, rank = tensor.process_group, _global_rank(tensor)
         ctx.tensor, ctx.empty = tensor, None if tensor.local_tiles() else tiles[0]
-        target = whole_on(tuple(tensor.shape), tuple(get_process_group_ranks(group)))
+        target = replicated_tiling(tuple(tensor.shape), tuple(get_process_group_ranks(group)))
         steps = plan(tensor.tiling, target, rank)
         return run_plan(steps, tensor.local_tiles(), group, dtype=tensor.dtype)[0]
 
