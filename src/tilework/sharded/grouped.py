@@ -63,16 +63,16 @@ class GroupedTensor(ShardedTensorBase):
         assert isinstance(other, GroupedTensor)
         self._process_group, self._geometry = other._process_group, other._geometry
 
-    def recut(
+    def relaid(
         self: GroupedT,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
-        owners: Sequence[int],
+        geometry: Geometry,
         shards: list[Shard],
     ) -> GroupedT:
         """Another tensor on this one's group, of what the caller knows to fit together. Local."""
         made = self._again(shards, metadata)
-        made._sharding_spec, made._geometry = spec, Geometry(metadata, owners)
+        made._sharding_spec, made._geometry = spec, geometry
         return made
 
     def of_results(

@@ -191,11 +191,23 @@ class ShardedTensorMetadata:
 
 
 class Geometry:
-    """Who holds which shard, by checked metadata. Tensors cut and placed alike share one."""
+    """Who holds which shard, by checked metadata. Tensors cut and placed alike share one.
 
-    def __init__(self, metadata: ShardedTensorMetadata, owners: Sequence[int]) -> None:
+    Args:
+        metadata: The tensor's.
+        owners: The global rank of each shard.
+        results: What is known of operators' results, shared by all tensors made of one.
+    """
+
+    def __init__(
+        self,
+        metadata: ShardedTensorMetadata,
+        owners: Sequence[int],
+        results: dict[Any, Any] | None = None,
+    ) -> None:
         self.metadata = metadata
         self.owners = tuple(owners)
+        self.results: dict[Any, Any] = {} if results is None else results
 
     @cached_property
     def tiling(self) -> Tiling:

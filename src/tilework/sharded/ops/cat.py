@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from tilework.layout import Box
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.dim_ops import CUT, dims_of, first_cut
-from tilework.sharded.ops.tiles import OTHER_LAYOUT, graph_tiles, recut
+from tilework.sharded.ops.dim_ops import SHARDED_DIM, dims_of
+from tilework.sharded.ops.result_layout import ResultLayout, cached, layout_of_boxes, of_tiles
+from tilework.sharded.ops.tiles import OTHER_LAYOUT, graph_tiles
 from tilework.sharded.ops.views import unsqueeze
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.box_propagation import NotLocal, Obstacle, propagate_boxes, shape_of
+from tilework.tiled.factors import DimFactors, Factor, FactorMap, factors_of, term
 
 
 def _joins(func: Callable[..., Any], new_dim: bool) -> Handler:
@@ -32,24 +34,45 @@ def _joins(func: Callable[..., Any], new_dim: bool) -> Handler:
             tensors = [unsqueeze(tensor, dim) for tensor in tensors]
         else:
             dim = (dims_of(tensors[0], dim) or (0,))[0]
-        if any(first_cut(tensor, [dim]) is not None for tensor in tensors):
-            raise unsupported(func, args, kwargs, CUT.format(dim))
-        if any(_beside(t, dim) != _beside(tensors[0], dim) for t in tensors):
-            raise unsupported(func, args, kwargs, OTHER_LAYOUT)
-        return _joined(tensors, dim)
+        layout = _layout(tensors, dim)
+        if isinstance(layout, NotLocal):
+            hint = OTHER_LAYOUT
+            if layout.obstacle is Obstacle.UNSHARDABLE:
+                hint = SHARDED_DIM.format(dim)
+            raise unsupported(func, args, kwargs, hint)
+        return _joined(tensors, dim, layout)
 
     return handler
 
 
-def _beside(tensor: ShardedTensor, dim: int) -> Any:
-    """Who holds what, but for the dim."""
-    boxes = [shard.box for shard in tensor.metadata().shards_metadata]
-    cuts = [_replaced(numbers, dim, 0) for b in boxes for numbers in (b.offsets, b.sizes)]
-    return tensor.process_group, tensor.owners, cuts
+def _layout(tensors: Sequence[ShardedTensor], dim: int) -> ResultLayout | NotLocal:
+    """How tensors lie that are put together along a dim; why they cannot be."""
+    first, tilings = tensors[0], [tensor.tiling for tensor in tensors]
+
+    def evaluate() -> ResultLayout | NotLocal:
+        local = propagate_boxes(_map(tensors, dim), tilings)
+        if isinstance(local, NotLocal):
+            return local
+        size = shape_of(local.map.outputs[0])
+        return layout_of_boxes(first, size, local.boxes())
+
+    if any(tensor.process_group is not first.process_group for tensor in tensors):
+        return NotLocal(Obstacle.MISMATCHED, 0, None)
+    return cached(first, ("cat", dim, *tilings), evaluate)
 
 
-def _joined(tensors: Sequence[ShardedTensor], dim: int) -> ShardedTensor:
-    extent = sum(tensor.shape[dim] for tensor in tensors)
+def _map(tensors: Sequence[ShardedTensor], dim: int) -> FactorMap:
+    """All tensors run over the same factors, but for ``dim``, which each tile needs whole."""
+    others = factors_of(tensors[0].shape)
+
+    def dims(extent: int) -> DimFactors:
+        return term([*others[:dim], Factor(extent, whole=True), *others[dim + 1 :]])
+
+    extents = [tensor.shape[dim] for tensor in tensors]
+    return FactorMap(tuple(map(dims, extents)), (dims(sum(extents)),))
+
+
+def _joined(tensors: Sequence[ShardedTensor], dim: int, layout: ResultLayout) -> ShardedTensor:
     columns = zip(*(graph_tiles(tensor) for tensor in tensors), strict=True)
     held = bool(tensors[0].local_tiles())
     results = [
@@ -57,17 +80,7 @@ def _joined(tensors: Sequence[ShardedTensor], dim: int) -> ShardedTensor:
         for column in columns
     ]
     parts = iter(results)
-    return recut(
-        tensors[0],
-        _replaced(tensors[0].shape, dim, extent),
-        lambda box: Box(box.offsets, _replaced(box.sizes, dim, extent)),
-        lambda tile, box: next(parts),
-        stand_in=results[0],
-    )
-
-
-def _replaced(numbers: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
-    return (*numbers[:dim], value, *numbers[dim + 1 :])
+    return of_tiles(tensors[0], layout, lambda *_: next(parts), stand_in=results[0])
 
 
 TABLE: dict[Callable[..., Any], Handler] = {

@@ -11,14 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.layout import Box
 from tilework.sharded.checks import unsupported
+from tilework.sharded.metadata import ShardMetadata
 from tilework.sharded.ops.elementwise import spellings
-from tilework.sharded.ops.tiles import graph_tiles, recut, sharded_argument, zeros_after
+from tilework.sharded.ops.result_layout import layout_of_result, local_op, of_tiles
+from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.box_propagation import NotLocal
+from tilework.tiled.factors import Factor, FactorMap, term
 
-CUT = "it runs along dims that are not cut: reshard to a spec that leaves dim {} whole"
+SHARDED_DIM = "it runs along dims that are not cut: reshard to a spec that leaves dim {} whole"
 
 #: What keeps a tensor's shape, or changes only the dim's extent, by the arguments after the
 #: tensor; and the dim if none is given.
@@ -66,31 +69,41 @@ def dims_of(tensor: Tensor, given: Any) -> tuple[int, ...] | None:
     return tuple(sorted({dim % ndim for dim in dims})) or None
 
 
-def first_cut(tensor: ShardedTensor, dims: Sequence[int]) -> int | None:
-    """The first of these dims along which a tile has not all."""
-    boxes = [shard.box for shard in tensor.metadata().shards_metadata]
-    cut = (d for d in dims if any(box.sizes[d] != tensor.shape[d] for box in boxes))
-    return next(cut, None)
+def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> FactorMap:
+    """The map of an operator along dims that each tile needs whole.
+
+    Args:
+        shape: The tensor's.
+        dims: Those dims.
+        kept: Whether the result has them too, of whatever size.
+    """
+    inputs = [Factor(size, whole=dim in dims) for dim, size in enumerate(shape)]
+    outputs = [
+        None if dim in dims else factor
+        for dim, factor in enumerate(inputs)
+        if kept or dim not in dims
+    ]
+    return FactorMap((term(inputs),), (term(outputs),))
 
 
 def run_along(
     func: Callable[..., Any],
     tensor: ShardedTensor,
-    dims: Sequence[int],
+    dims: tuple[int, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """``func`` on each tile, where it needs the whole of ``dims``, and of the others nothing."""
-    cut = first_cut(tensor, dims)
-    if cut is not None:
-        raise unsupported(func, (tensor, *args), kwargs, CUT.format(cut))
+    """``func`` on each tile, where it needs all of ``dims``, and of the others nothing."""
+    local = local_op(tensor, ("along", dims), lambda: unsharded(tensor.shape, dims))
+    if isinstance(local, NotLocal):
+        raise unsupported(func, (tensor, *args), kwargs, SHARDED_DIM.format(local.dim))
     tiles = [_with_elements(tensor, tile, dims) for tile in graph_tiles(tensor)]
     results = [func(tile, *args, **kwargs) for tile in tiles]
     if isinstance(results[0], Tensor):
-        return _whole(tensor, dims, results)
-    each = [_whole(tensor, dims, column) for column in zip(*results, strict=True)]
+        return _wrapped(tensor, dims, results)
+    columns = [_wrapped(tensor, dims, column) for column in zip(*results, strict=True)]
     kind = type(results[0])
-    return each if kind is list else tuple(each) if kind is tuple else kind(each)
+    return columns if kind is list else tuple(columns) if kind is tuple else kind(columns)
 
 
 def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[int]) -> Tensor:
@@ -98,30 +111,33 @@ def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[int]) -> 
     if tile.numel():
         return tile
     sizes = enumerate(zip(tile.shape, tensor.shape, strict=True))
-    return zeros_after(tensor, [whole if d in dims else max(n, 1) for d, (n, whole) in sizes])
+    return zeros_after(tensor, [size if d in dims else max(n, 1) for d, (n, size) in sizes])
 
 
-def _whole(tensor: ShardedTensor, dims: Sequence[int], results: Sequence[Tensor]) -> ShardedTensor:
+def _wrapped(
+    tensor: ShardedTensor, dims: tuple[int, ...], results: Sequence[Tensor]
+) -> ShardedTensor:
+    """The sharded tensor of what came of each tile."""
     first = results[0]
     kept = first.dim() == tensor.dim()
+    extents = tuple([first.shape[dim] for dim in dims]) if kept else None
 
-    def changed(numbers: Sequence[int], along: Sequence[int]) -> tuple[int, ...]:
-        """One number per dim of the result: as before, but for ``dims``."""
+    def size() -> list[int]:
         if kept:
-            return tuple(along[d] if d in dims else n for d, n in enumerate(numbers))
-        return tuple(n for d, n in enumerate(numbers) if d not in dims)
+            return [first.shape[d] if d in dims else n for d, n in enumerate(tensor.shape)]
+        return [n for d, n in enumerate(tensor.shape) if d not in dims]
 
-    def place(box: Box) -> Box:
-        offsets = changed(box.offsets, [0] * tensor.dim())
-        return Box(offsets, changed(box.sizes, first.shape))
-
+    layout = layout_of_result(
+        tensor, ("along", dims, extents), lambda: unsharded(tensor.shape, dims, kept), size
+    )
+    assert layout is not None
     parts = iter(results)
 
-    def apply(tile: Tensor, box: Box) -> Tensor:
-        result, sizes = next(parts), place(box).sizes
+    def apply(tile: Tensor, shard: ShardMetadata, sizes: Sequence[int]) -> Tensor:
+        result = next(parts)
         return result if result.shape == sizes else result[tuple(slice(n) for n in sizes)]
 
-    return recut(tensor, changed(tensor.shape, first.shape), place, apply, stand_in=first)
+    return of_tiles(tensor, layout, apply, stand_in=first)
 
 
 def _along(func: Callable[..., Any], names: tuple[str, ...], default: int | None) -> Handler:

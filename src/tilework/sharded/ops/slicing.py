@@ -44,7 +44,7 @@ def _reshapes(func: Callable[..., Any]) -> Handler:
         change = (
             expand if func in (Tensor.expand, torch.broadcast_to, Tensor.broadcast_to) else reshape
         )
-        found = alias(tensor) if size == tensor.shape else change(tensor, size)
+        found = alias(tensor) if size == tensor.shape else change(tensor, tuple(size))
         if found is None:
             hint = "its tiles would be no boxes of the new shape: reshard first"
             raise unsupported(func, args, kwargs, hint)

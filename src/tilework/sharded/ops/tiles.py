@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,17 +12,10 @@ from torch import Tensor
 from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember, current_world, get_rank
-from tilework.layout import Box
 from tilework.sharded import checks
 from tilework.sharded.checks import unsupported
 from tilework.sharded.graph import graph_tiles as graph_tiles
 from tilework.sharded.graph import keep_stand_in as keep_stand_in
-from tilework.sharded.metadata import Items, Shard, ShardedTensorMetadata, ShardMetadata
-from tilework.sharded.specs import (
-    EnumerableShardingSpec,
-    ShardingSpec,
-    infer_sharding_spec_from_shards_metadata,
-)
 from tilework.sharded.tensor import ShardedTensor
 
 OTHER_LAYOUT = (
@@ -34,10 +26,11 @@ PLAIN_OPERAND = "a plain operand must be a number or a tensor without dims: shar
 
 def no_elements(tensor: ShardedTensor, ndim: int = 1) -> Tensor:
     """No elements, but a place in the graph after the tensor's tiles on this rank."""
-    return _emptied(graph_tiles(tensor)[0], ndim)
+    return emptied(graph_tiles(tensor)[0], ndim)
 
 
-def _emptied(tile: Tensor, ndim: int) -> Tensor:
+def emptied(tile: Tensor, ndim: int) -> Tensor:
+    """No elements in so many dims, but a place in the graph after the tile."""
     flat = tile.reshape(-1)[:0]
     return flat.reshape((0,) * ndim) if ndim else flat.sum(dtype=tile.dtype)
 
@@ -64,64 +57,6 @@ def settle(operand: ShardedTensor) -> ShardedTensor:
             Tensor.requires_grad_(operand, requires_grad)
         operand._set_properties(requires_grad=requires_grad)
     return operand
-
-
-def recut(
-    tensor: ShardedTensor,
-    size: Sequence[int],
-    place: Callable[[Box], Box | None],
-    apply: Callable[[Tensor, Box], Tensor],
-    stand_in: Tensor | None = None,
-) -> ShardedTensor:
-    """A tensor whose tiles are made from this one's, each on the rank where it is.
-
-    Args:
-        tensor: The tensor.
-        size: The result's.
-        place: From a tile's box to that of its result; None: nothing is left of it.
-        apply: From a tile and its box to its result.
-        stand_in: What came of this rank's, if it has one and the dtype changes.
-    """
-    metadata = tensor._metadata
-    boxes = [place(shard.box) for shard in metadata.shards_metadata]
-    left = [(i, box) for i, box in enumerate(boxes) if box is not None]
-    shards = [
-        ShardMetadata(box.offsets, box.sizes, metadata.shards_metadata[i].placement)
-        for i, box in left
-    ]
-    described = dict(zip((i for i, _ in left), shards, strict=True))
-    local = [
-        Shard(apply(shard.tensor, shard.metadata.box), described[i])
-        for i, shard in zip(tensor.tiling.of(get_rank()), tensor.local_shards(), strict=True)
-        if i in described
-    ]
-    if local:
-        first = local[0].tensor
-    else:
-        source = graph_tiles(tensor)[0] if stand_in is None else stand_in
-        first = _emptied(source, len(size))
-    properties = replace(
-        metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
-    )
-    whole = replace(
-        metadata,
-        shards_metadata=Items(shards),
-        size=torch.Size(size),
-        tensor_properties=properties,
-    )
-    made = tensor.recut(_spec_of(whole), whole, [tensor.owners[i] for i, _ in left], local)
-    if not local:
-        keep_stand_in(made, first)
-    return made
-
-
-def _spec_of(metadata: ShardedTensorMetadata) -> ShardingSpec:
-    """Chunks, if they come in that order; else the boxes."""
-    shards = metadata.shards_metadata
-    spec = infer_sharding_spec_from_shards_metadata(shards)
-    if spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata == shards:
-        return spec
-    return EnumerableShardingSpec(shards)
 
 
 class _Compared:

@@ -1,28 +1,40 @@
 """Parts of a tensor, and the same elements in another shape: views of the tiles.
 
 Each tile becomes the box that it is of the result, on the rank where it is; nothing is
-communicated. Cut dims can be narrowed, moved and split; they merge with dims that follow them.
+communicated. Sharded dims can be narrowed, moved and split; they merge with dims that follow them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from tilework.layout import Box
-from tilework.sharded.ops.dim_ops import first_cut
-from tilework.sharded.ops.tiles import graph_tiles, recut, wrap
+from tilework.layout.box import Ints
+from tilework.sharded.metadata import ShardMetadata
+from tilework.sharded.ops.result_layout import (
+    ResultLayout,
+    cached,
+    layout_of_boxes,
+    layout_of_result,
+    of_tiles,
+)
+from tilework.sharded.ops.tiles import graph_tiles, wrap
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.box_propagation import within
+from tilework.tiled.factors import Factor, FactorMap, factors_of, term
+from tilework.tiled.regroup import regrouped
+
+#: What a view does to one tile, called with the tile and the size of its result.
+_View = Callable[[Tensor, Ints], Tensor]
 
 
-def _without(numbers: Sequence[int], dim: int) -> tuple[int, ...]:
+def _without(numbers: Sequence[int], dim: int) -> Ints:
     return (*numbers[:dim], *numbers[dim + 1 :])
 
 
-def _with(numbers: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+def _with(numbers: Sequence[int], dim: int, value: int) -> Ints:
     return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
@@ -31,157 +43,109 @@ def alias(tensor: ShardedTensor) -> ShardedTensor:
     return wrap(tensor, [tile.view_as(tile) for tile in graph_tiles(tensor)])
 
 
-def permute(tensor: ShardedTensor, order: Sequence[int]) -> ShardedTensor:
+def _rearranged(
+    tensor: ShardedTensor,
+    key: tuple[object, ...],
+    make: Callable[[], FactorMap],
+    size: Sequence[int],
+    view: _View,
+) -> ShardedTensor | None:
+    """A view by a factor map; None where a tile would be no box of the result."""
+    layout = layout_of_result(tensor, key, make, lambda: size)
+    if layout is None:
+        return None
+    return of_tiles(tensor, layout, lambda tile, _, sizes: view(tile, sizes))
+
+
+def permute(tensor: ShardedTensor, order: Ints) -> ShardedTensor:
     """The dims in another order."""
 
-    def moved(numbers: Sequence[int]) -> tuple[int, ...]:
-        return tuple(numbers[d] for d in order)
+    def make() -> FactorMap:
+        factors = factors_of(tensor.shape)
+        return _moves(factors, [factors[dim] for dim in order])
 
-    return recut(
-        tensor,
-        moved(tensor.shape),
-        lambda box: Box(moved(box.offsets), moved(box.sizes)),
-        lambda tile, box: tile.permute(*order),
-    )
-
-
-def narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
-    """``length`` elements along a dim, from ``start``; tiles without any of them become empty."""
-
-    def span(box: Box) -> tuple[int, int]:
-        """Where the tile's part begins and ends, in the result."""
-        begin = min(max(box.offsets[dim] - start, 0), length)
-        return begin, max(min(box.offsets[dim] + box.sizes[dim] - start, length), begin)
-
-    def place(box: Box) -> Box:
-        begin, end = span(box)
-        return Box(_with(box.offsets, dim, begin), _with(box.sizes, dim, end - begin))
-
-    def apply(tile: Tensor, box: Box) -> Tensor:
-        begin, end = span(box)
-        first = min(max(begin + start - box.offsets[dim], 0), box.sizes[dim])
-        return tile.narrow(dim, first, end - begin)
-
-    return recut(tensor, _with(tensor.shape, dim, length), place, apply)
+    size = [tensor.shape[dim] for dim in order]
+    result = _rearranged(tensor, ("permute", order), make, size, lambda x, _: x.permute(order))
+    assert result is not None
+    return result
 
 
-def select(tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
-    """One element along a dim, without the dim; ranks that have nothing of it hold no shards."""
-
-    def place(box: Box) -> Box | None:
-        if not box.offsets[dim] <= index < box.offsets[dim] + box.sizes[dim]:
-            return None
-        return Box(_without(box.offsets, dim), _without(box.sizes, dim))
-
-    def apply(tile: Tensor, box: Box) -> Tensor:
-        return tile.select(dim, index - box.offsets[dim])
-
-    return recut(tensor, _without(tensor.shape, dim), place, apply)
+def _moves(dims: Sequence[Factor | None], out: Sequence[Factor | None]) -> FactorMap:
+    return FactorMap((term(dims),), (term(out),), moves=True)
 
 
 def unsqueeze(tensor: ShardedTensor, dim: int) -> ShardedTensor:
     """A new dim of one element."""
 
-    def put(numbers: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*numbers[:dim], value, *numbers[dim:])
+    def make() -> FactorMap:
+        factors = factors_of(tensor.shape)
+        return _moves(factors, [*factors[:dim], None, *factors[dim:]])
 
-    return recut(
-        tensor,
-        put(tensor.shape, 1),
-        lambda box: Box(put(box.offsets, 0), put(box.sizes, 1)),
-        lambda tile, box: tile.unsqueeze(dim),
-    )
+    size = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
+    result = _rearranged(tensor, ("unsqueeze", dim), make, size, lambda x, _: x.unsqueeze(dim))
+    assert result is not None
+    return result
 
 
-def expand(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor | None:
+def expand(tensor: ShardedTensor, size: Ints) -> ShardedTensor | None:
     """Dims of one element repeated, without memory; None if a tile has nothing of one."""
-    new = len(size) - tensor.dim()
-    for _ in range(new):
-        tensor = unsqueeze(tensor, 0)
-    wider = [d for d, extent in enumerate(tensor.shape) if size[d] != extent]
-    if first_cut(tensor, wider) is not None:
-        return None
 
-    def widened(sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(size[d] if d in wider else extent for d, extent in enumerate(sizes))
+    def make() -> FactorMap:
+        out = factors_of(size)
+        own = out[len(size) - tensor.dim() :]
+        kept = zip(own, tensor.shape, strict=True)
+        return _moves([factor if factor.size == n else None for factor, n in kept], out)
 
-    return recut(
-        tensor,
-        size,
-        lambda box: Box(box.offsets, widened(box.sizes)),
-        lambda tile, box: tile.expand(widened(box.sizes)),
-    )
+    return _rearranged(tensor, ("expand", size), make, size, lambda x, sizes: x.expand(sizes))
 
 
-class _Group(NamedTuple):
-    """Dims that become other dims of as many elements."""
-
-    old: tuple[int, ...]
-    new: tuple[int, ...]
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
-    """The shortest runs of dims of the same number of elements, of shapes without zeros."""
-    i = j = 0
-    while i < len(old) or j < len(new):
-        a, b, m, n = i, j, 1, 1
-        while True:
-            if m <= n and i < len(old) and (m < n or i == a):
-                m, i = m * old[i], i + 1
-            elif j < len(new):
-                n, j = n * new[j], j + 1
-            else:
-                break
-            if m == n and (j > b or j == len(new)):
-                break
-        yield _Group(tuple(range(a, i)), tuple(range(b, j)))
-
-
-def reshape(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor | None:
+def reshape(tensor: ShardedTensor, size: Ints) -> ShardedTensor | None:
     """The same elements in another shape; None where a tile would be no box of it."""
     if tensor.numel() == 0:
         return None
-    groups = list(_groups(tensor.shape, size))
 
-    def place(box: Box) -> Box | None:
-        offsets, sizes = [0] * len(size), list(size)
-        for group in groups:
-            if not _place_group(box, tensor.shape, size, group, offsets, sizes):
-                return None
-        return Box(tuple(offsets), tuple(sizes))
+    def make() -> FactorMap:
+        befores, afters = regrouped(tensor.shape, size)
+        return FactorMap((tuple(befores),), (tuple(afters),), moves=True)
 
-    boxes = [place(shard.box) for shard in tensor.metadata().shards_metadata]
-    if None in boxes:
-        return None
-    return recut(tensor, size, place, lambda tile, box: tile.reshape(_sizes(place(box))))
+    return _rearranged(tensor, ("reshape", size), make, size, lambda x, sizes: x.reshape(sizes))
 
 
-def _sizes(box: Box | None) -> tuple[int, ...]:
-    assert box is not None
-    return box.sizes
+def narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
+    """``length`` elements along a dim, from ``start``; tiles without any of them become empty."""
+
+    def make() -> ResultLayout:
+        boxes = []
+        for box in _boxes(tensor):
+            begin, count = within(box, dim, start, length)
+            boxes.append(Box(_with(box.offsets, dim, begin), _with(box.sizes, dim, count)))
+        return layout_of_boxes(tensor, _with(tensor.shape, dim, length), boxes)
+
+    def apply(tile: Tensor, shard: ShardMetadata, sizes: Ints) -> Tensor:
+        begin, count = within(shard.box, dim, start, length)
+        first = begin + start - shard.shard_offsets[dim]
+        return tile.narrow(dim, min(max(first, 0), shard.shard_sizes[dim]), count)
+
+    return of_tiles(tensor, cached(tensor, ("narrow", dim, start, length), make), apply)
 
 
-def _place_group(
-    box: Box,
-    old: Sequence[int],
-    new: Sequence[int],
-    group: _Group,
-    offsets: list[int],
-    sizes: list[int],
-) -> bool:
-    """Whether the tile's part of these dims is one of the new ones; then it is noted."""
-    cut = [d for d in group.old if (box.offsets[d], box.sizes[d]) != (0, old[d])]
-    if not cut:
-        return True
-    before = [d for d in group.old if d < cut[0] and old[d] != 1]
-    target = next((d for d in group.new if new[d] != 1), None)
-    if len(cut) > 1 or before or target is None:
-        return False
-    # In elements of the whole group, then in steps along the first of the new dims.
-    inner = math.prod(old[d] for d in group.old if d > cut[0])
-    step = math.prod(new[d] for d in group.new if d > target)
-    if box.offsets[cut[0]] * inner % step or box.sizes[cut[0]] * inner % step:
-        return False
-    offsets[target] = box.offsets[cut[0]] * inner // step
-    sizes[target] = box.sizes[cut[0]] * inner // step
-    return True
+def select(tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
+    """One element along a dim, without the dim; ranks that have nothing of it hold no shards."""
+
+    def make() -> ResultLayout:
+        boxes = [
+            Box(_without(box.offsets, dim), _without(box.sizes, dim))
+            if box.offsets[dim] <= index < box.offsets[dim] + box.sizes[dim]
+            else None
+            for box in _boxes(tensor)
+        ]
+        return layout_of_boxes(tensor, _without(tensor.shape, dim), boxes)
+
+    def apply(tile: Tensor, shard: ShardMetadata, sizes: Ints) -> Tensor:
+        return tile.select(dim, index - shard.shard_offsets[dim])
+
+    return of_tiles(tensor, cached(tensor, ("select", dim, index), make), apply)
+
+
+def _boxes(tensor: ShardedTensor) -> list[Box]:
+    return [shard.box for shard in tensor._metadata.shards_metadata]

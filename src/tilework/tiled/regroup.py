@@ -1,0 +1,98 @@
+"""The factors that two shapes of one tensor have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tilework.tiled.factors import Dim, Factor
+
+
+def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+    """What the dims of two shapes of one tensor run over, when elements keep their order.
+
+    Dims are split and merged from the outermost on, as far as sizes have factors in common. What
+    has none has to be whole.
+
+    Example:
+        >>> regrouped((6, 4, 5), (3, 8, 5))
+        ([(d0=3, d1=2), (d2=4,), (d3=5,)], [(d0=3,), (d1=2, d2=4), (d3=5,)])
+        >>> regrouped((4, 3), (6, 2))
+        ([(d0=2, rest=2!), (rest=3!,)], [(d0=2, rest=3!), (rest=2!,)])
+    """
+    if 0 in old:
+        return _without_elements(old, new)
+    befores, afters = _Side(old), _Side(new)
+    count = 0
+    while befores.go_on(afters):
+        common = math.gcd(befores.rest, afters.rest)
+        if common == 1 and befores.rest != afters.rest:
+            _take_whole(befores, afters)
+            continue
+        factor = Factor(common, f"d{count}", reduce_op=None)
+        count += 1
+        befores.take(factor)
+        afters.take(factor)
+    return befores.dims, afters.dims
+
+
+class _Side:
+    """The dims of one shape, as far as their factors are known."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.dims: list[Dim] = []
+        #: What is left of the dim at hand; 0 if there is none.
+        self.rest = 0
+        self._next()
+
+    def _next(self) -> None:
+        at = len(self.dims)
+        self.rest = self.sizes[at] if at < len(self.sizes) else 0
+        if self.rest:
+            self.dims.append(())
+
+    def take(self, factor: Factor) -> None:
+        """Let the dim at hand run over a factor too."""
+        self.dims[-1] = (*self.dims[-1], factor)
+        self.rest //= factor.size
+        if self.rest == 1:
+            self._next()
+
+    def go_on(self, other: _Side) -> bool:
+        """Whether dims are left on both sides, when those of size 1 on one alone are passed."""
+        for one, its in ((self, other), (other, self)):
+            while one.rest == 1 and its.rest != 1:
+                one._next()
+        return self.rest != 0
+
+
+def _take_whole(befores: _Side, afters: _Side) -> None:
+    """Pass the dims up to where both sides have as many elements again."""
+    had, gets = _whole(befores), _whole(afters)
+    while had != gets:
+        if had < gets:
+            had *= _whole(befores)
+        else:
+            gets *= _whole(afters)
+
+
+def _whole(side: _Side) -> int:
+    """Pass what is left of a dim; how much it was."""
+    size = side.rest
+    side.take(Factor(size, "rest", whole=True))
+    return size
+
+
+def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+    """The same for tensors without elements: dims in common are the first ones."""
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    factors: list[Dim] = [
+        (Factor(size, f"d{i}", reduce_op=None),) for i, size in enumerate(old[:same])
+    ]
+    return (
+        factors + [(Factor(size, "rest", whole=True),) for size in old[same:]],
+        factors + [(Factor(size, "rest", whole=True),) for size in new[same:]],
+    )
