@@ -104,8 +104,8 @@ class Trial:
 
     @property
     def doomed(self) -> tuple[int, ...]:
-        """The groups that must fail; all others must not."""
-        if self.expected is None:
+        """The groups that must fail; all others must not, unless making the groups fails."""
+        if self.expected is None and self.fault.kind not in EARLY:
             return ()
         if self.fault.kind in (*AT_ODDS, "late"):
             return (self.batches[self.fault.at].group,)

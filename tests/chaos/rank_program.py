@@ -134,7 +134,11 @@ class Part:
         self._look()
 
     def _look(self) -> None:
-        """Go on in the doomed groups until each has failed."""
+        """Go on in the doomed groups until each has failed.
+
+        Signals come from another process, which may be late: the ranks may have made their groups
+        and be through with their program when one is killed "while the groups are made".
+        """
         doomed = [g for g in self.trial.doomed if self.rank in self.trial.groups[g]]
         deadline = time.monotonic() + LOOKING_SECONDS
         while time.monotonic() < deadline and any(g not in self.report.heard for g in doomed):

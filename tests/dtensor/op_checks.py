@@ -146,6 +146,11 @@ def distributed(whole: Tensor, mesh: DeviceMesh, layout: Layout, seed: int = 0) 
     return wrap(local.requires_grad_(whole.requires_grad), spec)
 
 
+def partial_tensor(whole: Tensor, mesh: DeviceMesh, op: str = "sum") -> DTensor:
+    """A copy of a tensor, partial along all axes of a mesh."""
+    return distributed(whole, mesh, Layout((Partial(op),) * mesh.ndim))
+
+
 def _term(whole: Tensor, spec: DTensorSpec, seed: int) -> Tensor:
     """This rank's term of the whole value."""
     if not spec.partial_axes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dtensor.construction.test_from_local import LAYOUTS, raised_by_all
+from tests.dtensor.sharded_values import collectives, cut
 from tilework.dtensor import (
     DeviceMesh,
     DTensor,
@@ -387,3 +390,39 @@ def test_recurrent_modules_run_with_what_replaced_their_parameters() -> None:
         assert all(isinstance(one.grad, DTensor) for one in model.parameters())
 
     run_ranks(2, program)
+
+
+def test_full_tensor_on_one_rank_raises_in_time() -> None:
+    """AReaL#187: what all ranks have to do, done by one, is an error and not a hang."""
+
+    def program(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,))
+        x = cut(torch.arange(4.0), mesh, [Shard(0)])
+        x.full_tensor()  # the group is made
+        if rank == 0:
+            with pytest.raises(RuntimeError) as raised:
+                x.full_tensor()
+            return str(raised.value)
+        return ""
+
+    found = run_ranks(2, program, timeout=timedelta(seconds=2), return_exceptions=True)
+    assert "all_gather" in str(found[0]), found
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+EVERY_PLACEMENT: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+
+
+def test_distributing_what_all_ranks_have_moves_nothing() -> None:
+    """pytorch#143883: with ``src_data_rank=None`` nothing is sent, not even a word."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        with collectives() as called:
+            for placements in itertools.product(EVERY_PLACEMENT, repeat=2):
+                distribute_tensor(GRID, mesh, placements, src_data_rank=None)
+        assert called == []
+
+    run_ranks(4, program)

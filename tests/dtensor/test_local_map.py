@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilework.distributed.functional as functional
+from tests.dtensor.sharded_values import cut, same
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -155,5 +156,29 @@ def test_results_are_checked() -> None:
             local_map(lambda _: 1, [Shard(0)])(x)
         with pytest.raises(TypeError, match="returned a Tensor"):
             local_map(lambda x: x, None)(x)
+
+    run_ranks(2, program)
+
+
+def test_gradients_of_mapped_functions_are_those_of_plain_ones() -> None:
+    """autoparallel#515."""
+    x, w = torch.randn(4, 6), torch.randn(6, 4)
+    plain = [one.clone().requires_grad_() for one in (x, w)]
+    (plain[0] @ plain[1]).sin().sum().backward()  # type: ignore[no-untyped-call]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for left, right, out in (
+            (Shard(0), Replicate(), Shard(0)),
+            (Replicate(), Shard(1), Shard(1)),
+            (Shard(1), Shard(0), Partial()),
+            (Replicate(), Replicate(), Replicate()),
+        ):
+            a, b = (cut(one, mesh, [how]) for one, how in ((x, left), (w, right)))
+            a.requires_grad_(), b.requires_grad_()
+            product = local_map(torch.mm, [out], ([left], [right]))
+            product(a, b).sin().sum().backward()
+            same(a.grad, plain[0].grad)
+            same(b.grad, plain[1].grad)
 
     run_ranks(2, program)

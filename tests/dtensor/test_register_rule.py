@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dtensor.op_checks import (
+    noting_gatherings,
+)
+from tests.dtensor.sharded_values import cut, same
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -141,3 +145,46 @@ def test_what_is_no_line_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         register_rule(torch.ops.own.ordered, text)
     assert torch.ops.own.ordered not in RULES
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+torch.library.define("own::scaled", "(Tensor x, *, Tensor scale, int times=1) -> Tensor")
+
+
+@torch.library.impl("own::scaled", "default")
+def _scaled(x: Tensor, *, scale: Tensor, times: int = 1) -> Tensor:
+    return x * scale * times
+
+
+@torch.library.custom_op("own::noted", mutates_args=())
+def _noted(x: Tensor, what: str) -> None:
+    _notes.append((tuple(x.shape), what))
+
+
+@torch.library.custom_op("own::doubled_", mutates_args={"x"})
+def _doubled_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+_notes: list[tuple[tuple[int, ...], str]] = []
+
+
+def test_operators_of_ones_own_take_dtensors() -> None:
+    """pytorch#167977, pytorch#167219: tensors by keyword, no results, written in place."""
+    register_rule(torch.ops.own.scaled, "a b, a b -> a b")
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = cut(GRID, mesh, [Shard(0)])
+        for scale in (cut(GRID, mesh, [Shard(1)]), cut(GRID, mesh, [Shard(0)]), GRID.clone()):
+            same(torch.ops.own.scaled(x, scale=scale, times=3), GRID * GRID * 3)
+        assert torch.ops.own.noted(x, "seen") is None
+        torch.ops.own.doubled_(x)
+        same(x, GRID * 2)
+
+    _notes.clear()
+    with noting_gatherings():
+        run_ranks(2, program)
+    assert _notes == [((4, 6), "seen")] * 2

@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.dtensor.op_checks import Layout, distributed, noting_gatherings, told
-from tilework.dtensor import DTensor
-from tilework.layout import Partial, Placement, Replicate, Shard
-from tilework.mesh import init_device_mesh
+from tests.dtensor.op_checks import (
+    Layout,
+    distributed,
+    noting_gatherings,
+    partial_tensor,
+    told,
+)
+from tests.dtensor.sharded_values import cut
+from tilework.dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 #: Called with a matrix of 4 x 3, a single number, and indices.
@@ -176,3 +188,23 @@ def test_shapes_that_do_not_fit_are_an_error_in_every_layout_on_every_rank() -> 
 
 def _placements(shape: tuple[int, ...]) -> list[Placement]:
     return [Replicate(), *map(Shard, range(len(shape)))]
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_item_of_a_partial_value_is_the_value() -> None:
+    """pytorch#167213: with all that makes a number of a tensor."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = partial_tensor(torch.tensor(3.5), mesh)
+        assert x.item() == float(x) == x.tolist() == 3.5  # type: ignore[comparison-overlap]
+        assert int(x) == 3
+        assert bool(x)
+        assert f"{x:.1f}" == "3.5"
+        assert round(float(x), 1) == 3.5
+        assert cut(GRID, mesh, [Shard(0), Shard(1)]).sum().item() == pytest.approx(GRID.sum())
+        assert [0, 1, 2, 3][partial_tensor(torch.tensor(2), mesh)] == 2
+
+    run_ranks(4, program)

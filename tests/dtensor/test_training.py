@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
+from tests.dtensor.op_checks import (
+    check_op,
+)
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
-from tilework.dtensor import DTensor, Placement, Replicate, Shard, init_device_mesh
+from tilework.dtensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 torch.manual_seed(11)
@@ -319,3 +330,48 @@ def test_accumulation_costs_one_reduction_per_backward() -> None:
             same(param.grad, want.grad)
 
     run_ranks(2, program)
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_norms_of_gradients_are_clipped_as_of_plain_ones() -> None:
+    """pytorch#159856: ``clip_grad_norm_`` where gradients lie in any way."""
+
+    def clipped(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        params = [one.detach().clone().requires_grad_() for one in (w, b)]
+        F.linear(x, *params).square().sum().backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(params, 1.0)
+        return [norm.detach(), *[one.grad for one in params if one.grad is not None]]
+
+    w, b = torch.randn(3, 6), torch.randn(3)
+    check_op(clipped, GRID, w, b, grads=False, most=12, meshes=((2,), (2, 2)), rtol=1e-5, atol=1e-5)
+
+
+EVERY_PLACEMENT: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+
+
+def test_scaled_gradients_are_unscaled_in_every_layout() -> None:
+    """By ``GradScaler``: once, and one rank's overflow makes all ranks skip the step."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in itertools.product(EVERY_PLACEMENT, repeat=2):
+            weight = nn.Parameter(cut(GRID, mesh, placements))
+            optimizer = torch.optim.SGD([weight], 0.5)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            factor = cut(GRID, mesh, placements[::-1])
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.unscale_(optimizer)
+            same(weight.grad, GRID)
+            scaler.step(optimizer)
+            scaler.update()
+            same(weight, GRID / 2)
+            assert weight.grad is not None
+            weight.grad[3, 5] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            same(weight, GRID / 2)
+            assert scaler.get_scale() == 4
+
+    run_ranks(4, program)

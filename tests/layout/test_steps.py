@@ -26,6 +26,7 @@ from tilework.layout import (
     chunk_sizes,
     mesh_tiling,
     redistribution_steps,
+    step_search,
 )
 
 Ints = tuple[int, ...]
@@ -398,3 +399,27 @@ def test_four_axes_are_planned_without_looking_at_all_layouts(
     dims = [Shard(d) for d in range(4)]
     steps((64, 64, 64, 64), (2, 2, 2, 2), [P, P, P, P], dims[::-1])
     assert seen <= 3**4
+
+
+def test_planning_on_four_axes_looks_at_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch#166747: it does not grow exponentially."""
+    seen: list[Any] = []
+    edges = step_search.Space.edges
+
+    def counting(self: step_search.Space, at: Any) -> Iterator[step_search.Edge]:
+        seen.append(at)
+        return edges(self, at)
+
+    monkeypatch.setattr(step_search.Space, "edges", counting)
+    shape, lengths = (64, 64, 64, 64), (2, 2, 2, 2)
+    every = (Shard(0), Shard(1), Shard(2), Shard(3))
+    for source, target in (
+        (every, every[::-1]),
+        (every, (every[1], every[2], every[3], every[0])),
+        ((Shard(0),) * 4, (Shard(1),) * 4),
+        ((Partial(),) * 4, every),
+        ((Partial(), Shard(0), Partial(), Shard(1)), (Shard(1), Shard(0), Shard(0), Replicate())),
+    ):
+        seen.clear()
+        redistribution_steps(shape, lengths, source, target)
+        assert 0 < len(seen) < 2000, (source, target, len(seen))

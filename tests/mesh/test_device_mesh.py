@@ -10,7 +10,12 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.mesh import DeviceMesh, MeshSpec, current_mesh, init_device_mesh
+from tests.dtensor.sharded_values import cut, same
+from tilework.dtensor import (
+    Shard,
+    init_device_mesh,
+)
+from tilework.mesh import DeviceMesh, MeshSpec, current_mesh
 from tilework.testing import run_ranks
 
 
@@ -174,3 +179,24 @@ def test_bad_meshes_raise_on_all_ranks() -> None:
         assert total(None) == 1.0
 
     run_ranks(2, program)
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_meshes_are_sliced_in_any_order_and_flattened() -> None:
+    """pytorch#133193, pytorch#169381: and tensors on what comes of it are right."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+        turned = mesh["tp", "pp"]
+        assert turned.mesh_dim_names == ("tp", "pp")
+        assert turned.mesh.tolist() == [[0, 2], [1, 3]]
+        flat = mesh["pp", "tp"].flatten("all")
+        assert mesh["all"] is flat
+        assert flat.mesh.tolist() == [0, 1, 2, 3]
+        same(cut(GRID, turned, [Shard(0), Shard(1)]) * 2, GRID * 2)
+        same(cut(GRID, flat, [Shard(0)]).sum(0), GRID.sum(0))
+        same(cut(GRID, mesh["tp"], [Shard(1)]).sum(), GRID.sum())
+
+    run_ranks(4, program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,18 @@ dist.all_reduce(x, group=dist.new_group())
 print(f"{{dist.get_backend()}} {{x.item():g}}", flush=True)
 {end}
 """
+#: Nobody but rank 0 serves the store here. It does so until both ranks are through: torch ends the
+#: server with the group, and a rank that is quick to meet again would meet the server that ends.
 SPAWN = """
 import torch.multiprocessing as mp
 
 def main(rank):
     import os
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29876")
+    import torch.distributed as dist
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+    store = dist.TCPStore("127.0.0.1", {port}, is_master=rank == 0, multi_tenant=True)
     {program}
+    store.set("through", "") if rank else store.wait(["through"])
 
 if __name__ == "__main__":
     mp.spawn(main, nprocs=2)
@@ -73,7 +79,9 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def test_spawned(tmp_path: Path) -> None:
     program = PROGRAM.format(backend="tilework", end="dist.destroy_process_group()")
-    done = run(tmp_path, SPAWN.format(program=program.replace("\n", "\n    ")))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    done = run(tmp_path, SPAWN.format(program=program.replace("\n", "\n    "), port=port))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tilework 6") == 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilework.distributed.functional as functional
 from tests.comm.functional import reference as model
 from tests.comm.functional.reference import Case, Tensors, cases
 from tests.hypothesis_settings import examples
 from tilework.comm.functional import running
-from tilework.distributed import functional
 from tilework.testing import run_ranks
 
 LIMIT = timedelta(seconds=15)
@@ -177,3 +177,37 @@ def test_complex_gradients_are_those_of_finite_differences(op: str) -> None:
         for shape in case.shapes
     ]
     assert torch.autograd.gradcheck(lambda *xs: Joint.apply(case, *xs), xs)  # type: ignore[no-untyped-call]
+
+
+def test_gradients_of_collectives_are_the_adjoints() -> None:
+    """pytorch#153016, pytorch#58005: the sum of all ranks' losses, by each rank's input."""
+    xs = [torch.randn(4, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def derivative(program: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+        leaves = [one.clone().requires_grad_() for one in xs]
+        return list(torch.autograd.grad(program(leaves), leaves))
+
+    rows = torch.randn(2, 8)
+    total = derivative(lambda x: (x[0] + x[1]).sin() @ rows[:, :4].sum(0))
+    gathered = derivative(lambda x: torch.cat(x).sin() @ rows.sum(0))
+    scattered = derivative(lambda x: (x[0] + x[1]).sin() @ rows[0, :4])
+    swapped = derivative(lambda x: torch.cat([*x[0].split(2), *x[1].split(2)]).sin() @ rows[0])  # type: ignore[no-untyped-call]
+
+    def program(rank: int) -> None:
+        def grad(fn: Callable[[Tensor], Tensor]) -> Tensor:
+            x = xs[rank].clone().requires_grad_()
+            return torch.autograd.grad(fn(x), x)[0]
+
+        close = torch.testing.assert_close
+        close(grad(lambda x: functional.all_reduce(x).sin() @ rows[rank, :4]), total[rank])
+        whole = grad(lambda x: functional.all_gather_tensor(x, 0).sin() @ rows[rank])
+        close(whole, gathered[rank])
+        mine = rows[0, :4].split(2)[rank]  # type: ignore[no-untyped-call]
+        close(
+            grad(lambda x: functional.reduce_scatter_tensor(x, "sum", 0).sin() @ mine),
+            scattered[rank],
+        )
+        other = torch.cat([part.split(2)[rank] for part in rows[0].split(4)])  # type: ignore[no-untyped-call]
+        close(grad(lambda x: functional.all_to_all_single(x).sin() @ other), swapped[rank])
+
+    run_ranks(2, program)

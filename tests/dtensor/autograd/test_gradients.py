@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.dtensor.op_checks import (
+    check_op,
+)
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
 from tilework.dtensor import (
     DTensor,
@@ -412,3 +415,38 @@ def test_the_gradient_of_a_partial_tensor_keeps_the_order_of_axes() -> None:
         same(x.grad, weight)
 
     run_ranks(8, program)
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_gradients_survive_a_trip_through_local_tensors() -> None:
+    """pytorch#172932: ``from_local(x.to_local())`` changes nothing, in whatever layout."""
+
+    def trip(x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return (x * 2).sin()
+        spec = (x * 2)._spec  # type: ignore[attr-defined]
+        there = (x * 2).to_local()  # type: ignore[attr-defined]
+        back = DTensor.from_local(
+            there, spec.mesh, spec.placements, shape=spec.shape, order=spec.order
+        )
+        return back.sin()
+
+    check_op(trip, GRID, partial=("sum", "avg"))
+
+
+def test_a_gradient_in_terms_can_be_said_to_be_so() -> None:
+    """torchtitan#1805: each rank's loss is of its own part, and the weight is replicated."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        plain = GRID.t().clone().requires_grad_()
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        (plain @ x).square().sum().backward()  # type: ignore[no-untyped-call]
+        weight = cut(GRID.t(), mesh, [Replicate()]).requires_grad_()
+        mine = cut(x, mesh, [Shard(1)]).to_local()
+        (weight.to_local(grad_placements=[Partial()]) @ mine).square().sum().backward()
+        same(weight.grad, plain.grad)
+
+    run_ranks(2, program)

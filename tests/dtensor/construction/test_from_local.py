@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dtensor.op_checks import (
+    Layout,
+    check_op,
+    distributed,
+)
+from tests.dtensor.sharded_values import full
 from tilework.dtensor import (
     DeviceMesh,
     DTensor,
@@ -188,3 +196,47 @@ def test_memory_is_shared() -> None:
         assert found.full_tensor().tolist() == [0, 0, 1, 1]
 
     run_ranks(2, program)
+
+
+def test_parts_may_be_of_any_size() -> None:
+    """Uneven, explicit, empty, on two axes.
+
+    pytorch#144109, pytorch#161368, pytorch#168134, pytorch#169320.
+    """
+
+    def layers(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(F.linear(x, w).relu() + 1, (7,)).cumsum(0)[1:].t()
+
+    def layouts(shape: tuple[int, ...]) -> list[list[Layout]]:
+        both = (Shard(0), Shard(0))
+        xs = [
+            Layout((Shard(0, (0, 5)), Replicate())),
+            Layout((Shard(0, (4, 1)), Shard(1, (3, 0)))),
+            Layout(both),
+            Layout(both, (1, 0)),
+            Layout((Shard(1), Shard(0)), None),
+        ]
+        ws = [Layout((Replicate(), Shard(0, (6, 1)))), Layout(both, (1, 0)), Layout(both)]
+        return [[x, w] for x in xs for w in ws]
+
+    x, w = torch.randn(5, 3), torch.randn(7, 3)
+    check_op(layers, x, w, meshes=((2, 2),), layouts=layouts, rtol=1e-4, atol=1e-5)
+
+
+EVERY_PLACEMENT: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+
+
+def test_offsets_of_parts_are_where_the_elements_are() -> None:
+    """pytorch#161368, pytorch#168134: for each element of each rank, in both orders of axes."""
+    whole = torch.arange(35).view(5, 7)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in itertools.product(EVERY_PLACEMENT, repeat=2):
+            for order in (None, (1, 0)):
+                x = distributed(whole, mesh, Layout(placements, order))
+                box = x._spec.local_box
+                assert torch.equal(x.to_local(), whole[box.slices])
+                assert torch.equal(full(x), whole)
+
+    run_ranks(4, program)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.construction.test_from_local import raised_by_all
+from tests.dtensor.sharded_values import full
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -26,6 +29,7 @@ from tilework.dtensor import (
     randn,
 )
 from tilework.dtensor.random.generator import next_key
+from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 
 #: Meshes, and what their axes do.
@@ -267,3 +271,30 @@ def test_threads_that_are_ranks_have_generators_of_their_own() -> None:
     assert run_ranks(3, program) == [(1, 100), (1, 101), (1, 102)]
     assert torch.random.get_rng_state is before
     assert torch.get_rng_state is before
+
+
+def test_random_numbers_depend_on_neither_ranks_nor_layouts() -> None:
+    """pytorch#168058, pytorch#138329: also on a mesh of CPUs, in dropout and in initialisation."""
+
+    def drawn(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
+        manual_seed(5, mesh)
+        x = distribute_tensor(torch.zeros(5, 6), mesh, placements, src_data_rank=None)
+        weight = nn.Parameter(x.clone())
+        nn.init.kaiming_uniform_(weight)
+        nn.init.trunc_normal_(x)
+        made = [x, weight, F.dropout(x, 0.4), torch.rand_like(x), x.clone().uniform_()]
+        return [full(one) for one in made]
+
+    def program(rank: int, size: int) -> list[list[Tensor]]:
+        mesh = init_device_mesh("cpu", (size,))
+        every: list[Placement] = [Shard(0), Shard(1), Replicate()]
+        found = [drawn(mesh, [one]) for one in every]
+        if size == 4:
+            grid = init_device_mesh("cpu", (2, 2))
+            found += [drawn(grid, pair) for pair in itertools.product(every, repeat=2)]
+        return found
+
+    results = [one for size in (1, 2, 4) for one in run_ranks(size, program, size)[0]]
+    for one in results[1:]:
+        for got, want in zip(one, results[0], strict=True):
+            assert torch.equal(got, want)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations, product
 from typing import Any
 
@@ -14,13 +14,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilework.distributed as dist
+from tests.dtensor import op_checks
+from tests.dtensor.sharded_values import collectives, same
 from tests.layout.random_tilings import examples, layouts
 from tilework.comm.functional.waiting import AsyncTensor
-from tilework.dtensor.redistribution.redistribute import plan_redistribution, redistribute_local
+from tilework.dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    init_device_mesh,
+    plan_redistribution,
+)
+from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.errors import CollectiveMismatchError, DistError
-from tilework.layout import Layout, Partial, Placement, Replicate, Shard
-from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.layout import Layout
+from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 
 Ints = tuple[int, ...]
@@ -502,3 +513,45 @@ def test_a_plan_is_printed_before_it_runs() -> None:
 
     (text,) = set(everywhere((2, 2), program))
     assert "from dp=P(sum) tp=S0 to dp=R tp=S1: 2 steps, 96 bytes per rank" in text
+
+
+def kinds(x: DTensor, placements: Sequence[Placement], dtype: torch.dtype | None = None) -> Any:
+    """The steps of a redistribution, with those that communicate nothing left out."""
+    steps = plan_redistribution(x, placements, dtype=dtype).steps
+    return [step.kind for step in steps if step.kind not in ("slice", "fill")]
+
+
+def test_redistribution_takes_no_needless_way() -> None:
+    """What is planned is what is run.
+
+    autoparallel#462, pytorch#132751, pytorch#167106, pytorch#171913.
+    """
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        whole = torch.arange(512.0 * 256).view(512, 256)
+        tried: list[tuple[list[Placement], list[Placement], list[str] | None]] = [
+            # From shard to shard: not through replicate.
+            ([Replicate(), Shard(0)], [Replicate(), Shard(1)], ["all_to_all"]),
+            ([Shard(0), Replicate()], [Shard(1), Replicate()], ["all_to_all"]),
+            ([Shard(0), Shard(0)], [Shard(1), Shard(1)], ["all_to_all"]),
+            ([Shard(0), Shard(1)], [Shard(1), Shard(0)], ["plan"]),
+            # Reductions that follow each other are one.
+            ([Partial(), Partial()], [Replicate(), Replicate()], ["all_reduce"]),
+            ([Partial(), Partial()], [Shard(0), Shard(0)], ["reduce_scatter"]),
+            # What is to be cut anyway is cut first.
+            ([Shard(0), Replicate()], [Replicate(), Shard(1)], None),
+            ([Replicate(), Replicate()], [Shard(0), Shard(1)], []),
+        ]
+        for source, target, wanted in tried:
+            x = op_checks.distributed(whole, mesh, op_checks.Layout(tuple(source)))
+            found = kinds(x, target)
+            assert wanted is None or found == wanted, (source, target, found)
+            assert "all_gather" not in found or len(found) == 1, (source, target, found)
+            x.redistribute(placements=target)  # agreed on
+            with collectives() as called:
+                same(x.redistribute(placements=target), whole)
+            moved = [name for name in called if name != "all_gather_object"]
+            assert len(moved) >= len(found)
+
+    run_ranks(4, program)

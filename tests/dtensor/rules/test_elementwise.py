@@ -11,9 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import Layouts, check_op, count_op
-from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from tilework.mesh import init_device_mesh
+from tests.dtensor.op_checks import (
+    Layouts,
+    check_op,
+    count_op,
+    partial_tensor,
+)
+from tests.dtensor.sharded_values import full, same
+from tilework.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 from tilework.tiled.pointwise import pointwise_names
 
@@ -196,3 +208,72 @@ def test_nothing_is_sent() -> None:
     assert seen.forward == []
     assert seen.backward == ["all_reduce"]
     assert seen.placements == [(Shard(0),)]
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_a_number_is_added_to_a_partial_value_once(op: str) -> None:
+    """pytorch#163193: and not once on each rank; the other operators with a number likewise."""
+
+    def numbers(x: Tensor) -> list[Tensor]:
+        return [
+            x + 1,
+            1 - x,
+            x - 2.5,
+            x * 3,
+            x / 2,
+            x.add(1, alpha=2),
+            x.pow(2),
+            -x,
+            torch.rsub(x, 1),
+        ]
+
+    check_op(numbers, GRID.abs() + 1, partial=(op,), meshes=((2,),), rtol=1e-5, atol=1e-5)
+
+
+def test_a_number_is_added_in_place_once() -> None:
+    """pytorch#163193, as people write it."""
+
+    def program(rank: int) -> None:
+        x = partial_tensor(GRID, init_device_mesh("cpu", (2,)))
+        x += 1  # type: ignore[misc]
+        same(x, GRID + 1)
+        x.sub_(1).mul_(2)
+        same(x, GRID * 2)
+
+    run_ranks(2, program)
+
+
+def test_nonlinear_operators_see_the_value_and_not_its_terms() -> None:
+    """pytorch#165962, pytorch#159856: extrema, norms and bounds of a partial value."""
+
+    def nonlinear(x: Tensor) -> list[Tensor]:
+        largest, where = x.max(dim=1)
+        return [
+            *(x.max(), x.min(), x.amax(0), x.amin(1), largest, where, x.argmax(), x.argmin(0)),
+            *(x.norm(), x.norm(p=1, dim=0), torch.linalg.vector_norm(x, 3), x.std(), x.var(0)),
+            *(x.clip(-0.5, 0.5), x.clamp(min=0), x.clamp_max(0.1), x.relu(), x.abs(), x.exp()),
+            *(x.softmax(1), x.sign(), x.round(), x > 0, x.topk(2).values, x.sort(0).values),
+            *(x * x, x.prod(), x.logsumexp(0), x.cumsum(0), x.median(), x.count_nonzero()),
+        ]
+
+    check_op(nonlinear, GRID, grads=False, partial=("sum", "max"), most=6, rtol=1e-5, atol=1e-5)
+
+
+def test_a_partial_value_passes_a_cast() -> None:
+    """pytorch#183363: it may be cast to more precision in terms; to less only its sum may be."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = partial_tensor(GRID.bfloat16(), mesh)
+        assert torch.equal(full(x.float()), full(x).float()) or torch.allclose(
+            full(x.float()), full(x).float(), rtol=1e-2
+        )
+        exact = partial_tensor(GRID, mesh)
+        assert torch.equal(full(exact.bfloat16()), full(exact).bfloat16())
+        assert torch.equal(full(exact.double().float()), full(exact))
+        assert torch.equal(full(exact.int()), full(exact).int())
+
+    run_ranks(2, program)

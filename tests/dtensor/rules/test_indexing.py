@@ -10,9 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import MESHES, Layout, check_op, count_op
-from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor
-from tilework.mesh import init_device_mesh
+from tests.dtensor.op_checks import (
+    MESHES,
+    Layout,
+    check_op,
+    count_op,
+)
+from tilework.dtensor import (
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 A = torch.arange(24.0).reshape(4, 6)
@@ -238,3 +248,20 @@ def test_a_plain_tensor_gets_no_values_of_a_dtensor() -> None:
             A.clone()[0] = x[0]
 
     run_ranks(2, program)
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_index_put_writes_where_torch_does() -> None:
+    """pytorch#172350."""
+
+    def put(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> list[Tensor]:
+        made = x.clone()
+        made[rows, columns] = values
+        other = x.index_put((rows,), values[:, None], accumulate=True)
+        added = x.clone().index_put_((rows, columns), values, accumulate=True)
+        return [made, other, added]
+
+    rows, columns = torch.tensor([0, 3, 1]), torch.tensor([5, 0, 2])
+    check_op(put, GRID, rows, columns, torch.randn(3), most=16)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional as F
 
-from tests.dtensor.op_checks import Layout, check_op, count_op, noting_gatherings
-from tilework.dtensor import distribute_tensor, init_device_mesh
-from tilework.layout import Partial, Placement, Replicate, Shard
+from tests.dtensor.op_checks import (
+    Layout,
+    check_op,
+    count_op,
+    noting_gatherings,
+)
+from tilework.dtensor import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 R, P = Replicate(), Partial()
@@ -233,3 +245,18 @@ def test_sizes_that_fit_by_parts_alone_are_refused(
         fn(*tensors)
     with noting_gatherings():
         run_ranks(2, program)
+
+
+def test_matrices_whose_dims_are_cut_in_unlike_orders_multiply() -> None:
+    """pytorch#166598."""
+    orders: Sequence[tuple[int, int] | None] = (None, (1, 0))
+
+    def layouts(shape: tuple[int, ...]) -> list[list[Layout]]:
+        dims = itertools.product((0, 1), orders, (0, 1), orders)
+        return [
+            [Layout((Shard(a),) * 2, first), Layout((Shard(b),) * 2, second)]
+            for a, first, b, second in dims
+        ]
+
+    x, y = torch.randn(6, 5), torch.randn(5, 6)
+    check_op(torch.mm, x, y, meshes=((2, 2),), layouts=layouts, rtol=1e-4, atol=1e-5)

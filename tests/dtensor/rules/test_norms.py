@@ -10,10 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dtensor.op_checks import Layouts, check_op, count_op
-from tests.dtensor.sharded_values import full, spread
-from tilework.dtensor import Replicate, Shard, distribute_tensor
-from tilework.mesh import init_device_mesh
+from tests.dtensor.op_checks import (
+    Layouts,
+    check_op,
+    count_op,
+)
+from tests.dtensor.sharded_values import cut, full, spread
+from tilework.dtensor import (
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 FEW: dict[str, Any] = {"meshes": [(2,), (2, 2)], "most": 5, "gathers": False}
@@ -132,3 +140,22 @@ def test_cut_features_take_two_small_reductions() -> None:
 
 def test_local_response_norm() -> None:
     check_op(lambda x: F.local_response_norm(x, 3), randn(4, 5, 3).abs(), **FEW)
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_plain_running_statistics_are_those_of_the_whole_batch() -> None:
+    """A plain ``BatchNorm`` module in training, with an input whose rows are cut."""
+    plain = nn.BatchNorm1d(6)
+    plain(GRID)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            module = nn.BatchNorm1d(6)
+            module(cut(GRID, mesh, [placement]))
+            torch.testing.assert_close(module.running_mean, plain.running_mean)
+            torch.testing.assert_close(module.running_var, plain.running_var)
+
+    run_ranks(2, program)

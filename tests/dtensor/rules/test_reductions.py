@@ -11,10 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import count_op
+from tests.dtensor.op_checks import (
+    check_op,
+    count_op,
+)
 from tests.dtensor.rules.test_elementwise import check, together
-from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor
-from tilework.mesh import init_device_mesh
+from tilework.dtensor import (
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -342,3 +350,19 @@ def test_sums_pass_through_what_is_linear() -> None:
     assert set(seen.placements) == {(Partial(),)}
     seen = count_op(lambda x: x.amax(1), A, layouts=[[Replicate()]])
     assert seen.forward == []
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_indices_of_extrema_count_in_the_whole_tensor() -> None:
+    """pytorch#175776: and not in this rank's part; the first of equals as on one rank."""
+
+    def indices(x: Tensor) -> list[Tensor]:
+        found = [[x.max(d), x.min(d, keepdim=True), x.topk(2, d), x.sort(d)] for d in (0, 1)]
+        indices = [one.indices for along in found for one in along]  # type: ignore[attr-defined]
+        return [*indices, x.argmax(0), x.argmin(1), x.argmax(), x.argsort(1), x.kthvalue(2)[1]]
+
+    ties = torch.tensor([[1.0, 7, 7, 2, 0, 7], [5, 5, 1, 9, 9, 0], [7, 7, 7, 9, 0, 7]])
+    check_op(lambda x: [x.max(0).indices, x.max(1).indices, x.argmax()], ties, grads=False, most=12)
+    check_op(indices, GRID, grads=False, meshes=((2,), (2, 2)), most=12)

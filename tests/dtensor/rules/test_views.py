@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,24 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.dtensor.op_checks import MESHES, Layout, check_op, count_op
+from tests.dtensor.op_checks import (
+    MESHES,
+    Layout,
+    check_op,
+    count_op,
+)
+from tests.dtensor.sharded_values import cut, full, same
 from tests.hypothesis_settings import examples
-from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor
-from tilework.mesh import init_device_mesh
+from tilework.dtensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 A = torch.arange(24.0).reshape(4, 6)
@@ -288,3 +301,62 @@ def test_a_view_that_moved_of_a_parameter_cannot_be_written_to() -> None:
         return str(x.full_tensor()[1, 0].item())
 
     assert run_ranks(2, program) == ["7.0", "7.0"]
+
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_what_was_flattened_splits_again() -> None:
+    """pytorch#179509: views that split merged dims, with gradients."""
+
+    def views(x: Tensor) -> list[Tensor]:
+        flat = x.flatten()
+        return [
+            *(flat.view(6, 4), flat.view(2, 2, 6), flat.view(4, 2, 3), flat.unflatten(0, (3, 8))),  # type: ignore[no-untyped-call]
+            *(x.view(2, 12), x.reshape(8, 3).t(), x.view(2, 2, 6).flatten(1), x.view(-1, 1, 2)),
+            x.view(2, 2, 3, 2).permute(2, 0, 3, 1).flatten(2).flatten(0, 1).view(3, 2, 4),
+        ]
+
+    check_op(views, GRID, meshes=((2,), (2, 2)), most=16)
+
+
+def test_gradients_through_a_dim_that_is_cut_twice_and_unflattened() -> None:
+    """pytorch#186282: two axes of the mesh on the parts of one dim."""
+
+    def heads(x: Tensor, w: Tensor) -> Tensor:
+        split = (x @ w).unflatten(1, (4, 2))  # type: ignore[no-untyped-call]
+        return torch.einsum("bhd,bhe->hde", split, split.softmax(2)).flatten(0, 1)
+
+    def layouts(shape: tuple[int, ...]) -> list[list[Layout]]:
+        both = [Layout((Shard(1), Shard(1)), order) for order in (None, (1, 0))]
+        rows = Layout((Shard(0), Shard(0)))
+        return [[x, w] for x in (rows, Layout((Replicate(), Shard(1)))) for w in (*both, rows)]
+
+    check_op(heads, torch.randn(4, 6), torch.randn(6, 8), meshes=((2, 2),), layouts=layouts)
+
+
+EVERY_PLACEMENT: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+
+
+def test_slices_are_initialised_in_place() -> None:
+    """pytorch#139735: ``weight[index].zero_()`` and its like reach the tensor."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in itertools.product(EVERY_PLACEMENT, repeat=2):
+            plain, x = GRID.clone(), cut(GRID, mesh, placements)
+            for one in (plain, x):
+                one[1].zero_()
+                one[2:, 3].fill_(7)
+                one[-1, 1:4] += 1
+                one[:, 0] = torch.arange(4.0)
+                nn.init.constant_(one[0, 4:], 5)
+                one.narrow(0, 1, 2).mul_(2)
+            same(x, plain)
+        embedding = nn.Embedding(5, 4, padding_idx=2)
+        embedding.weight = nn.Parameter(cut(embedding.weight, mesh, [Shard(0), Shard(1)]))
+        embedding.reset_parameters()
+        assert not full(embedding.weight)[2].any()
+        assert full(embedding.weight)[3].all()
+
+    run_ranks(4, program)

@@ -1,9 +1,8 @@
-"""Tensor parallelism from plans, against the plain module: values, gradients, collectives."""
+"""Whole models made parallel by a plan: values, gradients and collectives, against plain ones."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dtensor.sharded_values import collectives, cut, full, same
+from tests.dtensor.sharded_values import collectives, cut, full
+from tests.parallel.plain_modules import alone, check_gradients, square
 from tilework.dtensor import (
     DTensor,
-    GatherWarning,
-    Partial,
-    Placement,
     Replicate,
     Shard,
     init_device_mesh,
@@ -28,11 +25,8 @@ from tilework.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from tilework.testing import run_ranks
@@ -135,19 +129,6 @@ def plain_step(module: nn.Module, *inputs: Tensor, loss: Callable[..., Any]) -> 
     found = loss(copied(*inputs))
     found.backward()
     return found.detach(), copied
-
-
-def check_gradients(module: nn.Module, plain: nn.Module) -> None:
-    for (name, found), wanted in zip(module.named_parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None, name
-        assert wanted.grad is not None, name
-        grad = full(found.grad) if isinstance(found.grad, DTensor) else found.grad
-        told = f"{name}: {{}}".format
-        torch.testing.assert_close(grad, wanted.grad, msg=told)
-
-
-def square(output: Any) -> Any:
-    return output.square().sum()
 
 
 # -- whole models ----------------------------------------------------------------------------
@@ -283,162 +264,7 @@ def test_layers_share_one_gathered_input() -> None:
     assert forward == backward == ["all_gather", "reduce_scatter"]
 
 
-# -- single layers ---------------------------------------------------------------------------
-
-LAYERS: dict[str, tuple[nn.Module, ParallelStyle, Tensor, Placement, Placement]] = {
-    # A layer, its style, its input and how that lies, and how the output is to lie.
-    "colwise": (nn.Linear(3, 5), ColwiseParallel(), torch.randn(4, 3), Replicate(), Shard(-1)),
-    "colwise of rows": (
-        nn.Linear(3, 5),
-        ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0)),
-        torch.randn(5, 3),
-        Shard(0),
-        Shard(0),
-    ),
-    "colwise without bias": (
-        nn.Linear(3, 1, bias=False),
-        ColwiseParallel(output_layouts=Replicate()),
-        torch.randn(4, 3),
-        Replicate(),
-        Replicate(),
-    ),
-    "rowwise": (nn.Linear(5, 3), RowwiseParallel(), torch.randn(4, 5), Shard(-1), Replicate()),
-    "rowwise of all": (
-        nn.Linear(5, 3),
-        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-        torch.randn(3, 5),
-        Replicate(),
-        Shard(0),
-    ),
-    "rowwise terms": (
-        nn.Linear(4, 3),
-        RowwiseParallel(output_layouts=Partial()),
-        torch.randn(4, 4),
-        Shard(-1),
-        Partial(),
-    ),
-    "colwise table": (
-        nn.Embedding(5, 3),
-        ColwiseParallel(),
-        torch.tensor([[0, 4, 2], [2, 2, 1]]),
-        Replicate(),
-        Shard(-1),
-    ),
-    "rowwise table": (
-        nn.Embedding(5, 3, padding_idx=2),
-        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        torch.tensor([[0, 4, 2], [2, 2, 1]]),
-        Replicate(),
-        Shard(1),
-    ),
-    "sequence": (
-        nn.LayerNorm(3),
-        SequenceParallel(sequence_dim=0, use_local_output=True),
-        torch.randn(5, 3),
-        Shard(0),
-        Shard(0),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_with_plain_tensors(name: str) -> None:
-    """Its input and its output are this rank's parts; so is the input's gradient."""
-    layer, style, x, given, out = LAYERS[name]
-    of_input = x.clone().requires_grad_(x.is_floating_point())
-    plain = copy.deepcopy(layer)
-    wanted = plain(of_input)
-    square(wanted).backward()
-
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        module = parallelize_module(copy.deepcopy(layer), mesh, style)
-        part = cut(x, mesh, [given]).to_local().detach()
-        part.requires_grad_(x.is_floating_point())
-        found = module(part)
-        assert not isinstance(found, DTensor)
-        output = DTensor.from_local(found, mesh, [out])
-        torch.testing.assert_close(full(output), wanted.detach())
-        square(output).backward()
-        check_gradients(module, plain)
-        if part.grad is not None and of_input.grad is not None:
-            same(DTensor.from_local(part.grad, mesh, [given]), of_input.grad)
-
-    run_ranks(2, program)
-
-
-def test_a_dtensor_is_moved_to_where_the_layer_wants_it() -> None:
-    layer, x = nn.Linear(4, 6), torch.randn(5, 4)
-
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        for style in (
-            ColwiseParallel(use_local_output=False),
-            RowwiseParallel(use_local_output=False),
-            SequenceParallel(sequence_dim=0),
-        ):
-            module = parallelize_module(copy.deepcopy(layer), mesh, style)
-            for given in (Shard(0), Shard(1), Replicate(), Partial()):
-                tensor = cut(x, mesh, [Replicate()]).redistribute(placements=[given])
-                same(module(tensor), layer(x))
-            if not isinstance(style, SequenceParallel):
-                same(module(input=cut(x, mesh, [Shard(0)])), layer(x))
-
-    run_ranks(2, program)
-
-
-# -- inputs and outputs ----------------------------------------------------------------------
-
-
-class Several(nn.Module):
-    """Takes and gives more than tensors."""
-
-    def forward(self, x: Any, factor: Any, *, bias: Any, name: str = "") -> Any:
-        return x * factor + bias, name
-
-
-def test_inputs_and_outputs_of_several_kinds() -> None:
-    x, bias = torch.randn(4, 2), torch.randn(4, 2)
-
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        style = PrepareModuleInputOutput(
-            input_layouts=(Shard(0), None),
-            desired_input_layouts=(Replicate(), None),
-            input_kwarg_layouts={"bias": Shard(0)},
-            desired_input_kwarg_layouts={"bias": Replicate()},
-            use_local_input=True,
-            output_layouts=(Replicate(), None),
-            desired_output_layouts=(Shard(1), None),
-        )
-        module = parallelize_module(Several(), mesh, style)
-        rows = slice(2 * rank, 2 * rank + 2)
-        found, name = module(x[rows], 3, bias=bias[rows], name="kept")
-        torch.testing.assert_close(found, (x * 3 + bias)[:, rank : rank + 1])
-        assert name == "kept"
-
-    run_ranks(2, program)
-
-
-def test_an_output_that_is_to_stay_a_dtensor() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        style = PrepareModuleOutput(
-            output_layouts=Partial(), desired_output_layouts=Shard(0), use_local_output=False
-        )
-        found = parallelize_module(nn.Identity(), mesh, style)(torch.ones(3, 2))
-        assert found.placements == (Shard(0),)
-        same(found, torch.full((3, 2), 2.0))
-
-    run_ranks(2, program)
-
-
 # -- plans -----------------------------------------------------------------------------------
-
-
-def alone(program: Callable[[DeviceMesh], Any]) -> Any:
-    """On a mesh of one rank."""
-    return run_ranks(1, lambda rank: program(init_device_mesh("cpu", (1,))))[0]
 
 
 def test_names_with_wildcards() -> None:
@@ -512,69 +338,6 @@ def test_the_mesh_s_axis_has_to_be_told() -> None:
     run_ranks(1, program)
 
 
-def test_layouts_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="should have same length"):
-        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Shard(0))
-    with pytest.raises(ValueError, match=r"name the same inputs, got \['x'\] and \[\]"):
-        PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)})
-    with pytest.raises(ValueError, match="output_layouts and desired_output_layouts"):
-        PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), None))
-    with pytest.raises(TypeError, match="a layout is one placement"):
-        ColwiseParallel(input_layouts=[Shard(0)])  # type: ignore[arg-type]
-
-    def program(mesh: DeviceMesh) -> None:
-        whole = PrepareModuleInput(
-            input_layouts=(Shard(0), Shard(0)), desired_input_layouts=(Replicate(), Replicate())
-        )
-        module = parallelize_module(nn.Bilinear(2, 2, 2), mesh, whole)
-        with pytest.raises(ValueError, match="1 inputs of Bilinear, but 2 input_layouts"):
-            module(torch.ones(2, 2))
-        with pytest.raises(
-            TypeError, match=r"input 1 of Bilinear has the layout .* no tensor: int"
-        ):
-            module(torch.ones(2, 2), 3)
-        with pytest.raises(TypeError, match=r"input of LayerNorm has .* no tensor: NoneType"):
-            parallelize_module(nn.LayerNorm(2), mesh, SequenceParallel())(None)
-        other = DeviceMesh("cpu", [[0]])
-        layer = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
-        with pytest.raises(ValueError, match="distribute both over one mesh"):
-            layer(cut(torch.ones(2, 2), other, [Replicate()] * 2))
-
-    alone(program)
-
-
-def test_a_style_of_your_own() -> None:
-    """A convolution whose output channels are cut."""
-
-    class Channels(ParallelStyle):
-        def parameter_layouts(self, module: nn.Module) -> dict[str, Any]:
-            return {"weight": Shard(0), "bias": Shard(0)}
-
-        def attach(self, module: nn.Module, axis: Any) -> None:
-            module.register_forward_hook(lambda _, inputs, out: axis.move(out, Replicate()))
-
-    layer, x = nn.Conv1d(2, 3, 1), torch.randn(2, 2, 4)
-
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", GatherWarning)
-            same(parallelize_module(copy.deepcopy(layer), mesh, Channels())(x), layer(x))
-
-    run_ranks(2, program)
-
-
-def test_styles_say_what_they_are() -> None:
-    assert repr(ColwiseParallel()) == (
-        "ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim=-1), "
-        "use_local_output=True)"
-    )
-    assert repr(SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
-    assert "desired_output_layouts=(Shard(dim=0),)" in repr(
-        PrepareModuleInputOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
-    )
-
-
 def test_frozen_parameters_and_modules_on_meta() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -584,30 +347,5 @@ def test_frozen_parameters_and_modules_on_meta() -> None:
         meta: Any = parallelize_module(nn.Linear(4, 4, device="meta"), mesh, ColwiseParallel())
         assert meta.weight.is_meta
         assert meta.weight.to_local().shape == (2, 4)
-
-    run_ranks(2, program)
-
-
-# -- losses ----------------------------------------------------------------------------------
-
-
-def test_loss_parallel_gathers_no_logits() -> None:
-    logits, targets = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 4, 2, -100, 1, 3])
-    wanted: Any = F.cross_entropy(logits, targets)
-    wanted.backward()
-
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = cut(logits, mesh, [Shard(1)])
-        with loss_parallel():
-            loss: Any = F.cross_entropy(x, targets)
-            loss.backward()
-            same(loss, wanted)
-            same(x.grad, logits.grad)
-            with collectives() as used:
-                F.cross_entropy(x, targets)
-            assert set(used) == {"all_reduce"}
-            with pytest.raises(NotImplementedError, match="unique has no rule"):
-                torch.unique(x.detach())
 
     run_ranks(2, program)

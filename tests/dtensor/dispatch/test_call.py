@@ -1,0 +1,124 @@
+"""Calls that users found missing, and errors that come at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dtensor.op_checks import (
+    check_op,
+    noting_gatherings,
+)
+from tests.dtensor.sharded_values import cut, same
+from tilework.dtensor import (
+    Replicate,
+    Shard,
+    init_device_mesh,
+)
+from tilework.testing import run_ranks
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_operators_that_users_missed() -> None:
+    """pytorch#147724, #147578, #152249, #167917, #130671, and some of pytorch#119930."""
+
+    def floats(x: Tensor) -> list[Tensor]:
+        filled = x.clone().masked_fill_(x > 0, 9)
+        return [
+            *(x.select(0, 1), x.select(1, -1), x.amax(1), x.amin(), x.aminmax().max, filled),
+            *(x.flip(1), x.roll(1, 0), x.tril(), x.diagonal(), x.unfold(1, 2, 2), x.repeat(2, 1)),
+            *(x.unique(), x.histc(4), torch.outer(x[0], x[1]), x.kthvalue(2).values),  # type: ignore[no-untyped-call]
+            *(
+                x.scatter_add(1, x.argsort(1), x),
+                x.gather(1, x.argsort(1)),
+                x.index_select(0, ones),
+            ),
+        ]
+
+    def integers(x: Tensor) -> list[Tensor]:
+        bits = [x << 1, x >> 1, x & 3, x | 4, x ^ 1, ~x, x.bitwise_left_shift(2), 1 << (x % 5)]
+        return [*bits, x.bincount() if x.dim() == 1 else x.view(-1).bincount(), x // 3, x % 4]
+
+    ones = torch.ones(3, dtype=torch.int64)
+    with noting_gatherings():
+        check_op(floats, GRID, grads=False, meshes=((2,),), rtol=1e-4, atol=1e-5)
+        check_op(integers, torch.arange(24).view(4, 6), partial=(), meshes=((3,),), most=4)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = cut(GRID, mesh, [Shard(0)]).requires_grad_() * 2
+        x.detach_()
+        assert x.is_leaf
+        assert not x.requires_grad
+        assert int(cut(torch.tensor([7]), mesh, [Replicate()])) == 7
+
+    run_ranks(2, program)
+
+
+def test_errors_come_at_once_and_are_torchs() -> None:
+    """pytorch#124990: what is wrong with a call on plain tensors is wrong in the same way here."""
+    wrong: list[Callable[[Tensor], object]] = [
+        lambda x: x @ x,
+        lambda x: x + torch.ones(5),
+        lambda x: x.view(5, 5),
+        lambda x: x[9],
+        lambda x: x.sum(7),
+        lambda x: x.transpose(0, 5),
+        lambda x: torch.cat([x, x.t()]),
+        lambda x: x.softmax(3),
+        lambda x: F.linear(x, torch.ones(3, 4)),
+        lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.int64)),
+        lambda x: F.layer_norm(x, (5,)),
+        lambda x: x.gather(2, torch.zeros(1, dtype=torch.int64)),
+        lambda x: x.expand(3, 6),
+        lambda x: x.reshape(-1, 7),
+        lambda x: x.split([1, 1]),  # type: ignore[no-untyped-call]
+        lambda x: x & x,
+        lambda x: x.item(),
+        lambda x: bool(x),
+        lambda x: x.backward(),  # type: ignore[no-untyped-call]
+        lambda x: x.add_(torch.ones(3, 4, 6)),
+        lambda x: x.index_select(0, torch.tensor([9])),
+        lambda x: x[torch.tensor([7])],
+        lambda x: torch.stack([x, x[0]]),
+        lambda x: x.no_such_method(),  # type: ignore[attr-defined]
+        lambda x: x.add("text"),  # type: ignore[arg-type]
+        lambda x: x.squeeze(0).unsqueeze(9),
+        lambda x: len(x.sum()),
+        lambda x: torch.dot(x[0], x[:, 0]),
+        lambda x: x.permute(0, 0),
+        lambda x: x.chunk(0),
+        lambda x: x.masked_fill_(torch.ones(3, 3, dtype=torch.bool), 0),
+        lambda x: F.dropout(x, 2.0),
+        lambda x: F.embedding(torch.tensor([9]), x),
+        lambda x: x.requires_grad_().zero_(),
+    ]
+
+    def kind_of(call: Callable[[Tensor], object], x: Tensor) -> type[Exception] | None:
+        try:
+            call(x)
+        except Exception as error:
+            return type(error)
+        return None
+
+    expected = [kind_of(call, GRID.clone()) for call in wrong]
+    assert None not in expected
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for call, kind in zip(wrong, expected, strict=True):
+            for placement in (Shard(0), Shard(1), Replicate()):
+                x = cut(GRID, mesh, [placement])
+                found = kind_of(call, x)
+                line = call.__code__.co_firstlineno
+                assert found is not None, (line, placement)
+                assert kind is not None
+                assert issubclass(found, kind) or issubclass(kind, found), (line, found, kind)
+        same(cut(GRID, mesh, [Shard(0)]) + 1, GRID + 1)  # and everything goes on
+
+    with noting_gatherings():
+        run_ranks(2, program)

@@ -1,0 +1,78 @@
+"""The cache of sharding propagation, and what a step leaves behind."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+from tests.dtensor.sharded_values import cut
+from tilework.dtensor import (
+    DTensor,
+    Shard,
+    init_device_mesh,
+)
+from tilework.testing import run_ranks
+
+GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def test_decisions_do_not_grow_while_a_program_repeats_itself() -> None:
+    """pytorch#168255, Automodel#2888: operators on lists, numbers that change, losses asked for."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(6, 4)
+        for name, param in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(cut(param, mesh, [Shard(0)])))
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), foreach=True),
+            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False),
+        ]
+        x = cut(GRID, mesh, [Shard(0)])
+
+        def step(i: int) -> None:
+            scale = 1 + i / 7
+            loss = model(x * scale + i).clamp(max=scale).square().mean() / (i + 1)
+            loss.backward()
+            torch.stack([loss.detach() * scale] * 3).sum().item()
+            nn.utils.clip_grad_norm_(model.parameters(), scale)
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+                optimizer.step()
+            model.zero_grad()
+            torch._foreach_mul_([x, x], scale)
+
+        for i in range(3):
+            step(i)
+        known, specs = len(mesh.decisions), len(mesh.specs)
+        for i in range(3, 23):
+            step(i)
+        assert (len(mesh.decisions), len(mesh.specs)) == (known, specs)
+
+    run_ranks(2, program)
+
+
+def test_nothing_is_left_of_what_a_step_made() -> None:
+    """pytorch#168255: tensors, graphs and works of a step are freed with it."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = cut(GRID, mesh, [Shard(0)]).requires_grad_()
+
+        def step() -> None:
+            ((weight * 2).sum(1).relu().mean() + weight[1].norm()).backward()
+            weight.grad = None
+
+        def living() -> int:
+            gc.collect()
+            return sum(type(one) is DTensor for one in gc.get_objects())
+
+        step()
+        before = living()
+        for _ in range(5):
+            step()
+        assert living() <= before
+
+    run_ranks(1, program)
