@@ -11,12 +11,21 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from tilework import rpc
+from tilework.rpc.agent import Agent
+from tilework.rpc.state import current_agent
 from tilework.testing import run_ranks
 from tilework.testing.ranks import Kind
 
 _Result = TypeVar("_Result")
 
 LIMIT_SECONDS = 20.0
+
+
+def this_agent() -> Agent:
+    """The calling rank's agent, with what the public functions do not see of it."""
+    agent = current_agent()
+    assert isinstance(agent, Agent)
+    return agent
 
 
 def join(rank: int, timeout: float = LIMIT_SECONDS) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.faults.forked_ranks import Holdings
-from tests.rpc.joined_ranks import fork_and_wait, identity, only, together, until
+from tests.rpc.joined_ranks import fork_and_wait, identity, only, this_agent, together, until
 from tilework import rpc
 from tilework.rpc import memory
 from tilework.rpc.memory import LEAST_BYTES, MappedBuffers, Probe, SharedBufferPool
-from tilework.rpc.state import current_agent
 
 SIZE = 2 * LEAST_BYTES
 
@@ -136,7 +135,7 @@ def test_who_cannot_open_the_file_gets_frames(monkeypatch: pytest.MonkeyPatch) -
     def act() -> Any:
         for _ in range(2):
             rpc.rpc_sync("w1", identity, args=(torch.ones(SIZE),))
-        return current_agent().outbox.readers, float(
+        return this_agent().sender.readers, float(
             rpc.rpc_sync("w1", torch.sum, args=(torch.ones(SIZE),))
         )
 
@@ -146,7 +145,7 @@ def test_who_cannot_open_the_file_gets_frames(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_that_vanished_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def act() -> Any:
         rpc.rpc_sync("w1", identity, args=(1,))
-        until(lambda: 1 in current_agent().outbox.readers)
+        until(lambda: 1 in this_agent().sender.readers)
         with monkeypatch.context() as patch:
             patch.setattr(MappedBuffers, "borrow", _cannot)
             with pytest.raises(RuntimeError, match="cannot open the sender's memory"):

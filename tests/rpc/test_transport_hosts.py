@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rpc.joined_ranks import identity, join, my_name
+from tests.rpc.joined_ranks import identity, join, my_name, this_agent
 from tilework import rpc
 from tilework.errors import PeerLostError
-from tilework.rpc.state import current_agent
 from tilework.testing.hosts import run_on_hosts, two_hosts, why_no_hosts
 
 WHY_NOT = why_no_hosts()
@@ -26,7 +25,7 @@ def test_two_hosts_over_tcp() -> None:
         far = rpc.rpc_sync((rank + 2) % 3, identity, args=(torch.arange(1 << 20),))
         sums = [int(rpc.remote(to, torch.arange, args=(9,)).to_here().sum()) for to in range(3)]
         rpc.barrier()
-        scheme = [p.address.partition(":")[0] for p in current_agent()._transport._peers.values()]
+        scheme = [p.address.partition(":")[0] for p in this_agent()._transport._peers.values()]
         rpc.shutdown()
         return names, int(far[-1]), sums, scheme
 

@@ -17,11 +17,10 @@ import pytest
 import zmq
 
 from tests.faults.forked_ranks import Holdings
-from tests.rpc.joined_ranks import my_name, together, until
+from tests.rpc.joined_ranks import my_name, this_agent, together, until
 from tilework import rpc
 from tilework.rpc.keys import Keys, agree_on_keys
 from tilework.rpc.message import Kind, encode
-from tilework.rpc.state import current_agent
 from tilework.rpc.transport import MAX_FRAME_BYTES
 from tilework.store import HashStore, PrefixStore, TCPStore
 
@@ -45,13 +44,13 @@ def attack_frames() -> list[bytes]:
 
 def address() -> str:
     """Where this rank listens."""
-    bound = current_agent()._transport._inbox.get(zmq.LAST_ENDPOINT)
+    bound = this_agent()._transport._inbox.get(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
     return bound.decode().rstrip("\0")
 
 
 def server_key(rank: int = 0) -> bytes:
-    return current_agent()._transport._keys.public(rank)
+    return this_agent()._transport._keys.public(rank)
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def test_a_member_is_heard_by_the_same_means() -> None:
     _ran.clear()
 
     def with_the_jobs_keys(made: zmq.Socket[bytes]) -> None:
-        keys = current_agent()._transport._keys
+        keys = this_agent()._transport._keys
         made.set(zmq.CURVE_SERVERKEY, keys.public(0))
         made.set(zmq.CURVE_PUBLICKEY, keys.public(1))
         made.set(zmq.CURVE_SECRETKEY, keys.private(1))

@@ -65,8 +65,8 @@ class Agent:
         idle_threads: int,
     ) -> None:
         self.rank, self.workers, self.rpc_timeout = rank, workers, rpc_timeout
-        self.outbox = Sender(rank, transport, lender, probes)
-        self.references = self.outbox.references
+        self.sender = Sender(rank, transport, lender, probes)
+        self.references = self.sender.references
         self.gatherings = Gatherings()
         self._transport, self._lender, self._probes = transport, lender, probes
         self._borrower = MappedBuffers(transport.wake)
@@ -84,7 +84,7 @@ class Agent:
 
     def start(self, addresses: Sequence[str]) -> None:
         """Begin; the ranks listen at ``addresses``."""
-        self._transport.know(addresses, self.outbox.hello)
+        self._transport.know(addresses, self.sender.hello)
         self._watcher.start()
         self._crew.start()
 
@@ -158,12 +158,12 @@ class Agent:
     def _issue(self, call: Call, job: tuple[Any, ...], new: Ref | None = None) -> int:
         """Send a call; ``new`` is the reference among its arguments that it makes."""
         to = call.to.id
-        payload, refs = self.outbox.pack(job, to, new)
+        payload, refs = self.sender.pack(job, to, new)
         number, wake = self._calls.add(call)
         if wake:
             self._transport.wake()
         kind = Kind.INNER_CALL if call.inner else Kind.CALL
-        sent = self.outbox.post(kind, to, number, payload, refs)
+        sent = self.sender.post(kind, to, number, payload, refs)
         if not sent and self._calls.pop(number) is not None:
             self._calls.ended(call)
             raise _closed_error(call) if self._closed else call.lost()
@@ -202,7 +202,7 @@ class Agent:
                     return self._finish(call, partial(self._outcome, call, arrived))
             case Kind.HELLO:
                 if number:
-                    self.outbox.readers.add(sender)
+                    self.sender.readers.add(sender)
             case Kind.TAKEN:
                 self._lender.taken(number)
             case Kind.RETURNED:
@@ -236,7 +236,7 @@ class Agent:
         except OSError as error:
             found, returning = error, False
         if not returning:
-            self.outbox.tell(Kind.TAKEN, sender, number)
+            self.sender.tell(Kind.TAKEN, sender, number)
         return found
 
     def _outcome(self, call: Call, arrived: Arrived) -> Any:
@@ -290,10 +290,10 @@ class Agent:
         """Answer a call with what ``outcome`` returns or raises."""
         to, number = message.sender, message.number
         try:
-            kind, (payload, refs) = Kind.RESULT, self.outbox.pack(outcome(), to)
+            kind, (payload, refs) = Kind.RESULT, self.sender.pack(outcome(), to)
         except BaseException as error:
-            kind, (payload, refs) = Kind.ERROR, self.outbox.pack(Failure.of(error), to)
-        self.outbox.post(kind, to, number, payload, refs)
+            kind, (payload, refs) = Kind.ERROR, self.sender.pack(Failure.of(error), to)
+        self.sender.post(kind, to, number, payload, refs)
         if message.kind == Kind.INNER_CALL:
             self._answering.end()
 
@@ -313,7 +313,7 @@ class Agent:
                 self._end(number, Call.late)
             self.references.flush()
             for rank, file, again in self._borrower.given_back():
-                self.outbox.tell(Kind.RETURNED if again else Kind.TAKEN, rank, file)
+                self.sender.tell(Kind.RETURNED if again else Kind.TAKEN, rank, file)
 
     def _lose(self, rank: int) -> None:
         self._transport.give_up(rank)

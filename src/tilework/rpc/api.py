@@ -169,7 +169,8 @@ def remote(
     Example:
         See :class:`RRef`.
     """
-    return current_agent().remote(to, func, args or (), kwargs or {}, timeout)
+    rref: RRef[T] = current_agent().remote(to, func, args or (), kwargs or {}, timeout)
+    return rref
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from tilework.rpc.agent_protocol import AgentProtocol
 from tilework.rpc.entries import Entry, Owned
 from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later
 from tilework.rpc.options import UNSET_RPC_TIMEOUT, Timeout
 from tilework.rpc.state import current_agent
 from tilework.rpc.workers import WorkerInfo
-
-if TYPE_CHECKING:
-    from tilework.rpc.agent import Agent
 
 T = TypeVar("T")
 
@@ -48,7 +46,7 @@ class RRef(Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_agent", "_entry")
-    _agent: Agent
+    _agent: AgentProtocol
     _entry: Entry
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -56,7 +54,7 @@ class RRef(Generic[T]):
         self._entry = self._agent.references.own(value)
 
     @classmethod
-    def of(cls, agent: Agent, entry: Entry) -> RRef[Any]:
+    def of(cls, agent: AgentProtocol, entry: Entry) -> RRef[Any]:
         """A reference by what the agent knows of it."""
         made = cls.__new__(cls)
         made._agent, made._entry = agent, entry
@@ -68,7 +66,7 @@ class RRef(Generic[T]):
         return self._entry
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> AgentProtocol:
         """The agent that counts it."""
         return self._agent
 

@@ -35,7 +35,7 @@ class Sender:
         refs: list[Ref] = []
 
         def refer(rref: RRef[Any]) -> None:
-            if rref.agent.outbox is not self:
+            if rref.agent.references is not self.references:
                 raise ValueError(f"{rref!r} is of an RPC that was shut down")
             if new is not None and rref.entry.id == new.id:
                 refs.append(new)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tilework.comm.world import current_world
+from tilework.rpc.agent_protocol import AgentProtocol
 from tilework.store import Store
-
-if TYPE_CHECKING:
-    from tilework.rpc.agent import Agent
 
 
 class RpcState:
     """This rank's agent, between init_rpc and shutdown. Closed with the World."""
 
     def __init__(self) -> None:
-        self.agent: Agent | None = None
+        self.agent: AgentProtocol | None = None
         #: Where the ranks met, if it was opened for that.
         self.store: Store | None = None
 
@@ -34,7 +30,7 @@ def current_state() -> RpcState:
     return current_world().state(RpcState)
 
 
-def current_agent() -> Agent:
+def current_agent() -> AgentProtocol:
     """The calling rank's agent.
 
     Raises:

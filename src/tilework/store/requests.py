@@ -7,16 +7,42 @@ is refused (add to what is no integer) raises DistStoreError, which is sent back
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from tilework.store import wire
 from tilework.store.checks import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from tilework.store.table import Table
 from tilework.store.wire import Code, GarbageError
 
-if TYPE_CHECKING:
-    from tilework.store.service import Connection, Service
-
 _Send = Callable[[Code, Sequence[bytes]], None]
+
+
+class Client(Protocol):
+    """The connection that a request came by."""
+
+    def ok(self, *fields: bytes) -> None: ...
+    def send(self, code: Code, fields: Sequence[bytes] = ()) -> None: ...
+    def park(
+        self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
+    ) -> None: ...
+    def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None: ...
+
+
+class StoreState:
+    """The contents of one store: its table, and the workers that joined."""
+
+    def __init__(self) -> None:
+        self.table = Table()
+        #: Names of the clients that joined as workers.
+        self.workers: set[bytes] = set()
+        #: Called, once each, when a worker joins.
+        self.worker_watchers: dict[Callable[[], None], None] = {}
+
+    def join(self, worker: bytes) -> None:
+        """Note one more worker, or the same one again."""
+        self.workers.add(worker)
+        for watcher in list(self.worker_watchers):
+            watcher()
 
 
 def _keys(fields: Sequence[bytes]) -> Sequence[bytes]:
@@ -42,125 +68,125 @@ def _timed_keys(fields: list[bytes]) -> tuple[int, list[bytes]]:
     return wire.decode_number(fields[0]), fields[1:]
 
 
-def _set(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _set(client: Client, state: StoreState, fields: list[bytes]) -> None:
     key, value = _fields(fields, 2)
-    service.table.set(key, value)
-    connection.ok()
+    state.table.set(key, value)
+    client.ok()
 
 
-def _add(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _add(client: Client, state: StoreState, fields: list[bytes]) -> None:
     key, number = _fields(fields, 2)
-    connection.ok(wire.encode_number(service.table.add(key, wire.decode_number(number))))
+    client.ok(wire.encode_number(state.table.add(key, wire.decode_number(number))))
 
 
-def _compare_set(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _compare_set(client: Client, state: StoreState, fields: list[bytes]) -> None:
     key, expected, desired = _fields(fields, 3)
-    connection.ok(service.table.compare_set(key, expected, desired))
+    client.ok(state.table.compare_set(key, expected, desired))
 
 
-def _append(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _append(client: Client, state: StoreState, fields: list[bytes]) -> None:
     key, value = _fields(fields, 2)
-    service.table.append(key, value)
-    connection.ok()
+    state.table.append(key, value)
+    client.ok()
 
 
-def _check(connection: Connection, service: Service, fields: list[bytes]) -> None:
-    connection.ok(wire.encode_number(service.table.has(_keys(fields))))
+def _check(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    client.ok(wire.encode_number(state.table.has(_keys(fields))))
 
 
-def _delete(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _delete(client: Client, state: StoreState, fields: list[bytes]) -> None:
     (key,) = _fields(fields, 1)
-    connection.ok(wire.encode_number(service.table.delete(key)))
+    client.ok(wire.encode_number(state.table.delete(key)))
 
 
-def _num_keys(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _num_keys(client: Client, state: StoreState, fields: list[bytes]) -> None:
     if fields:
         raise GarbageError("num_keys takes nothing")
-    connection.ok(wire.encode_number(len(service.table.values)))
+    client.ok(wire.encode_number(len(state.table.values)))
 
 
-def _multi_set(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _multi_set(client: Client, state: StoreState, fields: list[bytes]) -> None:
     if len(fields) % 2:
         raise GarbageError("a key without a value")
     pairs = list(zip(_keys(fields[::2]), fields[1::2], strict=True))
     if any(len(value) > MAX_VALUE_BYTES for _, value in pairs):
         raise GarbageError("a value that is too long")
     for key, value in pairs:
-        service.table.set(key, value)
-    connection.ok()
+        state.table.set(key, value)
+    client.ok()
 
 
-def _get(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _get(client: Client, state: StoreState, fields: list[bytes]) -> None:
     milliseconds, keys = _timed_keys(fields)
 
     def answer(send: _Send) -> None:
-        values = [service.table.values[key] for key in keys]
+        values = [state.table.values[key] for key in keys]
         too_long = sum(map(len, values)) + 4 * len(values) > wire.MAX_MESSAGE_BYTES
         send(*((Code.TOO_LONG, ()) if too_long else (Code.OK, values)))
 
-    _when_present(connection, service, (milliseconds, keys), answer)
+    _when_present(client, state, (milliseconds, keys), answer)
 
 
-def _wait(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _wait(client: Client, state: StoreState, fields: list[bytes]) -> None:
     timed_keys = _timed_keys(fields)
-    _when_present(connection, service, timed_keys, lambda send: send(Code.OK, ()))
+    _when_present(client, state, timed_keys, lambda send: send(Code.OK, ()))
 
 
 def _when_present(
-    connection: Connection,
-    service: Service,
+    client: Client,
+    state: StoreState,
     timed_keys: tuple[int, list[bytes]],
     answer: Callable[[_Send], None],
 ) -> None:
     """Call ``answer`` now if all keys exist, else park until they do or the time is up."""
-    (milliseconds, keys), table = timed_keys, service.table
+    (milliseconds, keys), table = timed_keys, state.table
 
     def ready() -> None:
-        answer(connection.answer_parked)
+        answer(client.answer_parked)
 
     waiter = table.park(keys, ready)
     if waiter is None:
-        answer(connection.send)
+        answer(client.send)
         return
     parked = waiter
 
     def expired() -> None:
-        connection.send(Code.TIMEOUT, table.missing(keys))
+        client.send(Code.TIMEOUT, table.missing(keys))
 
-    connection.park(milliseconds, expired, lambda: table.unpark(parked))
+    client.park(milliseconds, expired, lambda: table.unpark(parked))
 
 
-def _join(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _join(client: Client, state: StoreState, fields: list[bytes]) -> None:
     (worker,) = _fields(fields, 1)
-    service.join(worker)
-    connection.ok()
+    state.join(worker)
+    client.ok()
 
 
-def _wait_workers(connection: Connection, service: Service, fields: list[bytes]) -> None:
+def _wait_workers(client: Client, state: StoreState, fields: list[bytes]) -> None:
     if len(fields) != 2:
         raise GarbageError("wait_workers takes a time-out and a number")
     milliseconds, wanted = map(wire.decode_number, fields)
-    watchers = service.worker_watchers
+    watchers = state.worker_watchers
 
     def count() -> tuple[bytes, ...]:
-        return (wire.encode_number(len(service.workers)),)
+        return (wire.encode_number(len(state.workers)),)
 
     def look() -> None:
-        if len(service.workers) >= wanted:
-            connection.answer_parked(Code.OK, count())
+        if len(state.workers) >= wanted:
+            client.answer_parked(Code.OK, count())
 
-    if len(service.workers) >= wanted:
-        connection.ok(*count())
+    if len(state.workers) >= wanted:
+        client.ok(*count())
         return
     watchers[look] = None
-    connection.park(
+    client.park(
         milliseconds,
-        lambda: connection.send(Code.TIMEOUT, count()),
+        lambda: client.send(Code.TIMEOUT, count()),
         lambda: watchers.pop(look, None) and None,
     )
 
 
-HANDLERS: Final[dict[int, Callable[[Connection, Service, list[bytes]], None]]] = {
+HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = {
     Code.SET: _set,
     Code.GET: _get,
     Code.ADD: _add,

@@ -14,8 +14,7 @@ from tilework.errors import DistStoreError
 from tilework.store import wire
 from tilework.store.address import Address, TcpAddress, tune_tcp
 from tilework.store.checks import LONGEST_WAIT_SECONDS
-from tilework.store.requests import HANDLERS
-from tilework.store.table import Table
+from tilework.store.requests import HANDLERS, StoreState
 from tilework.store.wire import Code, GarbageError
 
 _log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Service:
-    """One store's table and its clients. Everything runs in the loop's thread."""
+    """One store and its clients. Everything runs in the loop's thread."""
 
     def __init__(
         self,
@@ -43,11 +42,7 @@ class Service:
     ) -> None:
         self.loop = loop
         self.secret = secret
-        self.table = Table()
-        #: Names of the clients that joined as workers.
-        self.workers: set[bytes] = set()
-        #: Called, once each, when a worker joins.
-        self.worker_watchers: dict[Callable[[], None], None] = {}
+        self.state = StoreState()
         self._where = where
         self._listener = listener
         self._connections: set[Connection] = set()
@@ -79,12 +74,6 @@ class Service:
         level = logging.INFO if why in self._told else logging.WARNING
         self._told.add(why)
         _log.log(level, "the store server at %s refused a client: %s", self._where, why)
-
-    def join(self, worker: bytes) -> None:
-        """One more worker has come (or the same one again)."""
-        self.workers.add(worker)
-        for watcher in list(self.worker_watchers):
-            watcher()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -278,7 +267,7 @@ class Connection:
         if handle is None:
             raise GarbageError(f"an unknown request, {message.code}")
         try:
-            handle(self, self._service, message.fields)
+            handle(self, self._service.state, message.fields)
         except DistStoreError as error:
             self.send(Code.ERROR, (str(error).encode(),))
 
