@@ -34,6 +34,7 @@ LATE_IMPORTS = {
     "tilework._core": "optional: not built on every platform",
     "tilework.store.torch_bridge": "needs torch.distributed",
     "tilework.sharded.remote": "loads RPC and ZeroMQ, and only remote shards need them",
+    "tilework.comm.backends": "each is imported with its first group; torch's engines are slow",
     "tilework.interop": "re-exported by a package below it",
     "tilework.dtensor.dispatch.op_names": "forgets handlers when a rule is registered",
 }

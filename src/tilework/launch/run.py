@@ -22,7 +22,7 @@ from tilework.launch.supervise import Outcome
 from tilework.launch.verdict import Failure
 
 #: Imported once before forking, so that no rank has to.
-_PRELOADED = ("torch", "tilework.distributed")
+_PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm")
 
 #: A reader that has stopped reading is waited for after a normal end, not after a failure.
 _LAST_FLUSH_SECONDS = 1.0

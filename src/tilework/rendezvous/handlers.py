@@ -16,7 +16,6 @@ from tilework.errors import DistNetworkError
 from tilework.rendezvous.environment import Settings, detect_environment, integer
 from tilework.rendezvous.place import UNSET, Place, place_of, split_url
 from tilework.store import FileStore, PrefixStore, Store, StoreServer, TCPStore, UnixStore
-from tilework.store.torch_bridge import TorchStoreAdapter, connect_to_torch
 
 _Meeting = Iterator[tuple[Store, int, int]]
 
@@ -211,6 +210,8 @@ def _hold(key: tuple[int, str, bytes | None], server: StoreServer) -> None:
 
 def _torchrun_store(host: str, port: int, timeout: timedelta) -> Store:
     """The store of torchrun itself, which has taken MASTER_PORT and speaks torch's protocol."""
+    from tilework.store.torch_bridge import TorchStoreAdapter, connect_to_torch
+
     try:
         store = connect_to_torch(host, port, timeout)
     except DistNetworkError as error:

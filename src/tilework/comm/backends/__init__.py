@@ -1,4 +1,4 @@
-"""Backends that come with the package, and the making of groups with any backend."""
+"""The built-in backends, each imported when a group is first made with it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 from tilework.comm.backend import Backend, DistributedBackendOptions
-from tilework.comm.backends.hybrid import create_hybrid_group
-from tilework.comm.backends.shm import create_shm_group
-from tilework.comm.backends.threads import create_threads_group
-from tilework.comm.backends.torch_engines import ENGINES
 from tilework.comm.contract import ProcessGroup
 
-BUILT_IN: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
-    "threads": create_threads_group,
-    "shm": create_shm_group,
-    "hybrid": create_hybrid_group,
-    **ENGINES,
-}
+_Create = Callable[[DistributedBackendOptions, Any], ProcessGroup]
 
 
 def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any) -> ProcessGroup:
-    """Make this rank's end of one group with the backend ``name``. Collective over its ranks."""
+    """This rank's end of one group with the backend ``name``. Collective over its ranks."""
     plugin = Backend.plugins.get(name.upper())
     if plugin is None:
-        return BUILT_IN[name](request, pg_options)
+        return _built_in(name)(request, pg_options)
     if plugin.extended_api:
         return plugin.creator_fn(request, pg_options)
     return plugin.creator_fn(request.store, request.group_rank, request.group_size, request.timeout)
+
+
+def _built_in(name: str) -> _Create:
+    if name == Backend.THREADS:
+        from tilework.comm.backends.threads import create_threads_group
+
+        return create_threads_group
+    if name == Backend.SHM:
+        from tilework.comm.backends.shm import create_shm_group
+
+        return create_shm_group
+    if name == Backend.HYBRID:
+        from tilework.comm.backends.hybrid import create_hybrid_group
+
+        return create_hybrid_group
+    from tilework.comm.backends.torch_engines import ENGINES
+
+    return ENGINES[name]
