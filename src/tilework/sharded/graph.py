@@ -1,7 +1,7 @@
-"""A rank's part in the autograd graph, also where it holds no shard.
+"""Local tiles in the autograd graph, also on a rank without shards.
 
 A rank without tiles has a stand-in: an empty tile with the tensor's dtype and a place in the graph.
-So each rank finds the same dtype, the same ``requires_grad`` and the same errors, and takes part in
+So each rank gets the same dtype, the same ``requires_grad`` and the same errors, and takes part in
 whatever is communicated, forward and backward.
 """
 
@@ -22,20 +22,20 @@ def graph_tiles(tensor: ShardedTensorBase) -> list[Tensor]:
 
 
 def _stand_in(tensor: ShardedTensorBase) -> Tensor:
-    shards, found = tensor.__dict__.get("_stand_in", (None, None))
+    shards, stand_in = tensor.__dict__.get("_stand_in", (None, None))
     # A reshard or a change of dtype has given the tensor other shards.
     if shards is not tensor._local_shards:
-        found = torch.zeros(
+        stand_in = torch.zeros(
             (0,) * tensor.dim(),
             dtype=tensor.dtype,
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        keep_stand_in(tensor, found)
-    assert isinstance(found, Tensor)
-    return found
+        keep_stand_in(tensor, stand_in)
+    assert isinstance(stand_in, Tensor)
+    return stand_in
 
 
 def keep_stand_in(tensor: ShardedTensorBase, stand_in: Tensor) -> None:
-    """Make it this rank's; its part in the graph is the tensor's."""
+    """Make this the rank's stand-in: the tensor's place in the graph."""
     tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)

@@ -1,4 +1,4 @@
-"""Shape, dtype and flags; what asks for values that no rank alone has."""
+"""Shape, dtype and flags; functions that read values, which no rank has all of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.sharded.tensor import ShardedTensor
 
 
 def of_wrapper(func: Callable[..., Any]) -> Handler:
-    """The operator's own answer: the wrapper has the global shape, the dtype and the flags."""
+    """The handler of what the wrapper knows itself: global shape, dtype and flags."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -41,15 +41,15 @@ def _new_tensor(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tenso
 
 
 def _new(fill: Callable[..., Any]) -> Handler:
-    """``new_zeros`` and its like, of the tensor's own size."""
+    """The handler of ``new_zeros`` and its like, of the tensor's own size."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
         tensor, *rest = args
         size = kwargs.pop("size", None)
         values = [kwargs.pop("fill_value")] if "fill_value" in kwargs else []
         if size is None:
-            given, values = _split_size(rest, fill is torch.full_like)
-            size = torch.Size(given)
+            extents, values = _split_size(rest, fill is torch.full_like)
+            size = torch.Size(extents)
         if tuple(size) != tuple(tensor.shape):
             hint = "only of the tensor's own size; else use tilework.sharded with a spec"
             raise unsupported(fill, args, kwargs, hint)
@@ -60,6 +60,7 @@ def _new(fill: Callable[..., Any]) -> Handler:
 
 
 def _split_size(rest: list[Any], has_value: bool) -> tuple[list[int], list[Any]]:
+    """The size among positional arguments, as a sequence or one by one, and what follows it."""
     if rest and not isinstance(rest[0], int):
         return list(rest[0]), rest[1:]
     return (rest[:-1], rest[-1:]) if has_value else (rest, [])
@@ -80,12 +81,13 @@ def _reads_values(func: Callable[..., Any]) -> Handler:
     return handler
 
 
-def _getters(*names: str) -> list[Callable[..., Any]]:
+def getters(*names: str) -> list[Callable[..., Any]]:
+    """The functions that read these properties of a tensor."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 
 _OF_WRAPPER = [
-    *_getters("shape", "dtype", "layout", "device", "ndim", "requires_grad", "is_meta",
+    *getters("shape", "dtype", "layout", "device", "ndim", "requires_grad", "is_meta",
         "is_sparse", "is_sparse_csr", "is_quantized", "is_cuda", "is_cpu", "is_mps", "is_xla",
         "is_xpu", "is_nested", "is_mkldnn", "is_vulkan", "itemsize", "nbytes", "name", "_version",
         "_backward_hooks", "_post_accumulate_grad_hooks"),

@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same values: one answer, which every rank gets."""
+"""Comparisons of two tensors' values: one answer, the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _compares(func: Callable[..., bool]) -> Handler:
         a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
         if not (isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)):
             raise unsupported(
-                func, args, kwargs, "both must be sharded: shard_tensor cuts a plain one"
+                func, args, kwargs, "both must be sharded: shard_tensor shards a plain one"
             )
         if a.process_group is not b.process_group:
             raise unsupported(func, args, kwargs, "both must be on one process group")
@@ -31,15 +31,15 @@ def _compares(func: Callable[..., bool]) -> Handler:
                 return False
             raise unsupported(func, args, kwargs, "both must have one shape")
         if not same_layout(a, b):
-            moved: Any = b.detach()
-            b = moved.reshard(a.sharding_spec())
+            detached: Any = b.detach()
+            b = detached.reshard(a.sharding_spec())
         tiles = zip(graph_tiles(a), graph_tiles(b), strict=True)
 
         def same_here() -> bool:
-            return all(func(one, two, *args[2:], **others) for one, two in tiles)
+            return all(func(tile, other, *args[2:], **others) for tile, other in tiles)
 
         if isinstance(a.process_group, NonMember):
-            return same_here()  # of nothing: what is known here is the same
+            return same_here()  # there are no tiles here
         return all(agree(same_here, a.process_group))
 
     return handler

@@ -1,4 +1,4 @@
-"""Look-ups in a sharded table. Each rank has ids of its own, and gets what the whole table gives.
+"""Look-ups in a sharded table. Each rank has ids of its own, and gets the rows of the full table.
 
 Each rank asks the owners for the rows that it lacks, each row once; what is done with them is
 torch's own operator on these rows. A tile's gradient is that of the sum of all ranks' losses.
@@ -31,9 +31,9 @@ from tilework.sharded.tensor import ShardedTensor
 def rows_of(
     ids: Tensor, weight: ShardedTensor, name: str, refuse: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """The rows that ``ids`` name, each once and in order, and which they are. Collective.
+    """The rows that ``ids`` name, each once and in order, and the row of each id. Collective.
 
-    A rank receives the ids that others want of its tiles, and the rows that it wants itself.
+    A rank receives the ids that others look up in its tiles, and the rows that it asks for itself.
 
     Args:
         ids: This rank's own.
@@ -43,7 +43,7 @@ def rows_of(
     """
     group = member_of(weight, name)
     tiles = tiles_by_rank(weight, group)
-    found: list[Tensor] = []
+    unique: list[Tensor] = []
 
     def check() -> list[int]:
         refuse()
@@ -54,22 +54,22 @@ def rows_of(
         if wanted.numel() and not 0 <= wanted[0] <= wanted[-1] < n:
             outside = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise IndexError(f"{name}: id {int(outside)} is out of range for {n} rows")
-        found.extend((wanted, inverse))
+        unique.extend((wanted, inverse))
         spans = [span for boxes in tiles for span in _rows(boxes)]
         return [stop - start for start, stop in _within(wanted, spans)]
 
     counts = agree_on_gradients(check, [weight], group)
-    wanted, inverse = found
+    wanted, inverse = unique
     return _fetch(wanted, weight, tiles, counts, group), inverse
 
 
 def _rows(boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """Where each run of rows that these tiles have begins and ends."""
+    """The start and the end of each run of rows that these tiles have, each once."""
     return list(dict.fromkeys((box.offsets[0], box.ends[0]) for box in boxes))
 
 
 def _within(wanted: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Which of the sorted ids lie in each span: from, to."""
+    """The range of the sorted ids that lie in each span: from, to."""
     edges = torch.tensor(list(spans), dtype=torch.int64, device=wanted.device).reshape(-1, 2)
     return [(start, stop) for start, stop in torch.searchsorted(wanted, edges).tolist()]
 
@@ -89,10 +89,10 @@ def _fetch(
         torch.cat([wanted[:0], *(wanted[start:stop] for start, stop in _within(wanted, of_rank))])
         for of_rank in spans
     ]
-    asked = exchange(parts, [sum(numbers[mine]) for numbers in counts], group)
+    requested = exchange(parts, [sum(numbers[mine]) for numbers in counts], group)
     by_span = [
         dict(zip(spans[group.rank()], part.split_with_sizes(numbers[mine]), strict=True))
-        for part, numbers in zip(asked, counts, strict=True)
+        for part, numbers in zip(requested, counts, strict=True)
     ]
     # … and rows come back, tile by tile.
     parts = [torch.cat([_look_up(box, tile, ids) for box, tile in own]) for ids in by_span]
@@ -100,18 +100,19 @@ def _fetch(
         [(start, stop, box) for box in boxes for start, stop in _within(wanted, _rows([box]))]
         for boxes in tiles
     ]
-    sizes = [[(stop - start) * box.sizes[1] for start, stop, box in each] for each in places]
-    got = exchange(parts, [sum(each) for each in sizes], group)
-    boxes, pieces = [], []
-    for part, each, numbers in zip(got, places, sizes, strict=True):
-        for piece, (start, stop, box) in zip(part.split_with_sizes(numbers), each, strict=True):
+    sizes = [[(stop - start) * box.sizes[1] for start, stop, box in runs] for runs in places]
+    received = exchange(parts, [sum(numbers) for numbers in sizes], group)
+    boxes, chunks = [], []
+    for part, of_rank, numbers in zip(received, places, sizes, strict=True):
+        split = part.split_with_sizes(numbers)
+        for chunk, (start, stop, box) in zip(split, of_rank, strict=True):
             boxes.append(Box((start, box.offsets[1]), (stop - start, box.sizes[1])))
-            pieces.append(piece.view(stop - start, box.sizes[1]))
-    return assemble((len(wanted), weight.shape[1]), boxes, pieces)
+            chunks.append(chunk.view(stop - start, box.sizes[1]))
+    return assemble((len(wanted), weight.shape[1]), boxes, chunks)
 
 
-def _look_up(box: Box, tile: Tensor, asked: dict[tuple[int, int], Tensor]) -> Tensor:
-    ids = asked.get((box.offsets[0], box.ends[0]))
+def _look_up(box: Box, tile: Tensor, by_span: dict[tuple[int, int], Tensor]) -> Tensor:
+    ids = by_span.get((box.offsets[0], box.ends[0]))
     return tile.reshape(-1) if ids is None else tile[ids - box.offsets[0]].reshape(-1)
 
 
@@ -132,36 +133,36 @@ _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_fr
 
 def _handler(func: Callable[..., Any], names: tuple[str, ...]) -> Any:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        ids, weight = given.pop("input"), given.pop("weight")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        ids, weight = options.pop("input"), options.pop("weight")
         if isinstance(ids, ShardedTensor) or not isinstance(weight, ShardedTensor):
             raise unsupported(func, args, kwargs, "the table is sharded, the ids are plain")
-        padding = given.pop("padding_idx", None)
+        padding = options.pop("padding_idx", None)
 
         def refuse() -> None:
             if weight.dim() != 2:
                 raise unsupported(func, args, kwargs, "the table must have two dims")
-            if given.get("max_norm") is not None:
+            if options.get("max_norm") is not None:
                 hint = "max_norm would change the table: renormalize its shards"
                 raise unsupported(func, args, kwargs, hint)
-            if given.get("sparse"):
+            if options.get("sparse"):
                 raise unsupported(func, args, kwargs, "shards get dense gradients: sparse=False")
             if padding is not None and not -weight.shape[0] <= padding < weight.shape[0]:
                 raise ValueError(f"padding_idx {padding} is not within {weight.shape[0]} rows")
 
         rows, inverse = rows_of(ids, weight, func.__name__, refuse)
         if padding is not None:
-            given["padding_idx"] = _place_of(padding % weight.shape[0], ids, inverse)
-        result: Tensor = func(inverse, rows, **given)
+            options["padding_idx"] = _place_of(padding % weight.shape[0], ids, inverse)
+        result: Tensor = func(inverse, rows, **options)
         return result
 
     return handler
 
 
 def _place_of(row: int, ids: Tensor, inverse: Tensor) -> int | None:
-    """Which of the rows that are at hand it is."""
-    found = inverse[ids == row]
-    return int(found[0]) if found.numel() else None
+    """The place of a row among the looked-up ones; None if it is not among them."""
+    places = inverse[ids == row]
+    return int(places[0]) if places.numel() else None
 
 
 TABLE: dict[Callable[..., Any], Handler] = {

@@ -1,4 +1,4 @@
-"""What moves between ranks inside an operator, and the gradient that moves back.
+"""Exchanges between ranks inside an operator, and of gradients in its backward.
 
 Here each rank has values and a loss of its own: gradients are those of the sum of all ranks'
 losses, and every rank must run backward.
@@ -25,25 +25,25 @@ from tilework.tiled.transfer_plans import replicated_tiling
 
 
 def agree_on_gradients(
-    make: Callable[[], list[int]], inputs: Sequence[Tensor], group: ProcessGroup
+    count: Callable[[], list[int]], inputs: Sequence[Tensor], group: ProcessGroup
 ) -> list[list[int]]:
-    """What ``make`` gives on each rank, if the ranks also agree on what needs a gradient.
+    """The numbers of each rank, once all agree on what needs a gradient.
 
     Collective; blocks.
 
     Args:
-        make: Checks this rank's arguments, and counts what the others must know of.
-        inputs: What backward communicates for, if it needs a gradient.
+        count: Checks this rank's arguments, and returns numbers that the others need.
+        inputs: Tensors for which backward communicates if they need a gradient.
         group: The group.
 
     Raises:
         ValueError: Some ranks need a gradient and others do not: they would wait in backward.
-        Exception: What ``make`` raised on a rank.
+        Exception: Raised by ``count`` on a rank.
     """
     enabled = torch.is_grad_enabled()
     needs = [enabled and tensor.requires_grad for tensor in inputs]
     by_rank = agree_equal(
-        lambda: {"requires_grad": needs, "numbers": make()},
+        lambda: {"requires_grad": needs, "numbers": count()},
         group,
         "the inputs must need gradients on all ranks or on none, since backward communicates:",
         own=("numbers",),
@@ -52,11 +52,11 @@ def agree_on_gradients(
 
 
 def exchange(parts: Sequence[Tensor], received: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """Give one flat tensor to each rank, and get one of each. Collective, also backward.
+    """The flat tensors from each rank, for one sent to each. Collective, also backward.
 
     Args:
         parts: One for each rank of the group, in its order.
-        received: How many elements come from each.
+        received: The number of elements from each.
         group: The group.
     """
     sent = [part.numel() for part in parts]
@@ -83,18 +83,18 @@ class _Exchange(torch.autograd.Function):
 
 
 def spread(tensor: ShardedTensor) -> Tensor:
-    """All of the tensor on each rank, as a value of its own. Collective, also backward."""
-    found: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+    """The full tensor on each rank, as a value of its own. Collective, also backward."""
+    full: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
         tensor.detach(), *graph_tiles(tensor)
     )
-    return found
+    return full
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, *tiles: Tensor) -> Tensor:
         group, rank = tensor.process_group, _global_rank(tensor)
-        ctx.tensor, ctx.empty = tensor, None if tensor.local_tiles() else tiles[0]
+        ctx.tensor, ctx.stand_in = tensor, None if tensor.local_tiles() else tiles[0]
         target = replicated_tiling(tuple(tensor.shape), tuple(get_process_group_ranks(group)))
         steps = plan(tensor.tiling, target, rank)
         return run_plan(steps, tensor.local_tiles(), group, dtype=tensor.dtype)[0]
@@ -105,11 +105,12 @@ class _Spread(torch.autograd.Function):
         tensor: ShardedTensor = ctx.tensor
         group, shape = tensor.process_group, tuple(tensor.shape)
         whole = Box((0,) * len(shape), shape)
-        terms = tuple((Tile(whole, (rank,)),) for rank in get_process_group_ranks(group))
-        source = Tiling(shape, terms, "sum" if len(terms) > 1 else None)
+        # The gradient is partial: each rank has one of its own.
+        partial = tuple((Tile(whole, (rank,)),) for rank in get_process_group_ranks(group))
+        source = Tiling(shape, partial, "sum" if len(partial) > 1 else None)
         steps = plan(source, tensor.tiling, _global_rank(tensor))
         tiles = run_plan(steps, [gradient.contiguous()], group, dtype=gradient.dtype)
-        return None, *(tiles if ctx.empty is None else [torch.zeros_like(ctx.empty)])
+        return None, *(tiles if ctx.stand_in is None else [torch.zeros_like(ctx.stand_in)])
 
 
 def _global_rank(tensor: ShardedTensor) -> int:
@@ -119,19 +120,19 @@ def _global_rank(tensor: ShardedTensor) -> int:
 
 
 def assemble(shape: Sequence[int], boxes: Sequence[Box], parts: Sequence[Tensor]) -> Tensor:
-    """A tensor of parts that fill it; each gets its part of the gradient."""
-    found: Tensor = _Assemble.apply(tuple(shape), boxes, *parts)  # type: ignore[no-untyped-call]
-    return found
+    """The tensor whose boxes these parts fill; each gets its part of the gradient."""
+    full: Tensor = _Assemble.apply(tuple(shape), boxes, *parts)  # type: ignore[no-untyped-call]
+    return full
 
 
 class _Assemble(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], boxes: Sequence[Box], *parts: Tensor) -> Tensor:
         ctx.boxes = boxes
-        whole = parts[0].new_empty(shape)
+        full = parts[0].new_empty(shape)
         for box, part in zip(boxes, parts, strict=True):
-            whole[box.slices] = part
-        return whole
+            full[box.slices] = part
+        return full
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,11 +140,11 @@ class _Assemble(torch.autograd.Function):
 
 
 def working_tiles(weight: ShardedTensor) -> list[tuple[Box, Tensor]]:
-    """This rank's tiles that have elements, with their boxes; at least an empty one."""
+    """This rank's tiles that have elements, with their boxes; an empty one if there are none."""
     boxes = weight.tiling.boxes_of(_global_rank(weight))
-    found = [(b, t) for b, t in zip(boxes, weight.local_tiles(), strict=True) if not b.empty]
-    nothing = (0,) * weight.dim()
-    return found or [(Box(nothing, nothing), no_elements(weight, weight.dim()))]
+    tiles = [(b, t) for b, t in zip(boxes, weight.local_tiles(), strict=True) if not b.empty]
+    zeros = (0,) * weight.dim()
+    return tiles or [(Box(zeros, zeros), no_elements(weight, weight.dim()))]
 
 
 def tiles_by_rank(weight: ShardedTensor, group: ProcessGroup) -> list[list[Box]]:

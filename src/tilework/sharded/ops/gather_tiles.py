@@ -1,4 +1,4 @@
-"""Values that all ranks hold: what each tile gives, on every rank."""
+"""Values that are replicated: a result of each tile, gathered to every rank."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from tilework.sharded.ops.tiles import member_of, zeros_after
 from tilework.sharded.tensor import ShardedTensor
 
 
-def of_each_tile(tensor: ShardedTensor, give: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``give`` makes of each tile that has elements, stacked, on every rank.
+def gather_from_tiles(tensor: ShardedTensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """The results of ``compute`` for each tile that has elements, stacked, on every rank.
 
-    Collective: one all_gather of what the rank with most tiles gives. The gradient is that of one
-    value which all ranks hold: each rank takes its tiles' part.
+    Collective: one all_gather, of as many results as the rank with most tiles has. The gathered
+    value is replicated: each rank takes its own tiles' part of the gradient.
 
     Args:
         tensor: One with elements.
-        give: From a tile to a tensor of one shape for all tiles.
+        compute: From a tile to a tensor of one shape for all tiles.
     """
     group = member_of(tensor, "a reduction")
-    given = [give(tile) for tile in tensor.local_tiles() if tile.numel()]
-    if given:
-        mine = torch.stack(given)
+    results = [compute(tile) for tile in tensor.local_tiles() if tile.numel()]
+    if results:
+        local = torch.stack(results)
     else:
-        mine = give(zeros_after(tensor, (1,) * tensor.dim())).unsqueeze(0)[:0]
-    holders = [tile.owners[0] for tile in tensor.tiling.tiles if not tile.box.empty]
-    found: Tensor = _Held.apply(mine, group, holders)  # type: ignore[no-untyped-call]
-    return found
+        local = compute(zeros_after(tensor, (1,) * tensor.dim())).unsqueeze(0)[:0]
+    owners = [tile.owners[0] for tile in tensor.tiling.tiles if not tile.box.empty]
+    gathered: Tensor = _GatherRows.apply(local, group, owners)  # type: ignore[no-untyped-call]
+    return gathered
 
 
-class _Held(torch.autograd.Function):
-    """From rows on the ranks that hold them to all rows on all ranks."""
+class _GatherRows(torch.autograd.Function):
+    """From rows on the ranks that own them to all rows on all ranks, in the order of owners."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: ProcessGroup, holders: list[int]) -> Tensor:
-        taken = dict.fromkeys(group.global_ranks, 0)
+    def forward(ctx: Any, local: Tensor, group: ProcessGroup, owners: list[int]) -> Tensor:
+        counts = dict.fromkeys(group.global_ranks, 0)
         places = []
-        for holder in holders:
-            places.append((group.group_ranks[holder], taken[holder]))
-            taken[holder] += 1
-        most = max(taken.values())
-        padded = mine.new_zeros((most, *mine.shape[1:]))
-        padded[: len(mine)] = mine
-        every = mine.new_empty((group.size() * most, *mine.shape[1:]))
-        all_gather_into_tensor(every, padded, group)
+        for owner in owners:
+            places.append((group.group_ranks[owner], counts[owner]))
+            counts[owner] += 1
+        most = max(counts.values())
+        padded = local.new_zeros((most, *local.shape[1:]))
+        padded[: len(local)] = local
+        gathered = local.new_empty((group.size() * most, *local.shape[1:]))
+        all_gather_into_tensor(gathered, padded, group)
         ctx.own = [i for i, (rank, _) in enumerate(places) if rank == group.rank()]
-        return every[[rank * most + i for rank, i in places]]
+        return gathered[[rank * most + i for rank, i in places]]
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,8 @@
-"""Gradients: the graph is that of the tiles, and so are the gradients."""
+"""Gradients of sharded tensors: those of the tiles, by the tiles' own graph.
+
+What is called alike for DTensors shares only torch's own functions with this: there a rank has one
+local tensor, whose gradient may be partial.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.sharded.checks import unsupported
 from tilework.sharded.metadata import Shard
+from tilework.sharded.ops.basic import getters
 from tilework.sharded.ops.tiles import (
     OTHER_LAYOUT,
     graph_tiles,
@@ -25,10 +30,11 @@ from tilework.sharded.tensor import ShardedTensor
 # To a type checker these are the values, not the properties.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
+_SHARDED_ALIKE = "expected a ShardedTensor that is sharded alike"
 
 
 def of_graph(func: Callable[..., Any]) -> Handler:
-    """What the tiles say of their graph, which is the same on every rank."""
+    """The handler of a property of the graph, which is the same for all tiles and ranks."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         return func(graph_tiles(args[0])[0])
@@ -38,16 +44,16 @@ def of_graph(func: Callable[..., Any]) -> Handler:
 
 def _requires_grad_(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
-    wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
+    requires_grad = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
     for tile in graph_tiles(tensor):
-        tile.requires_grad_(wanted)
+        tile.requires_grad_(requires_grad)
     return settle(tensor)
 
 
 def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor | None:
     tensor: ShardedTensor = args[0]
-    # Backward may have come to some of the tiles only.
-    return _joined(tensor, [tile.grad for tile in graph_tiles(tensor)])
+    # Backward may have reached some of the tiles only.
+    return _wrapped_gradient(tensor, [tile.grad for tile in graph_tiles(tensor)])
 
 
 def _set_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
@@ -55,15 +61,15 @@ def _set_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     tiles = graph_tiles(tensor)
     values = [None] * len(tiles)
     if value is not None:
-        values = _alike(_GRAD.__set__, tensor, value)
+        values = _tiles_alike(_GRAD.__set__, tensor, value)
     for tile, gradient in zip(tiles, values, strict=True):
         tile.grad = gradient
 
 
-def _alike(func: Callable[..., Any], tensor: Any, value: Any) -> list[Any]:
+def _tiles_alike(func: Callable[..., Any], tensor: Any, value: Any) -> list[Any]:
+    """The tiles of ``value``, which must be sharded as ``tensor`` is."""
     if not isinstance(value, ShardedTensor) or not isinstance(tensor, ShardedTensor):
-        hint = "expected a ShardedTensor cut alike"
-        raise unsupported(func, (tensor, value), {}, hint)
+        raise unsupported(func, (tensor, value), {}, _SHARDED_ALIKE)
     if value.shape != tensor.shape or not same_layout(tensor, value):
         raise unsupported(func, (tensor, value), {}, OTHER_LAYOUT)
     return graph_tiles(value)
@@ -76,9 +82,8 @@ def _data(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTens
 def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     tensor, value = args
     if not isinstance(tensor, ShardedTensor) or not isinstance(value, ShardedTensor):
-        hint = "expected a ShardedTensor cut alike"
-        raise unsupported(_DATA.__set__, args, kwargs, hint)
-    # Placements may differ, as after Module.to(device): only the cuts must be the same.
+        raise unsupported(_DATA.__set__, args, kwargs, _SHARDED_ALIKE)
+    # Placements may differ, as after Module.to(device): only the boxes must be the same.
     if value.tiling != tensor.tiling or len(graph_tiles(value)) != len(graph_tiles(tensor)):
         raise unsupported(_DATA.__set__, args, kwargs, OTHER_LAYOUT)
     tiles, values = graph_tiles(tensor), graph_tiles(value)
@@ -100,26 +105,26 @@ def _tiles_and_gradients(
 ) -> tuple[list[Tensor], list[Any]]:
     """Plain tensors and tiles, and the gradient of each."""
     tiles: list[Tensor] = []
-    found: list[Any] = []
+    tile_gradients: list[Any] = []
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if not isinstance(tensor, ShardedTensor):
             tiles.append(tensor)
-            found.append(gradient)
+            tile_gradients.append(gradient)
             continue
         if gradient is None and tensor.numel() == 1:
             gradient = wrap(tensor, [torch.ones_like(tile) for tile in graph_tiles(tensor)])
         if gradient is None:
             raise RuntimeError(
                 f"grad can be implicitly created only for scalar outputs: this tensor has shape "
-                f"{tuple(tensor.shape)}; reduce it (sum()) or give a gradient cut as it is"
+                f"{tuple(tensor.shape)}; reduce it (sum()) or give a gradient that is sharded alike"
             )
         tiles += graph_tiles(tensor)
-        found += _alike(torch.autograd.backward, tensor, gradient)
-    return tiles, found
+        tile_gradients += _tiles_alike(torch.autograd.backward, tensor, gradient)
+    return tiles, tile_gradients
 
 
 def _listed(value: Any, length: int) -> list[Any]:
-    """Tensors, or gradients for them, as a list; None: none is given."""
+    """A list of tensors, or of gradients for them; of None for each if there are none."""
     if value is None:
         return [None] * length
     return [value] if isinstance(value, Tensor) else list(value)
@@ -127,14 +132,14 @@ def _listed(value: Any, length: int) -> list[Any]:
 
 def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tensors = _listed(given.pop("tensors"), 1)
-    gradients = given.pop("gradient", None)
-    gradients = given.pop("grad_tensors", gradients)
-    tiles, found = _tiles_and_gradients(tensors, _listed(gradients, len(tensors)))
-    if given.get("inputs") is not None:
-        given["inputs"] = [tile for x in _listed(given["inputs"], 1) for tile in _tiles_of(x)]
-    torch.autograd.backward(tiles, found, **given)
+    options = dict(zip(names, args, strict=False)) | kwargs
+    tensors = _listed(options.pop("tensors"), 1)
+    gradients = options.pop("gradient", None)
+    gradients = options.pop("grad_tensors", gradients)
+    tiles, tile_gradients = _tiles_and_gradients(tensors, _listed(gradients, len(tensors)))
+    if options.get("inputs") is not None:
+        options["inputs"] = [tile for x in _listed(options["inputs"], 1) for tile in _tiles_of(x)]
+    torch.autograd.backward(tiles, tile_gradients, **options)
 
 
 def _tiles_of(tensor: Tensor) -> list[Tensor]:
@@ -143,32 +148,29 @@ def _tiles_of(tensor: Tensor) -> list[Tensor]:
 
 def _autograd_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    outputs = _listed(given.pop("outputs"), 1)
-    gradients = _listed(given.pop("grad_outputs", None), len(outputs))
-    tiles, found = _tiles_and_gradients(outputs, gradients)
-    inputs = _listed(given.pop("inputs"), 1)
-    parts = [_tiles_of(tensor) for tensor in inputs]
-    flat, form = pytree.tree_flatten(parts)
-    results = pytree.tree_unflatten(torch.autograd.grad(tiles, flat, found, **given), form)
-    return tuple(_joined(x, each) for x, each in zip(inputs, results, strict=True))
+    options = dict(zip(names, args, strict=False)) | kwargs
+    outputs = _listed(options.pop("outputs"), 1)
+    gradients = _listed(options.pop("grad_outputs", None), len(outputs))
+    tiles, tile_gradients = _tiles_and_gradients(outputs, gradients)
+    inputs = _listed(options.pop("inputs"), 1)
+    flat, form = pytree.tree_flatten([_tiles_of(tensor) for tensor in inputs])
+    results = torch.autograd.grad(tiles, flat, tile_gradients, **options)
+    by_input = zip(inputs, pytree.tree_unflatten(results, form), strict=True)
+    return tuple(_wrapped_gradient(tensor, gradients) for tensor, gradients in by_input)
 
 
-def _joined(tensor: Tensor, gradients: list[Tensor | None]) -> Tensor | None:
+def _wrapped_gradient(tensor: Tensor, gradients: list[Tensor | None]) -> Tensor | None:
+    """The gradient of a tensor, from those of its tiles; zeros for tiles without any."""
     if not isinstance(tensor, ShardedTensor):
         return gradients[0]
     if all(gradient is None for gradient in gradients):
         return None
-    known = zip(graph_tiles(tensor), gradients, strict=True)
-    return wrap(tensor, [torch.zeros_like(t) if g is None else g for t, g in known])
-
-
-def _getters(*names: str) -> list[Callable[..., Any]]:
-    return [getattr(Tensor, name).__get__ for name in names]
+    pairs = zip(graph_tiles(tensor), gradients, strict=True)
+    return wrap(tensor, [torch.zeros_like(t) if g is None else g for t, g in pairs])
 
 
 TABLE: dict[Callable[..., Any], Handler] = {
-    **{f: of_graph(f) for f in _getters("is_leaf", "grad_fn", "retains_grad", "output_nr")},
+    **{f: of_graph(f) for f in getters("is_leaf", "grad_fn", "retains_grad", "output_nr")},
     Tensor.requires_grad_: _requires_grad_,
     _GRAD.__get__: _grad,
     _GRAD.__set__: _set_grad,

@@ -1,9 +1,9 @@
 """Products with a sharded weight. Each rank has an input of its own, and gets its own result.
 
-The weight stays where it is and the inputs move to it, column by column as its tiles need them;
-what the tiles give moves back and is added up. Where the weight has fewer bytes than what would
-move, each rank is given the whole weight instead. Backward mirrors forward: a tile's gradient is
-that of the sum of all ranks' losses.
+The weight stays where it is. Inputs move to it, those columns that its tiles need; partial products
+move back and are summed. Where the weight has fewer elements than what would move, each rank
+gathers the full weight instead. Backward mirrors forward: a tile's gradient is that of the sum of
+all ranks' losses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
 
     Bytes that a rank with ``b`` of all ``B`` rows receives, in elements: at most ``B`` times the
     columns of its own tiles, and ``b`` times the rows of all tiles (so ``b * out`` times the
-    number of tiles side by side along the columns); or the whole weight if that is less.
+    number of tiles side by side along the columns); or the full weight if that is less.
     """
     group = member_of(weight, name)
 
@@ -56,10 +56,10 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
         return [x.shape[:-1].numel()]
 
     inputs = [x, weight] if bias is None else [x, weight, bias]
-    rows = [said[0] for said in agree_on_gradients(check, inputs, group)]
+    rows = [counts[0] for counts in agree_on_gradients(check, inputs, group)]
     tiles = tiles_by_rank(weight, group)
-    if _moving_inputs(rows, tiles) <= weight.numel() * (len(rows) - 1):
-        flat = _at_the_weight(
+    if _elements_moved(rows, tiles) <= weight.numel() * (len(rows) - 1):
+        flat = _multiply_at_weight(
             x.reshape(rows[group.rank()], x.shape[-1]), weight, rows, tiles, group
         )
         result = flat.reshape(*x.shape[:-1], weight.shape[0])
@@ -70,8 +70,8 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
     return result if bias is None else result + bias
 
 
-def _moving_inputs(rows: Sequence[int], tiles: Sequence[Sequence[Box]]) -> int:
-    """How many elements go from rank to rank if inputs and results move."""
+def _elements_moved(rows: Sequence[int], tiles: Sequence[Sequence[Box]]) -> int:
+    """The number of elements that go from rank to rank if inputs and results move."""
     total = 0
     for own, boxes in zip(rows, tiles, strict=True):
         per_row = sum(columns for _, columns in _columns(boxes)) + sum(b.sizes[0] for b in boxes)
@@ -80,11 +80,11 @@ def _moving_inputs(rows: Sequence[int], tiles: Sequence[Sequence[Box]]) -> int:
 
 
 def _columns(boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """Where each run of columns that these tiles need begins, and how long it is."""
+    """The start and the length of each run of columns that these tiles need, each once."""
     return list(dict.fromkeys((box.offsets[1], box.sizes[1]) for box in boxes))
 
 
-def _at_the_weight(
+def _multiply_at_weight(
     x: Tensor,
     weight: ShardedTensor,
     rows: list[int],
@@ -101,46 +101,46 @@ def _at_the_weight(
         for boxes in tiles
     ]
     width = sum(n for _, n in columns)
-    got = exchange(parts, [count * width for count in rows], group)
-    inputs = _by_columns(got, rows, columns)
+    received = exchange(parts, [count * width for count in rows], group)
+    inputs = _by_columns(received, rows, columns)
     # … which multiply all ranks' rows …
     products = [F.linear(inputs[box.offsets[1], box.sizes[1]], tile) for box, tile in own]
     per_rank = zip(*(product.split_with_sizes(rows) for product in products), strict=True)
     parts = [torch.cat([product.reshape(-1) for product in of_rank]) for of_rank in per_rank]
     # … and send each rank its own.
-    got = exchange(parts, [mine * sum(b.sizes[0] for b in boxes) for boxes in tiles], group)
-    pieces: dict[Box, Tensor] = {}
-    for part, boxes in zip(got, tiles, strict=True):
-        each = part.split_with_sizes([mine * box.sizes[0] for box in boxes])
-        pieces.update((b, p.view(mine, b.sizes[0])) for b, p in zip(boxes, each, strict=True))
-    ordered = [tile.box for tile in weight.tiling.tiles if tile.box in pieces]
-    return _added_up([(box, pieces[box]) for box in ordered], x, weight.shape[0])
+    received = exchange(parts, [mine * sum(b.sizes[0] for b in boxes) for boxes in tiles], group)
+    by_box: dict[Box, Tensor] = {}
+    for part, boxes in zip(received, tiles, strict=True):
+        of_boxes = part.split_with_sizes([mine * box.sizes[0] for box in boxes])
+        by_box.update((b, p.view(mine, b.sizes[0])) for b, p in zip(boxes, of_boxes, strict=True))
+    ordered = [tile.box for tile in weight.tiling.tiles if tile.box in by_box]
+    return _sum_products([(box, by_box[box]) for box in ordered], x, weight.shape[0])
 
 
 def _by_columns(
-    got: Sequence[Tensor], rows: Sequence[int], columns: Sequence[tuple[int, int]]
+    received: Sequence[Tensor], rows: Sequence[int], columns: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
     """All ranks' rows of each run of columns."""
-    each = [
+    by_rank = [
         part.split_with_sizes([count * n for _, n in columns])
-        for part, count in zip(got, rows, strict=True)
+        for part, count in zip(received, rows, strict=True)
     ]
     return {
-        run: torch.cat([s[i].view(count, run[1]) for s, count in zip(each, rows, strict=True)])
+        run: torch.cat([s[i].view(count, run[1]) for s, count in zip(by_rank, rows, strict=True)])
         for i, run in enumerate(columns)
     }
 
 
-def _added_up(pieces: Sequence[tuple[Box, Tensor]], x: Tensor, width: int) -> Tensor:
-    """The sum, at each place, of the pieces that reach it, in the tiling's order."""
-    if not pieces:
+def _sum_products(products: Sequence[tuple[Box, Tensor]], x: Tensor, width: int) -> Tensor:
+    """The sum, at each place, of the products of tiles that have it, in the tiling's order."""
+    if not products:
         return x.sum(1, keepdim=True).expand(len(x), width) * 0
-    edges = sorted({edge for box, _ in pieces for edge in (box.offsets[0], box.ends[0])})
+    edges = sorted({edge for box, _ in products for edge in (box.offsets[0], box.ends[0])})
     bands = []
     for start, stop in pairwise(edges):
         here = [
-            piece[:, start - box.offsets[0] : stop - box.offsets[0]]
-            for box, piece in pieces
+            product[:, start - box.offsets[0] : stop - box.offsets[0]]
+            for box, product in products
             if box.offsets[0] <= start and stop <= box.ends[0]
         ]
         bands.append(here[0] if len(here) == 1 else torch.stack(here).sum(0))
@@ -151,8 +151,8 @@ def _added_up(pieces: Sequence[tuple[Box, Tensor]], x: Tensor, width: int) -> Te
 
 
 def _linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    options = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = options["input"], options["weight"], options.get("bias")
     if isinstance(x, ShardedTensor) or not _is_matrix(weight):
         raise unsupported(F.linear, args, kwargs, _HINT)
     return linear(x, weight, bias)
@@ -165,10 +165,10 @@ def _is_matrix(value: Any) -> bool:
 def _matmul(func: Callable[..., Any], swapped: bool = False) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
         names = ("input", "other"), ("self", "mat2"), ("input", "vec")
-        given = [*args, *(kwargs[name] for pair in names for name in pair if name in kwargs)]
-        if len(given) != 2 or kwargs.get("out") is not None:
+        operands = [*args, *(kwargs[name] for pair in names for name in pair if name in kwargs)]
+        if len(operands) != 2 or kwargs.get("out") is not None:
             raise unsupported(func, args, kwargs, _HINT)
-        a, b = reversed(given) if swapped else given
+        a, b = reversed(operands) if swapped else operands
         if _is_matrix(b) and not isinstance(a, ShardedTensor):
             return linear(a, permute(b, (1, 0)), None, "matmul")
         if _is_matrix(a) and not isinstance(b, ShardedTensor) and b.dim() in (1, 2):

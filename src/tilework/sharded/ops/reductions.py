@@ -20,7 +20,7 @@ from tilework.layout import Box
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.dim_ops import dims_of, options_of, run_along
 from tilework.sharded.ops.elementwise import elementwise, spellings
-from tilework.sharded.ops.gather_tiles import of_each_tile
+from tilework.sharded.ops.gather_tiles import gather_from_tiles
 from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
@@ -38,31 +38,31 @@ def _folded(func: Callable[..., Tensor]) -> Reduce:
 
     def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
         wide = _wide(dtype)
-        return func(of_each_tile(tensor, lambda tile: func(tile.to(wide)))).to(dtype)
+        return func(gather_from_tiles(tensor, lambda tile: func(tile.to(wide)))).to(dtype)
 
     return reduce
 
 
 def _sum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return of_each_tile(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum().to(dtype)
+    return gather_from_tiles(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum().to(dtype)
 
 
 def _nansum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return of_each_tile(tensor, lambda tile: tile.nansum(dtype=_wide(dtype))).sum().to(dtype)
+    return gather_from_tiles(tensor, lambda tile: tile.nansum(dtype=_wide(dtype))).sum().to(dtype)
 
 
 def _mean(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    total = of_each_tile(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum()
+    total = gather_from_tiles(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum()
     return (total / tensor.numel()).to(dtype)
 
 
 def _count_nonzero(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return of_each_tile(tensor, torch.count_nonzero).sum()
+    return gather_from_tiles(tensor, torch.count_nonzero).sum()
 
 
 def _logsumexp(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
     wide = _wide(dtype)
-    parts = of_each_tile(tensor, lambda tile: tile.to(wide).reshape(-1).logsumexp(0))
+    parts = gather_from_tiles(tensor, lambda tile: tile.to(wide).reshape(-1).logsumexp(0))
     return parts.logsumexp(0).to(dtype)
 
 
@@ -80,7 +80,7 @@ def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> 
         mean = values.mean()
         return torch.stack([values.new_tensor(tile.numel()), mean, (values - mean).square().sum()])
 
-    counts, means, squares = of_each_tile(tensor, moments).unbind(1)
+    counts, means, squares = gather_from_tiles(tensor, moments).unbind(1)
     apart = means - (counts * means).sum() / n
     total = squares.sum() + (counts * apart.square()).sum()
     return (total / max(n - correction, 0)).to(dtype)
@@ -101,7 +101,7 @@ def _norm(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) ->
         absolute: Any = tensor.abs()
         return _extreme(absolute, "amax" if order > 0 else "amin").to(dtype)
     wide, norm = options.get("dtype") or _wide(tensor.dtype), torch.linalg.vector_norm
-    parts = of_each_tile(tensor, lambda tile: norm(tile, order, dtype=wide))
+    parts = gather_from_tiles(tensor, lambda tile: norm(tile, order, dtype=wide))
     return (parts.sum() if order == 0 else norm(parts, order)).to(dtype)
 
 
@@ -109,11 +109,11 @@ def _extreme(tensor: ShardedTensor, name: str) -> Tensor:
     """The greatest or least element; its gradient goes to all that equal it, in equal shares."""
     fold: Callable[[Tensor], Tensor] = getattr(torch, name)
     with torch.no_grad():
-        best = fold(of_each_tile(tensor, fold))
+        best = fold(gather_from_tiles(tensor, fold))
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return best
     with torch.no_grad():
-        shares = of_each_tile(tensor, lambda tile: _equal(tile, best).sum()).sum()
+        shares = gather_from_tiles(tensor, lambda tile: _equal(tile, best).sum()).sum()
     found: Tensor = _Extreme.apply(  # type: ignore[no-untyped-call]
         best, shares, *graph_tiles(tensor)
     )
@@ -142,9 +142,9 @@ def _arg(tensor: ShardedTensor, name: str) -> Tensor:
     """Where the extreme is, in row-major order; the first if there are several."""
     fold, find = getattr(torch, f"a{name}"), getattr(torch, f"arg{name}")
     with torch.no_grad():
-        values = of_each_tile(tensor, fold)
+        values = gather_from_tiles(tensor, fold)
         boxes = iter([box for box in tensor.tiling.boxes_of(_rank(tensor)) if not box.empty])
-        places = of_each_tile(
+        places = gather_from_tiles(
             tensor, lambda tile: _place(find(tile), next(boxes, None), tensor.shape)
         )
         return places[_equal(values, fold(values))].min()
