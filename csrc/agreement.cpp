@@ -12,36 +12,37 @@ namespace tilework {
 namespace {
 
 constexpr uint64_t kRagged = uint64_t{1} << 24;
-constexpr int64_t kMostBytes = int64_t{1} << 40;  // no host sends more: the table is garbage
+constexpr int64_t kMostBytes = int64_t{1} << 40;     // no host sends more: the table is garbage
 constexpr auto relaxed = std::memory_order_relaxed;  // the step counter publishes the headers
 
-uint64_t pack(const Operation& operation, bool is_ragged) {
+uint64_t pack_signature(const Operation& operation, bool is_ragged) {
   return static_cast<uint64_t>(operation.kind) | static_cast<uint64_t>(operation.dtype) << 8 |
          static_cast<uint64_t>(operation.reduce_op) << 16 | (is_ragged ? kRagged : 0) |
          static_cast<uint64_t>(operation.root) << 32;
 }
 
-/// Whether data goes from one rank to another in this kind of operation.
+/// True if this kind of operation sends data from rank `from` to rank `to`.
 bool routed(OpKind kind, int root, int from, int to) {
   if (kind == OpKind::kGather) return to == root;
   if (kind == OpKind::kScatter) return from == root;
   return true;
 }
 
-/// What a rank sends to, and expects from, each rank.
+/// Bytes that a rank sends to, and expects from, each rank.
 struct ByteCounts {
   const Operation& operation;
   int rank;
 
   int64_t sends(int to) const {
     if (!routed(operation.kind, operation.root, rank, to)) return 0;
-    const bool one = operation.kind == OpKind::kAllGather || operation.kind == OpKind::kGather;
-    return static_cast<int64_t>(operation.inputs[one ? 0 : to].bytes);
+    const bool single = operation.kind == OpKind::kAllGather || operation.kind == OpKind::kGather;
+    return static_cast<int64_t>(operation.inputs[single ? 0 : to].bytes);
   }
   int64_t expects(int from) const {
     if (!routed(operation.kind, operation.root, from, rank)) return 0;
-    const bool one = operation.kind == OpKind::kScatter || operation.kind == OpKind::kReduceScatter;
-    return static_cast<int64_t>(operation.outputs[one ? 0 : from].bytes);
+    const bool single =
+        operation.kind == OpKind::kScatter || operation.kind == OpKind::kReduceScatter;
+    return static_cast<int64_t>(operation.outputs[single ? 0 : from].bytes);
   }
 };
 
@@ -56,15 +57,16 @@ size_t first_bytes(const Operation& operation) {
   return operation.outputs.count > 0 ? operation.outputs[0].bytes : 0;
 }
 
-/// Where the buffers of one side lie in the rank's arena as one run of equal parts; see
+/// The arena position of one side's buffers if they are contiguous and of equal size, else 0; see
 /// OperationHeader.
-uint64_t place(const Segment& segment, const Buffers& side) {
+uint64_t arena_position(const Segment& segment, const Buffers& side) {
   if (side.count == 0) return 0;
   const size_t bytes = side[0].bytes;
   if (!side[0].dense()) return 0;
   for (int i = 1; i < side.count; ++i)
-    if (!side[i].dense() || side[i].bytes != bytes || side[i].data != side[i - 1].data + bytes) return 0;
-  return segment.place_in_own_arena(side[0].data, bytes * side.count);
+    if (!side[i].dense() || side[i].bytes != bytes || side[i].data != side[i - 1].data + bytes)
+      return 0;
+  return segment.own_arena_position(side[0].data, bytes * side.count);
 }
 
 std::string describe(const Call& call) {
@@ -76,7 +78,7 @@ std::string describe(const Call& call) {
   return text + ") as operation #" + std::to_string(call.sequence);
 }
 
-/// Ranks that called alike, told in one breath; the largest group is taken to be right.
+/// The fault that names each call and the ranks that made it; a majority is taken to be right.
 Fault mismatch_fault(const std::vector<Call>& calls, bool labels_only) {
   std::map<std::string, std::vector<int>> groups;
   for (size_t rank = 0; rank < calls.size(); ++rank) {
@@ -102,7 +104,7 @@ Fault mismatch_fault(const std::vector<Call>& calls, bool labels_only) {
   return Fault("mismatch", blamed, text);
 }
 
-/// The tables of all ranks, real or implied by a uniform header.
+/// The byte-count tables of all ranks, published or implied by a uniform header.
 class ByteTables {
  public:
   ByteTables(const Segment& segment, unsigned parity, const std::vector<Call>& calls)
@@ -122,7 +124,8 @@ class ByteTables {
   const std::vector<Call>& calls_;
 };
 
-uint64_t compare_byte_tables(const Segment& segment, unsigned parity, const std::vector<Call>& calls) {
+uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
+                             const std::vector<Call>& calls) {
   ByteTables tables(segment, parity, calls);
   const int size = static_cast<int>(calls.size());
   const auto kind = static_cast<OpKind>(calls[0].kind());
@@ -141,20 +144,21 @@ uint64_t compare_byte_tables(const Segment& segment, unsigned parity, const std:
   return static_cast<uint64_t>(longest);
 }
 
-/// The slow path: something differs, which in some kinds is allowed.
+/// The slow path of agree(): something differs, which some kinds allow.
 uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
   std::vector<Call> calls;
   for (int rank = 0; rank < segment.size(); ++rank)
     calls.push_back(read_call(segment.control(rank).headers[parity]));
   const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<OpKind>(calls[0].kind()));
   const uint64_t mask = may_differ ? ~kRagged : ~uint64_t{0};
-  bool what = false, labels = false;
+  bool calls_differ = false, labels_differ = false;
   for (const Call& call : calls) {
-    what |= call.sequence != calls[0].sequence || ((call.what ^ calls[0].what) & mask) != 0 ||
-            (!may_differ && call.bytes != calls[0].bytes);
-    labels |= call.label != calls[0].label;
+    calls_differ |= call.sequence != calls[0].sequence ||
+                    ((call.signature ^ calls[0].signature) & mask) != 0 ||
+                    (!may_differ && call.bytes != calls[0].bytes);
+    labels_differ |= call.label != calls[0].label;
   }
-  if (what || labels) throw mismatch_fault(calls, !what);
+  if (calls_differ || labels_differ) throw mismatch_fault(calls, !calls_differ);
   return may_differ ? compare_byte_tables(segment, parity, calls) : calls[0].bytes;
 }
 
@@ -162,8 +166,12 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
 
 Call read_call(const OperationHeader& header) {
   const uint64_t bits = header.factor.load(relaxed);
-  Call call{header.sequence.load(relaxed), header.what.load(relaxed), header.bytes.load(relaxed),
-            header.label.load(relaxed), 0, header.input.load(relaxed),
+  Call call{header.sequence.load(relaxed),
+            header.signature.load(relaxed),
+            header.bytes.load(relaxed),
+            header.label.load(relaxed),
+            0,
+            header.input.load(relaxed),
             header.output.load(relaxed)};
   memcpy(&call.factor, &bits, sizeof bits);
   return call;
@@ -172,39 +180,39 @@ Call read_call(const OperationHeader& header) {
 void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity) {
   OperationHeader& header = segment.control(rank).headers[parity];
   const size_t bytes = first_bytes(operation);
-  const bool uneven = ragged(operation.kind) && !(all_equal(operation.inputs, bytes) &&
-                                                  all_equal(operation.outputs, bytes));
+  const bool uneven = ragged(operation.kind) &&
+                      !(all_equal(operation.inputs, bytes) && all_equal(operation.outputs, bytes));
   uint64_t factor;
   memcpy(&factor, &operation.factor, sizeof factor);
   header.sequence.store(operation.sequence, relaxed);
-  header.what.store(pack(operation, uneven), relaxed);
+  header.signature.store(pack_signature(operation, uneven), relaxed);
   header.bytes.store(bytes, relaxed);
   header.label.store(operation.label, relaxed);
   header.factor.store(factor, relaxed);
-  header.input.store(place(segment, operation.inputs), relaxed);
-  header.output.store(place(segment, operation.outputs), relaxed);
+  header.input.store(arena_position(segment, operation.inputs), relaxed);
+  header.output.store(arena_position(segment, operation.outputs), relaxed);
   if (!uneven) return;
   std::atomic<int64_t>* tables = segment.table(rank, parity);
   const int size = segment.size();
-  const ByteCounts pieces{operation, rank};
+  const ByteCounts counts{operation, rank};
   for (int peer = 0; peer < size; ++peer) {
-    tables[peer].store(pieces.sends(peer), relaxed);
-    tables[size + peer].store(pieces.expects(peer), relaxed);
+    tables[peer].store(counts.sends(peer), relaxed);
+    tables[size + peer].store(counts.expects(peer), relaxed);
   }
 }
 
 uint64_t agree(const Segment& segment, int rank, unsigned parity, PeerBuffers& peers) {
   const Call mine = read_call(segment.control(rank).headers[parity]);
-  bool same = !mine.ragged();
+  bool uniform = !mine.ragged();
   for (int peer = 0; peer < segment.size(); ++peer) {
     const Call call = read_call(segment.control(peer).headers[parity]);
     peers.factors[peer] = call.factor;
     peers.inputs[peer] = call.input;
     peers.outputs[peer] = call.output;
-    same &= call.sequence == mine.sequence && call.what == mine.what && call.bytes == mine.bytes &&
-            call.label == mine.label;
+    uniform &= call.sequence == mine.sequence && call.signature == mine.signature &&
+               call.bytes == mine.bytes && call.label == mine.label;
   }
-  return same ? mine.bytes : compare_all_calls(segment, parity);
+  return uniform ? mine.bytes : compare_all_calls(segment, parity);
 }
 
 }  // namespace tilework

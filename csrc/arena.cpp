@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kAlign = 64;
 constexpr size_t kPage = 4096;
-/// Freed memory is kept for the next buffer up to this, then given back to the system.
+/// Freed memory is kept for the next buffer up to this, then returned to the system.
 constexpr size_t kMostIdle = 64 * 1024 * 1024;
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -44,7 +44,7 @@ Arena::~Arena() {
 char* Arena::allocate(size_t bytes) {
   const size_t wanted = round_up(bytes, kAlign);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (generation_ != fork_generation()) return nullptr;  // the room belongs to the parent
+  if (generation_ != fork_generation()) return nullptr;  // the arena belongs to the parent
   for (auto range = free_.begin(); range != free_.end(); ++range) {
     const auto [begin, end] = *range;
     if (end - begin < wanted) continue;
@@ -87,13 +87,13 @@ void Arena::release(char* memory) {
   }
   free_[begin] = end;
   if (idle_ > kMostIdle) {
-    for (const auto& [from, to] : free_) give_back(from, to);
+    for (const auto& [from, to] : free_) punch_hole(from, to);
     idle_ = 0;
   }
 }
 
-/// Free the pages that lie wholly in a free range.
-void Arena::give_back(size_t from, size_t to) {
+/// Return the pages that lie wholly in a free range to the system.
+void Arena::punch_hole(size_t from, size_t to) {
   const size_t first = round_up(from, kPage), last = to / kPage * kPage;
   if (first < last)
     fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset_ + first),

@@ -1,7 +1,6 @@
-// Buffers that live in the segment. Each rank's part of the segment ends in an arena, from which
-// it takes memory for tensors; peers read (and in an all_reduce write) them where they are, which
-// saves the copies into and out of outboxes. Arenas are sparse: their room costs address space
-// only, and is mapped when it is first needed.
+// Buffers in the segment. Each rank has an arena there, from which it allocates memory for tensors;
+// peers read (and in an all_reduce write) them in place, which saves the copies into and out of
+// outboxes. Arenas are sparse: their size costs address space only, and is mapped on first use.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@
 
 namespace tilework {
 
-/// A piece of a file, mapped; unmapped at the end.
+/// A mapped range of a file; unmapped when destroyed.
 class Mapping {
  public:
   Mapping(int fd, size_t offset, size_t bytes);  // throws std::system_error
@@ -27,25 +26,25 @@ class Mapping {
   size_t bytes_;
 };
 
-/// A rank's own arena. Outlives the group while its buffers live.
+/// A rank's own arena. Outlives the group as long as its buffers do.
 class Arena {
  public:
-  /// Takes over `fd`. The room is `bytes` from `offset` of the file.
+  /// Takes ownership of `fd`. The arena is `bytes` from `offset` of the file.
   Arena(int fd, size_t offset, size_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// Memory for `bytes`, aligned to 64; null where there is no room left.
+  /// Memory for `bytes`, aligned to 64; null if there is no room.
   char* allocate(size_t bytes);
   void release(char* memory);
   size_t used_bytes() const;
 
-  /// Whether all of [data, data + bytes) is here, and where.
+  /// True if [data, data + bytes) lies in the arena, with its offset.
   bool locate(const char* data, size_t bytes, uint64_t& offset) const;
 
  private:
-  void give_back(size_t from, size_t to);
+  void punch_hole(size_t from, size_t to);
 
   const int fd_;
   const size_t offset_, bytes_;
@@ -53,7 +52,7 @@ class Arena {
   mutable std::mutex mutex_;  // guards what follows
   std::unique_ptr<Mapping> mapping_;
   std::map<size_t, size_t> free_, taken_;  // begin to end
-  size_t used_ = 0, idle_ = 0;             // bytes taken; bytes freed but not given back
+  size_t used_ = 0, idle_ = 0;             // bytes taken; bytes freed whose pages are still held
 };
 
 }  // namespace tilework

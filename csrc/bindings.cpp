@@ -2,8 +2,8 @@
 // the GIL is released around everything that may wait or copy; faults become exceptions. The
 // contract is src/tilework/_core.pyi.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -62,21 +62,21 @@ void bind_group(nb::module_& m) {
       .def("statistics", &PyGroup::statistics);
 }
 
-/// FastPath.run as a plain C function: the bindings' own conversion of arguments takes as long as
-/// the rest of the way into the core.
+/// FastPath.run as a plain C function: nanobind's conversion of the arguments takes as long as the
+/// rest of the call into the core.
 PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  PyObject* given[] = {nullptr, Py_None, Py_None, Py_None, nullptr, Py_None, Py_None};
-  if (count < 1 || count > static_cast<Py_ssize_t>(count_of(given))) {
-    PyErr_Format(PyExc_TypeError, "run() takes 1 to 7 arguments, %zd given", count);
+  PyObject* arguments[] = {nullptr, Py_None, Py_None, Py_None, nullptr, Py_None, Py_None};
+  if (count < 1 || count > static_cast<Py_ssize_t>(count_of(arguments))) {
+    PyErr_Format(PyExc_TypeError, "run() takes 1 to 7 arguments, %zd arguments", count);
     return nullptr;
   }
-  std::copy(args, args + count, given);
-  const long root = given[4] ? PyLong_AsLong(given[4]) : 0;
+  std::copy(args, args + count, arguments);
+  const long root = arguments[4] ? PyLong_AsLong(arguments[4]) : 0;
   if (root == -1 && PyErr_Occurred()) return nullptr;
   try {
     FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
-    return PyBool_FromLong(fast_path.run(given[0], given[1], given[2], given[3],
-                                      static_cast<int>(root), given[5], given[6]));
+    return PyBool_FromLong(fast_path.run(arguments[0], arguments[1], arguments[2], arguments[3],
+                                         static_cast<int>(root), arguments[5], arguments[6]));
   } catch (nb::python_error& error) {
     error.restore();
   } catch (const std::exception& error) {
@@ -86,12 +86,12 @@ PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count)
 }
 
 void bind_fast_path(nb::module_& m) {
-  static PyMethodDef run = {"run", reinterpret_cast<PyCFunction>(
-                                       reinterpret_cast<void (*)()>(fast_path_run)),
-                            METH_FASTCALL, nullptr};
+  static PyMethodDef run = {
+      "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_path_run)),
+      METH_FASTCALL, nullptr};
   nb::class_<FastPath> fast_path(m, "FastPath");
-  fast_path.attr("run") = nb::steal(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path.ptr()), &run));
+  fast_path.attr("run") =
+      nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path.ptr()), &run));
   fast_path
       .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "flight"_a,
            "timeout"_a, "on_failure"_a)
@@ -103,30 +103,34 @@ void bind_fast_path(nb::module_& m) {
 void bind_flight_ring(nb::module_& m) {
   nb::class_<FlightRing>(m, "FlightRing")
       .def(nb::init<size_t>(), "capacity"_a)
-      .def("begin",
-           [](FlightRing& self, nb::object what, nb::object peer, nb::object tag, nb::handle) {
-             return self.begin(std::move(what), std::move(peer), std::move(tag));
-           },
-           "what"_a, "peer"_a.none() = nb::none(), "tag"_a = 0, "depth"_a = 1)
-      .def("end",
-           [](FlightRing& self, uint64_t slot, nb::object failure) {
-             self.end(slot, std::move(failure));
-           },
-           "slot"_a, "failure"_a = "")
+      .def(
+          "begin",
+          [](FlightRing& self, nb::object what, nb::object peer, nb::object tag, nb::handle) {
+            return self.begin(std::move(what), std::move(peer), std::move(tag));
+          },
+          "what"_a, "peer"_a.none() = nb::none(), "tag"_a = 0, "depth"_a = 1)
+      .def(
+          "end",
+          [](FlightRing& self, uint64_t slot, nb::object failure) {
+            self.end(slot, std::move(failure));
+          },
+          "slot"_a, "failure"_a = "")
       .def("follow", &FlightRing::follow, "slot"_a, "pending"_a)
       .def("records", &FlightRing::records);
 }
 
 void bind_arena(nb::module_& m) {
   nb::class_<Arena>(m, "Arena")
-      .def("allocate",
-           [](Arena& self, size_t bytes) {
-             return reinterpret_cast<uint64_t>(self.allocate(bytes));
-           },
-           "bytes"_a)
-      .def("release",
-           [](Arena& self, uint64_t address) { self.release(reinterpret_cast<char*>(address)); },
-           "address"_a)
+      .def(
+          "allocate",
+          [](Arena& self, size_t bytes) {
+            return reinterpret_cast<uint64_t>(self.allocate(bytes));
+          },
+          "bytes"_a)
+      .def(
+          "release",
+          [](Arena& self, uint64_t address) { self.release(reinterpret_cast<char*>(address)); },
+          "address"_a)
       .def("used_bytes", &Arena::used_bytes);
 }
 
@@ -135,11 +139,12 @@ void bind_completion(nb::module_& m) {
       .def("done", [](const PyCompletion& self) { return self.completion->done(); })
       .def("wait", &PyCompletion::wait, "timeout"_a)
       .def("fault", &PyCompletion::fault)
-      .def("add_done_callback",
-           [](const PyCompletion& self, nb::callable fn) {
-             self.completion->when_done(callback_of(std::move(fn)));
-           },
-           "fn"_a)
+      .def(
+          "add_done_callback",
+          [](const PyCompletion& self, nb::callable fn) {
+            self.completion->when_done(callback_of(std::move(fn)));
+          },
+          "fn"_a)
       .def("source", [](const PyCompletion& self) { return self.completion->source(); });
 }
 
@@ -151,7 +156,7 @@ uint64_t wrapped(nb::handle number) {
 }
 
 SampleParams params_of(Distribution distribution, nb::handle seed, nb::handle stream, nb::handle a,
-             nb::handle b) {
+                       nb::handle b) {
   SampleParams params = {wrapped(seed), wrapped(stream), 0, 0, 0, 1};
   if (distribution == Distribution::kIntegers) {
     params.low = wrapped(a);
@@ -166,22 +171,23 @@ SampleParams params_of(Distribution distribution, nb::handle seed, nb::handle st
 void bind_random(nb::module_& m) {
   m.attr("DISTRIBUTIONS") = names_of(kDistributionNames, kDistributions);
   m.attr("LEVELS") = names_of(kSimdLevelNames, static_cast<size_t>(best_simd_level()) + 1);
-  m.def("fill_random",
-        [](uint64_t address, unsigned dtype, unsigned distribution, nb::int_ seed, nb::int_ stream,
-           std::vector<int64_t> shape, std::vector<int64_t> offsets, std::vector<int64_t> sizes,
-           nb::handle a, nb::handle b, unsigned level) {
-          const auto best = static_cast<unsigned>(best_simd_level());
-          if (dtype >= kDTypes || distribution >= kDistributions)
-            throw std::invalid_argument("no such dtype or distribution");
-          const auto kind = static_cast<Distribution>(distribution);
-          const SampleParams params = params_of(kind, seed, stream, a, b);
-          const Tile tile = {std::move(shape), std::move(offsets), std::move(sizes)};
-          nb::gil_scoped_release unlocked;
-          fill_random(reinterpret_cast<char*>(address), static_cast<DType>(dtype), kind, params, tile,
-                      static_cast<SimdLevel>(std::min(level, best)));
-        },
-        "address"_a, "dtype"_a, "distribution"_a, "seed"_a, "stream"_a, "shape"_a, "offsets"_a,
-        "sizes"_a, "a"_a, "b"_a, "level"_a = ~0u);
+  m.def(
+      "fill_random",
+      [](uint64_t address, unsigned dtype, unsigned distribution, nb::int_ seed, nb::int_ stream,
+         std::vector<int64_t> shape, std::vector<int64_t> offsets, std::vector<int64_t> sizes,
+         nb::handle a, nb::handle b, unsigned level) {
+        const auto best = static_cast<unsigned>(best_simd_level());
+        if (dtype >= kDTypes || distribution >= kDistributions)
+          throw std::invalid_argument("no such dtype or distribution");
+        const auto kind = static_cast<Distribution>(distribution);
+        const SampleParams params = params_of(kind, seed, stream, a, b);
+        const Tile tile = {std::move(shape), std::move(offsets), std::move(sizes)};
+        nb::gil_scoped_release unlocked;
+        fill_random(reinterpret_cast<char*>(address), static_cast<DType>(dtype), kind, params, tile,
+                    static_cast<SimdLevel>(std::min(level, best)));
+      },
+      "address"_a, "dtype"_a, "distribution"_a, "seed"_a, "stream"_a, "shape"_a, "offsets"_a,
+      "sizes"_a, "a"_a, "b"_a, "level"_a = ~0u);
 }
 
 }  // namespace
@@ -201,29 +207,33 @@ NB_MODULE(_core, m) {
   m.attr("Fault") = nb::steal(fault);
   nb::register_exception_translator(translate_fault, fault);
 
-  m.def("create_segment",
-        [](int size, size_t slot_bytes, const nb::bytes& nonce) {
-          return create_segment(size, slot_bytes, std::string(nonce.c_str(), nonce.size()));
-        },
-        "size"_a, "slot_bytes"_a, "nonce"_a);
-  m.def("segment_bytes", [](int size, size_t slot_bytes) { return SegmentLayout(size, slot_bytes, 0).total; },
-        "size"_a, "slot_bytes"_a);
-  m.def("shape_label",
-        [](const nb::tuple& sizes) {
-          uint64_t label = kNoSizes;
-          for (nb::handle size : sizes) label = add_size(label, nb::cast<int64_t>(size));
-          return label;
-        },
-        "shape"_a);
-  m.def("register_torch",
-        [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version,
-           const nb::dict& reductions, nb::handle in_library) {
-          set_reduce_op_objects(reductions);
-          set_library_filter(in_library.ptr());
-          return set_tensor_types(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
-        },
-        "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a,
-        "in_library"_a);
+  m.def(
+      "create_segment",
+      [](int size, size_t slot_bytes, const nb::bytes& nonce) {
+        return create_segment(size, slot_bytes, std::string(nonce.c_str(), nonce.size()));
+      },
+      "size"_a, "slot_bytes"_a, "nonce"_a);
+  m.def(
+      "segment_bytes",
+      [](int size, size_t slot_bytes) { return SegmentLayout(size, slot_bytes, 0).total; },
+      "size"_a, "slot_bytes"_a);
+  m.def(
+      "shape_label",
+      [](const nb::tuple& sizes) {
+        uint64_t label = kNoSizes;
+        for (nb::handle size : sizes) label = add_size(label, nb::cast<int64_t>(size));
+        return label;
+      },
+      "shape"_a);
+  m.def(
+      "register_torch",
+      [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version,
+         const nb::dict& reductions, nb::handle in_library) {
+        set_reduce_op_objects(reductions);
+        set_library_filter(in_library.ptr());
+        return set_tensor_types(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
+      },
+      "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
   bind_completion(m);
   bind_group(m);
   bind_arena(m);

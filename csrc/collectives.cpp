@@ -28,13 +28,13 @@ size_t align_down(size_t n) { return n / kLine * kLine; }
 size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }
 size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
 
-/// How many of the bytes [offset, offset + length) a buffer has.
+/// The number of bytes of [offset, offset + length) that a buffer has.
 size_t bytes_of(const Buffer& buffer, size_t offset, size_t length) {
   return offset >= buffer.bytes ? 0 : std::min(length, buffer.bytes - offset);
 }
 
 /// Bytes [offset, offset + length) of a dense buffer, as far as it has them.
-Buffer piece(const Buffer& buffer, size_t offset, size_t length) {
+Buffer slice(const Buffer& buffer, size_t offset, size_t length) {
   if (offset >= buffer.bytes) return {buffer.data, 0};
   return {buffer.data + offset, std::min(length, buffer.bytes - offset)};
 }
@@ -45,28 +45,28 @@ size_t elements(const Operation& operation, size_t bytes) {
 
 // ---- operations that move data ---------------------------------------------------------------
 
-/// Which buffer of this rank goes to, and which comes from, each peer.
+/// The buffers that this rank sends to and receives from each peer.
 class Routes {
  public:
   explicit Routes(const Exchange& x) : x_(x), operation_(x.operation) {
     size_t bytes = 0;
     for (int i = 0; i < operation_.outputs.count; ++i) {
       bytes += operation_.outputs[i].bytes;
-      own_ = std::max(own_, operation_.outputs[i].bytes);
+      longest_own_ = std::max(longest_own_, operation_.outputs[i].bytes);
     }
     for (int i = 0; i < operation_.inputs.count; ++i)
-      own_ = std::max(own_, operation_.inputs[i].bytes);
+      longest_own_ = std::max(longest_own_, operation_.inputs[i].bytes);
     streamed_ = bytes >= kStreamedBytes;
   }
 
-  /// Whether from here on only other ranks have something to exchange. How much, their tables
-  /// say, which may be garbage: a rank takes part in such rounds while its patience lasts.
-  bool idle(size_t offset) const { return offset >= own_; }
+  /// True if from here on only other ranks have data to exchange. How much, only their byte-count
+  /// tables tell, which may be garbage: a rank takes part in such rounds until its deadline.
+  bool idle(size_t offset) const { return offset >= longest_own_; }
 
-  /// Whether outputs are too long to stay in a cache.
+  /// True if outputs are too long to stay in a cache.
   bool streamed() const { return streamed_; }
 
-  /// Whether peers get different data, so that the slot is divided among them.
+  /// True if peers get different data, so that the slot is divided among them.
   bool split() const {
     return operation_.kind == OpKind::kScatter || operation_.kind == OpKind::kAllToAll ||
            operation_.kind == OpKind::kReduceScatter;
@@ -74,7 +74,7 @@ class Routes {
   size_t cell_bytes() const {
     return split() ? align_down(x_.slot_bytes / std::max(1, x_.size - 1)) : x_.slot_bytes;
   }
-  /// Where in the slot of `from` the data for `to` lies.
+  /// The offset in the slot of `from` of the data for `to`.
   size_t cell(int from, int to) const { return split() ? (to - (to > from)) * cell_bytes() : 0; }
 
   Buffer outgoing(int peer) const {
@@ -100,11 +100,11 @@ class Routes {
 
   const Exchange& x_;
   const Operation& operation_;
-  size_t own_ = 0;  // the longest piece that this rank sends or receives
+  size_t longest_own_ = 0;  // the longest message that this rank sends or receives
   bool streamed_;
 };
 
-void write_pieces(const Exchange& x, const Routes& routes, size_t offset) {
+void write_slot(const Exchange& x, const Routes& routes, size_t offset) {
   const int last = routes.split() ? x.size : 1;
   for (int i = 0; i < last; ++i) {
     const int peer = routes.split() ? i : (x.rank + 1) % x.size;
@@ -117,11 +117,11 @@ void write_pieces(const Exchange& x, const Routes& routes, size_t offset) {
 
 void copy_own(const Exchange& x, const Routes& routes, size_t offset, size_t length) {
   const Buffer from = routes.outgoing(x.rank), to = routes.incoming(x.rank);
-  if (from.data == to.data && from.stride == to.stride) return;  // in place
+  if (from.data == to.data && from.stride_bytes == to.stride_bytes) return;  // in place
   copy_rows(to, offset, from, offset, bytes_of(from, offset, length), routes.streamed());
 }
 
-void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
+void read_slots(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;  // each rank starts elsewhere
     const Buffer to = routes.incoming(peer);
@@ -131,8 +131,8 @@ void read_pieces(const Exchange& x, const Routes& routes, size_t offset) {
   }
 }
 
-/// All from `offset` on, straight from the buffers of peers. Where they send different data to
-/// each rank, their inputs are one run of equal parts.
+/// Read everything from `offset` on from the buffers of peers. Where they send different data to
+/// each rank, their inputs are contiguous and of equal size.
 void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;
@@ -148,24 +148,24 @@ void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
 
 /// broadcast, all_gather, gather, scatter, all_to_all. Own parts are copied while peers arrive.
 /// The first round goes through the outboxes even where the rest need not: only then is it known.
-void move(Exchange& x) {
+void move_data(Exchange& x) {
   const Routes routes(x);
   const size_t cell = routes.cell_bytes();
   size_t offset = 0;
   bool in_place;
   do {
     if (offset > 0 && routes.idle(offset)) x.check_deadline();
-    write_pieces(x, routes, offset);
+    write_slot(x, routes, offset);
     x.publish();
     copy_own(x, routes, offset, cell);
     x.await();
-    read_pieces(x, routes, offset);
+    read_slots(x, routes, offset);
     offset += cell;
-    in_place = offset < x.longest() && x.readable_in_place();
-  } while (offset < x.longest() && !in_place);
+    in_place = offset < x.longest_bytes() && x.readable_in_place();
+  } while (offset < x.longest_bytes() && !in_place);
   if (in_place) read_in_place(x, routes, offset);
   copy_own(x, routes, offset, SIZE_MAX);
-  if (in_place) x.turn();  // now peers have read what this rank may change next
+  if (in_place) x.round();  // peers have now read what this rank may change next
 }
 
 // ---- operations that reduce ------------------------------------------------------------------
@@ -183,15 +183,15 @@ void reduce_blocks(Exchange& x, char* to, char* copy_to, size_t bytes) {
   }
 }
 
-/// All from `offset` on, straight from the inputs of peers.
+/// Reduce everything from `offset` on, straight from the inputs of peers.
 void reduce_scatter_in_place(Exchange& x, size_t offset) {
-  const Buffer whole = x.operation.outputs[0], rest = piece(whole, offset, SIZE_MAX);
+  const Buffer output = x.operation.outputs[0], rest = slice(output, offset, SIZE_MAX);
   for (int peer = 0; peer < x.size; ++peer)
     x.sources()[peer] = peer == x.rank
                             ? x.operation.inputs[peer].data + offset
-                            : x.input_of(peer, x.rank * whole.bytes + offset, rest.bytes);
+                            : x.input_of(peer, x.rank * output.bytes + offset, rest.bytes);
   reduce_blocks(x, rest.data, nullptr, rest.bytes);
-  x.turn();
+  x.round();
 }
 
 void reduce_scatter(Exchange& x) {
@@ -200,29 +200,31 @@ void reduce_scatter(Exchange& x) {
   size_t offset = 0;
   do {
     if (offset > 0 && routes.idle(offset)) x.check_deadline();
-    write_pieces(x, routes, offset);
-    x.turn();
-    const Buffer result = piece(x.operation.outputs[0], offset, cell);
+    write_slot(x, routes, offset);
+    x.round();
+    const Buffer result = slice(x.operation.outputs[0], offset, cell);
     for (int peer = 0; peer < x.size; ++peer)
       x.sources()[peer] = peer == x.rank ? x.operation.inputs[peer].data + offset
                                          : x.slot_of(peer) + routes.cell(peer, x.rank);
     reduce_blocks(x, result.data, nullptr, result.bytes);
     offset += cell;
-    if (offset < x.longest() && x.readable_in_place()) return reduce_scatter_in_place(x, offset);
-  } while (offset < x.longest());
+    if (offset < x.longest_bytes() && x.readable_in_place())
+      return reduce_scatter_in_place(x, offset);
+  } while (offset < x.longest_bytes());
 }
 
-/// Every rank shows all it has; whoever wants the result reduces all of it.
+/// In a single round: every rank publishes its input, and each rank that wants the result reduces all.
 void reduce_one_shot(Exchange& x, const Buffer& input, char* output) {
   if (x.size > 1) copy(x.slot(), input.data, input.bytes);  // alone, it may be larger than a slot
-  x.turn();
+  x.round();
   if (!output) return;
   for (int peer = 0; peer < x.size; ++peer)
     x.sources()[peer] = peer == x.rank ? input.data : x.slot_of(peer);
   reduce_blocks(x, output, nullptr, input.bytes);
 }
 
-/// How a long reduction is cut: into chunks, one per round; a chunk into parts, one per owner.
+/// The split of a long reduction into chunks, one per round, and of a chunk into parts, one per
+/// owner.
 struct ReductionChunks {
   ReductionChunks(size_t bytes_, int size, size_t slot_bytes)
       : bytes(bytes_), cell(align_down(slot_bytes / size)) {
@@ -239,7 +241,7 @@ struct ReductionChunks {
   size_t bytes, cell, chunks, chunk, part;
 };
 
-/// This rank's share of the bytes from `offset` on, into every rank's output.
+/// Reduce this rank's share of the bytes from `offset` on into every rank's output.
 void reduce_rest_in_place(Exchange& x, size_t offset) {
   const size_t rest = x.operation.inputs[0].bytes - offset;
   const size_t share = align_up(ceil_div(rest, x.size));
@@ -249,8 +251,7 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
   std::vector<char*> copies;
   for (int peer = 0; peer < x.size; ++peer) {
     const bool own = peer == x.rank;
-    x.sources()[peer] =
-        own ? x.operation.inputs[0].data + begin : x.input_of(peer, begin, length);
+    x.sources()[peer] = own ? x.operation.inputs[0].data + begin : x.input_of(peer, begin, length);
     if (!own) copies.push_back(x.output_of(peer, begin, length));
   }
   for (size_t done = 0; done < length; done += kBlock) {
@@ -260,11 +261,11 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
   }
 }
 
-/// Each rank owns a part of each chunk. In round t it shows its contributions to chunk t, for
+/// Each rank owns a part of each chunk. In round t it publishes its contributions to chunk t, for
 /// their owners, and its finished part of chunk t - 1; then it reduces its part of chunk t, straight
 /// into its slot for the next round, and copies the others' parts of chunk t - 1 out.
-/// Once it is known that all buffers live in arenas, the first chunk is also the last, and each
-/// rank reduces its share of the rest where that lies, for everybody.
+/// If all buffers prove to lie in arenas, the first chunk is also the last, and each rank reduces
+/// its share of the rest in place, into every rank's output.
 /// `output` is null on ranks that do not want the result.
 void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
   ReductionChunks plan(input.bytes, x.size, x.slot_bytes);
@@ -273,7 +274,7 @@ void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
       const Buffer part = plan.of(input.data, t, owner);
       if (owner != x.rank) copy(x.slot() + owner * plan.cell, part.data, part.bytes);
     }
-    x.turn();
+    x.round();
     if (t < plan.chunks) {
       const Buffer mine = plan.of(input.data, t, x.rank);
       for (int peer = 0; peer < x.size; ++peer)
@@ -305,14 +306,15 @@ void reduce(Exchange& x) {
 
 void run(Exchange& x) {
   switch (x.operation.kind) {
-    case OpKind::kBarrier: return x.turn();
-    case OpKind::kAllReduce: case OpKind::kReduce: return reduce(x);
+    case OpKind::kBarrier: return x.round();
+    case OpKind::kAllReduce:
+    case OpKind::kReduce: return reduce(x);
     case OpKind::kReduceScatter: return reduce_scatter(x);
-    default: return move(x);
+    default: return move_data(x);
   }
 }
 
-/// What a rank brings in, or where it brings nothing in, takes out.
+/// Bytes of a rank's inputs, or if it has none, of its outputs.
 size_t payload_bytes(const Operation& operation) {
   const Buffers& side = operation.inputs.count > 0 ? operation.inputs : operation.outputs;
   size_t bytes = 0;
@@ -322,12 +324,12 @@ size_t payload_bytes(const Operation& operation) {
 
 }  // namespace
 
-/// Whole takes a round less, in parts moves fewer bytes from three ranks on. Measured.
+/// A single round saves one; chunks move fewer bytes from three ranks on. Measured.
 size_t one_shot_limit_bytes(int size) { return size_t{128} * 1024 / (size <= 2 ? 1 : size); }
 
 void Collectives::execute(const Operation& operation, const WaitOptions& options) {
   if (cause_) throw *cause_;
-  if (auto fault = context_.stopped()) throw *fault;
+  if (auto fault = context_.stop_fault()) throw *fault;
   try {
     Exchange exchange(context_, state_, operation, options, cancelled_);
     run(exchange);

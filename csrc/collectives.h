@@ -5,7 +5,7 @@
 
 namespace tilework {
 
-/// Up to this many bytes an all_reduce takes one round, in which every rank reduces everything.
+/// The largest all_reduce, in bytes, that takes one round, in which every rank reduces everything.
 size_t one_shot_limit_bytes(int size);
 
 /// Runs one rank's collectives, one at a time.
@@ -21,7 +21,6 @@ class Collectives {
   void cancel();
 
  private:
-
   RankContext& context_;
   RoundState state_;
   std::atomic<bool> cancelled_{false};

@@ -1,4 +1,4 @@
-// An operation that was submitted and will be done by another thread, or by whoever waits.
+// The completion of a submitted operation, which another thread executes, or the waiting one.
 #pragma once
 
 #include <atomic>
@@ -16,12 +16,12 @@ class Completion {
  public:
   bool done() const { return state_.load() == kDone; }
 
-  /// Sleep until done; false once patience.deadline has passed. Throws Interrupted.
+  /// Wait until done; false once options.deadline has passed. Throws Interrupted.
   bool sleep_until_done(const WaitOptions& options);
 
-  /// The failure of a done operation.
+  /// The failure of a done operation, none if it succeeded.
   std::optional<Fault> fault() const;
-  /// Group rank a receive was served by, -1 before.
+  /// The group rank that a receive matched, -1 before.
   int source() const { return done() ? source_ : -1; }
 
   /// Run `callback` once done: by the thread that completes, or at once by this one.
@@ -31,7 +31,7 @@ class Completion {
   void complete(std::optional<Fault> fault, int source = -1);
 
  private:
-  enum : uint32_t { kPending, kAwaited, kDone };  // awaited: somebody may be asleep
+  enum : uint32_t { kPending, kAwaited, kDone };  // kAwaited: a thread may be asleep
 
   std::atomic<uint32_t> state_{kPending};  // a futex
   std::mutex mutex_;

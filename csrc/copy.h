@@ -12,14 +12,14 @@
 
 namespace tilework {
 
-/// Outputs from this length on do not stay in a cache.
+/// Outputs of this length or more do not stay in a cache.
 constexpr size_t kStreamedBytes = 4 * 1024 * 1024;
 
 inline void copy(void* to, const void* from, size_t bytes) {
   if (bytes > 0 && to != from) memcpy(to, from, bytes);
 }
 
-/// Copy past the caches; others see it after settle_past_caches().
+/// Copy past the caches; others see it after fence_streamed_copies().
 inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 #if defined(__SSE2__)
   constexpr size_t kStep = 64, kVector = sizeof(__m128i);
@@ -38,7 +38,7 @@ inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 #endif
 }
 
-inline void settle_past_caches() {
+inline void fence_streamed_copies() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
@@ -50,7 +50,7 @@ inline void settle_past_caches() {
 inline void copy_streaming(void* to, const void* from, size_t bytes) {
   if (to == from || bytes < 4096) return copy(to, from, bytes);
   copy_past_caches(to, from, bytes);
-  settle_past_caches();
+  fence_streamed_copies();
 }
 
 }  // namespace tilework

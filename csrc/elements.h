@@ -1,5 +1,5 @@
-// Element types of the loops that CMake compiles once per level of the instruction set: what is
-// stored, and how it is loaded to and stored from what is computed with. For reduce_kernels.cpp and
+// Element types of the loops that CMake compiles once per instruction-set level: the stored type,
+// and its conversion to and from the type of computation. For reduce_kernels.cpp and
 // random_kernels.cpp alone: all of it is in a namespace without a name inside that of the level.
 #pragma once
 
@@ -37,7 +37,7 @@ inline To bits_of(From from) {
 
 inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) { return condition ? yes : no; }
 
-// ---- element types: what is stored, and load() and store() from and to what is accumulated
+// ---- element types: Stored, Value (the type of accumulation), load() and store() between them
 
 template <class T>
 struct Plain {
@@ -85,10 +85,12 @@ struct Float16 {
   static Stored store(Value x) {
     const uint32_t bits = bits_of<uint32_t>(x);
     const uint32_t magnitude = bits & 0x7fffffff;
-    const uint32_t normal = (magnitude - ((127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    const uint32_t normal =
+        (magnitude - ((127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     // Adding 0.5 lets the processor round to steps of 2^-24.
     const uint32_t tiny = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3f000000;
-    const uint32_t huge = choose(magnitude > 0x7f800000, 0x7e00 | ((magnitude >> 13) & 0x3ff), 0x7c00);
+    const uint32_t huge =
+        choose(magnitude > 0x7f800000, 0x7e00 | ((magnitude >> 13) & 0x3ff), 0x7c00);
     const uint32_t result = choose(magnitude >= 0x477ff000, huge,  // 65520 rounds to infinity
                                    choose(magnitude < 0x38800000, tiny, normal));
     return static_cast<Stored>(result | ((bits >> 16) & 0x8000));

@@ -37,9 +37,10 @@ void Exchange::publish() {
 void Exchange::await() {
   int next = 0;
   wait_until(
-      segment_.control(rank).round_event, context_.sleeps, options_, [&] { return all_arrived(next); },
+      segment_.control(rank).round_event, context_.sleeps, options_,
+      [&] { return all_arrived(next); },
       [&](bool check_processes) { return fault_while_waiting(check_processes); });
-  if (state_.step == first_step_) longest_ = agree(segment_, rank, parity(0), state_.peers);
+  if (state_.step == first_step_) longest_bytes_ = agree(segment_, rank, parity(0), state_.peers);
 }
 
 void Exchange::check_deadline() const {
@@ -53,22 +54,22 @@ bool Exchange::all_arrived(int& next) const {
 
 std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
   if (cancelled_.load()) return Fault("aborted", {rank}, "the operation was cancelled");
-  if (auto fault = context_.stopped()) return fault;
+  if (auto fault = context_.stop_fault()) return fault;
   std::vector<int> missing;
   for (int peer = 0; peer < size; ++peer)
     if (!arrived(peer)) missing.push_back(peer);
-  if (auto fault = context_.lost(missing, check_processes)) return fault;
+  if (auto fault = context_.lost_peers_fault(missing, check_processes)) return fault;
   if (now_ns() >= options_.deadline) return timeout_fault(missing);
   return std::nullopt;
 }
 
 bool Exchange::readable_in_place() const {
   const PeerBuffers& peers = state_.peers;
-  const auto there = [](uint64_t place) { return place != 0; };
+  const auto in_arena = [](uint64_t position) { return position != 0; };
   switch (operation.kind) {
-    case OpKind::kBroadcast: return there(peers.outputs[operation.root]);
-    case OpKind::kScatter: return there(peers.inputs[operation.root]);
-    default: return std::all_of(peers.inputs.begin(), peers.inputs.end(), there);
+    case OpKind::kBroadcast: return in_arena(peers.outputs[operation.root]);
+    case OpKind::kScatter: return in_arena(peers.inputs[operation.root]);
+    default: return std::all_of(peers.inputs.begin(), peers.inputs.end(), in_arena);
   }
 }
 
@@ -77,13 +78,14 @@ bool Exchange::all_in_place() const {
   return readable_in_place() && std::count(outputs.begin(), outputs.end(), 0u) == 0;
 }
 
-char* Exchange::in_arena(int peer, uint64_t place, size_t offset, size_t bytes) const {
+char* Exchange::in_arena(int peer, uint64_t position, size_t offset, size_t bytes) const {
   try {
-    if (place == 0 || offset > segment_.arena_bytes()) throw std::out_of_range("no such place");
-    return segment_.in_arena(peer, place - 1 + offset, bytes);
+    if (position == 0 || offset > segment_.arena_bytes()) throw std::out_of_range("no such place");
+    return segment_.in_arena(peer, position - 1 + offset, bytes);
   } catch (const std::exception& error) {
-    throw Fault("aborted", {peer}, "rank " + std::to_string(peer) +
-                                       "'s buffer in the segment cannot be used: " + error.what());
+    throw Fault("aborted", {peer},
+                "rank " + std::to_string(peer) +
+                    "'s buffer in the segment cannot be used: " + error.what());
   }
 }
 

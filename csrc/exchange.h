@@ -1,5 +1,5 @@
-// Rounds: how ranks exchange data. In each round every rank writes into its outbox slot, publishes
-// that it did, waits until all have, and reads what it needs from the slots of the others.
+// Data exchange in rounds. In each round every rank writes into its outbox slot, publishes it, waits
+// until all ranks have, and reads what it needs from the slots of the others.
 //
 // Each rank has one counter, `step`, of the rounds it has published, and two slots; round s uses
 // slot s % 2. One wait per round is enough. Claim: when a rank writes its slot for round s, nobody
@@ -20,11 +20,11 @@
 
 namespace tilework {
 
-/// What outlives an operation.
+/// The state that outlives an operation.
 struct RoundState {
   explicit RoundState(int size) : peers(size), sources(size) {}
   uint64_t step = 0;
-  PeerBuffers peers;                       // of the current operation
+  PeerBuffers peers;                 // of the current operation
   std::vector<const void*> sources;  // scratch for reductions
 };
 
@@ -35,29 +35,30 @@ class Exchange {
   Exchange(RankContext& context, RoundState& state, const Operation& operation,
            const WaitOptions& options, const std::atomic<bool>& cancelled);
 
-  /// Where to write for the coming round. Not between publish() and await().
+  /// This rank's slot for the coming round. Not between publish() and await().
   char* slot() const { return segment_.slot(rank, parity(1)); }
-  /// What a rank wrote for the current round; valid until the next publish().
+  /// A rank's slot of the current round; valid until the next publish().
   const char* slot_of(int peer) const { return segment_.slot(peer, parity(0)); }
 
   void publish();
   void await();
-  void turn() {
+  /// A whole round: publish and await.
+  void round() {
     publish();
     await();
   }
 
-  /// Throw if the group has stopped or the deadline has passed, also if nobody keeps us waiting.
+  /// Throw if the group has stopped or the deadline has passed, even if no wait is needed.
   void check_deadline() const;
 
-  /// The longest piece that one rank sends to another; known after the first round.
-  uint64_t longest() const { return longest_; }
+  /// Bytes of the longest message that one rank sends to another; known after the first round.
+  uint64_t longest_bytes() const { return longest_bytes_; }
   const std::vector<double>& factors() const { return state_.peers.factors; }
   std::vector<const void*>& sources() { return state_.sources; }
 
-  /// Whether what every rank reads from others lies in arenas; known after the first round.
+  /// True if all that ranks read from each other lies in arenas; known after the first round.
   bool readable_in_place() const;
-  /// Whether every rank's inputs and outputs lie in arenas.
+  /// True if every rank's inputs and outputs lie in arenas.
   bool all_in_place() const;
   /// Bytes [offset, offset + bytes) of a peer's inputs or outputs in its arena.
   const char* input_of(int peer, size_t offset, size_t bytes) const {
@@ -77,7 +78,7 @@ class Exchange {
   bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
   bool all_arrived(int& next) const;
   std::optional<Fault> fault_while_waiting(bool check_processes) const;
-  char* in_arena(int peer, uint64_t place, size_t offset, size_t bytes) const;
+  char* in_arena(int peer, uint64_t position, size_t offset, size_t bytes) const;
   Fault timeout_fault(const std::vector<int>& missing) const;
 
   RankContext& context_;
@@ -86,7 +87,7 @@ class Exchange {
   const WaitOptions& options_;
   const std::atomic<bool>& cancelled_;
   const uint64_t first_step_;
-  uint64_t longest_ = 0;
+  uint64_t longest_bytes_ = 0;
 };
 
 }  // namespace tilework

@@ -8,7 +8,7 @@
 namespace tilework {
 namespace {
 
-/// What users call an operation, and in which form they pass each side.
+/// A public operation: its name, and the form in which callers pass each side.
 struct OpForm {
   const char* name;
   OpKind kind;
@@ -30,7 +30,7 @@ constexpr OpForm kForms[] = {
 };
 constexpr size_t kFormCount = count_of(kForms);
 
-/// The objects by which Python names forms and reductions, found by identity.
+/// The Python objects that name operations and reductions, compared by identity.
 struct Names {
   PyObject* forms[kFormCount];
   PyObject* reductions[kReduceOps] = {};
@@ -51,23 +51,23 @@ bool find(PyObject* const* table, size_t count, PyObject* object, unsigned& inde
   return false;
 }
 
-/// One side of an operation.
+/// The tensors of one side of an operation.
 class Operands {
  public:
-  /// False if the tensors cannot be used as they are, or are not what the operation takes.
-  bool read(nb::handle given, bool as_list, int expected, nb::handle rows, bool strided) {
-    if (given.is_none()) return expected == 0;
-    if (as_list) return read_list(given, expected, strided);
+  /// Read the tensors; false if the operation does not take them, or not as they are.
+  bool read(nb::handle tensors, bool as_list, int expected, nb::handle rows, bool strided) {
+    if (tensors.is_none()) return expected == 0;
+    if (as_list) return read_list(tensors, expected, strided);
     TensorView view;
     const bool divided = expected > 1 || !rows.is_none();
-    if (expected == 0 || !view_tensor(given.ptr(), view, strided && !divided)) return false;
-    note(view, 1);
+    if (expected == 0 || !view_tensor(tensors.ptr(), view, strided && !divided)) return false;
+    set_first(view, 1);
     if (divided) return divide(view, expected, rows);
     add(view.buffer);
     return true;
   }
 
-  /// Whether no two tensors share memory.
+  /// True if no two tensors share memory.
   bool disjoint() const {
     const Buffer* end = items() + size_;
     const auto before = [](const Buffer& a, const Buffer& b) { return a.data < b.data; };
@@ -77,7 +77,7 @@ class Operands {
     for (const Buffer* item = items(); item < end; ++item)
       if (item->bytes > 0) sorted.push_back(*item);
     std::sort(sorted.begin(), sorted.end(), before);
-    // Strided ones may lie within each other, so those beside each other are not all.
+    // Strided ones may interleave, so neighbours are not all there is to compare.
     for (size_t i = 0; i < sorted.size(); ++i)
       for (size_t j = i + 1; j < sorted.size() && touch(sorted[i], sorted[j]); ++j)
         if (overlap(sorted[i], sorted[j])) return false;
@@ -91,29 +91,29 @@ class Operands {
   int count = 0;  // of tensors
 
  private:
-  void note(const TensorView& view, int tensors) {
+  void set_first(const TensorView& view, int tensor_count) {
     dtype = view.dtype;
     shape = view.shape;
-    count = tensors;
+    count = tensor_count;
   }
 
-  bool read_list(nb::handle given, int expected, bool strided) {
-    if (!PyList_Check(given.ptr()) && !PyTuple_Check(given.ptr())) return false;
-    kept_ = nb::steal(PySequence_Tuple(given.ptr()));  // another thread may change the list
+  bool read_list(nb::handle sequence, int expected, bool strided) {
+    if (!PyList_Check(sequence.ptr()) && !PyTuple_Check(sequence.ptr())) return false;
+    kept_ = nb::steal(PySequence_Tuple(sequence.ptr()));  // another thread may change the list
     if (!kept_.is_valid()) throw nb::python_error();
-    const Py_ssize_t tensors = PyTuple_GET_SIZE(kept_.ptr());
-    if (tensors != expected || tensors == 0) return false;
+    const Py_ssize_t length = PyTuple_GET_SIZE(kept_.ptr());
+    if (length != expected || length == 0) return false;
     PyObject** items = PySequence_Fast_ITEMS(kept_.ptr());
-    for (Py_ssize_t i = 0; i < tensors; ++i) {
+    for (Py_ssize_t i = 0; i < length; ++i) {
       TensorView view;
       if (!view_tensor(items[i], view, strided) || (i > 0 && view.dtype != dtype)) return false;
-      if (i == 0) note(view, expected);
+      if (i == 0) set_first(view, expected);
       add(view.buffer);
     }
     return true;
   }
 
-  /// A tensor that stands for a part for each rank.
+  /// Split a tensor into equal parts, one for each rank.
   bool divide(const TensorView& view, int parts, nb::handle rows) {
     char* const data = view.buffer.data;
     const size_t bytes = view.buffer.bytes;
@@ -155,7 +155,7 @@ class Operands {
 
   nb::object kept_;  // the tensors of a list
   Buffer few_[kFew];
-  std::vector<Buffer> many_;  // all of them, if they are more than a few
+  std::vector<Buffer> many_;  // all of them, if more than kFew
   int size_ = 0;
 };
 
@@ -165,8 +165,8 @@ uint64_t label_of(const Shape& shape) {
   return label;
 }
 
-/// Whether the operation only moves data, which then may lie in rows.
-bool moves(OpKind kind) { return !reduces(kind) && kind != OpKind::kBarrier; }
+/// True if the operation only moves data, which then may be strided.
+bool only_moves(OpKind kind) { return !reduces(kind) && kind != OpKind::kBarrier; }
 
 bool elementwise(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kBroadcast;
@@ -190,10 +190,10 @@ FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::obj
       flight_(*nb::cast<FlightRing*>(flight_owner_)),
       on_failure_(std::move(on_failure)) {}
 
-/// Run act() and turn its failures into the program's.
+/// Run act(), end its slot in the flight ring, and hand its failures to on_failure.
 template <class Act>
 bool FastPath::run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
-                     nb::handle reduce_op, int root, Act&& act) {
+                            nb::handle reduce_op, int root, Act&& act) {
   try {
     nb::gil_scoped_release nogil;
     act();
@@ -210,7 +210,7 @@ bool FastPath::run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, n
 }
 
 bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
-                 int root, nb::handle in_rows, nb::handle out_rows) {
+                   int root, nb::handle in_rows, nb::handle out_rows) {
   unsigned which, reduction = 0;
   if (!find(names().forms, kFormCount, name.ptr(), which)) return false;
   if (!reduce_op.is_none() && !find(names().reductions, kReduceOps, reduce_op.ptr(), reduction))
@@ -225,7 +225,7 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
   Operands in, out;
-  const bool strided = moves(form.kind);
+  const bool strided = only_moves(form.kind);
   if (!in.read(inputs, form.input_list, expected.inputs, in_rows, strided)) return false;
   if (elementwise(form.kind) && inputs.ptr() == outputs.ptr())
     out = in;
@@ -246,10 +246,11 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
     return false;
   }
   const bool rooted = form.rooted;
-  const OpRecord record{form.name, operation.dtype, operation.reduce_op, rooted ? root : -1,
-                  in.count,  out.count,       in.shape,            out.shape};
+  const OpRecord record{form.name,          operation.dtype, operation.reduce_op,
+                        rooted ? root : -1, in.count,        out.count,
+                        in.shape,           out.shape};
   run_recorded(flight_.begin(record), name, inputs, outputs, reduce_op, root,
-          [&] { group_.core().run(operation, timeout, signal_raised); });
+               [&] { group_.core().run(operation, timeout, signal_raised); });
   const bool only_read = operation.kind == OpKind::kBroadcast && at_root;
   if (expected.outputs > 0 && !only_read && !bump_versions(outputs.ptr())) throw nb::python_error();
   return true;
@@ -266,7 +267,7 @@ int FastPath::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
   (is_send ? record.in : record.out) = view.shape;
   int source = -1;
   run_recorded(flight_.begin(record, peer, tag), nb::str(name), tensor, tensor, nb::int_(tag), peer,
-          [&] { source = group_.transfer(request); });
+               [&] { source = group_.transfer(request); });
   return source;
 }
 

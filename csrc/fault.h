@@ -1,5 +1,5 @@
-// How the core says that an operation failed. Misuse is std::invalid_argument (Python's
-// ValueError), thrown before anything moves; what goes wrong between ranks is a Fault.
+// The failures of operations. Misuse is std::invalid_argument (Python's
+// ValueError), thrown before anything moves; a failure between ranks is a Fault.
 #pragma once
 
 #include <exception>

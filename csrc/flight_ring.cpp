@@ -11,16 +11,16 @@ namespace {
 
 PyObject* in_library = nullptr;
 
-/// Whether a code object's file is a library's, not the program's own. Code objects of one file
-/// share one string object, so the answer is kept by its address (and the string by a reference).
-bool of_library(PyCodeObject* code) {
+/// True if a code object's file is a library's, not the program's own. Code objects of one file
+/// share one string object, so the answer is cached by its address (and the string referenced).
+bool in_library_file(PyCodeObject* code) {
   static auto* known = new std::unordered_map<PyObject*, bool>();
   PyObject* file = code->co_filename;
-  const auto found = known->find(file);
-  if (found != known->end()) return found->second;
+  const auto cached = known->find(file);
+  if (cached != known->end()) return cached->second;
   PyObject* answer = in_library ? PyObject_GetItem(in_library, file) : nullptr;
   PyErr_Clear();
-  Py_XDECREF(answer);  // True and False live on
+  Py_XDECREF(answer);          // True and False live on
   if (known->size() < 4096) {  // bounded, whatever a program generates
     Py_INCREF(file);
     known->emplace(file, answer == Py_True);
@@ -45,13 +45,13 @@ int line_at(PyCodeObject* code, int position) {
 #endif
 }
 
-/// The innermost frame of the program's own: its code, or null.
-nb::object caller(int& position) {
+/// The code of the program's innermost frame, or null.
+nb::object call_site(int& position) {
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    if (!of_library(code)) {
+    if (!in_library_file(code)) {
       position = position_in(frame);
       Py_DECREF(frame);
       return nb::steal(reinterpret_cast<PyObject*>(code));
@@ -73,11 +73,10 @@ nb::tuple sizes_of(const Shape& shape, int count) {
   return nb::tuple(shapes);
 }
 
-/// (name, dtype, shapes of the inputs, of the outputs, reduction, root), as the ring's What.
+/// (name, dtype, shapes of the inputs, of the outputs, reduction, root), like the Python ring's What.
 nb::object what_of(const OpRecord& op) {
   nb::object reduce_op = nb::none(), root = nb::none(), dtype = nb::none();
-  if (op.in_count + op.out_count > 0)
-    dtype = nb::str(dtype_name(static_cast<unsigned>(op.dtype)));
+  if (op.in_count + op.out_count > 0) dtype = nb::str(dtype_name(static_cast<unsigned>(op.dtype)));
   if (op.reduce_op != ReduceOp::kNone)
     reduce_op = nb::str(reduce_op_name(static_cast<unsigned>(op.reduce_op)));
   if (op.root >= 0) root = nb::int_(op.root);
@@ -95,8 +94,8 @@ void set_library_filter(PyObject* mapping) {
 FlightRing::Entry& FlightRing::add() {
   Entry& entry = entries_[next_ % entries_.size()];
   if (next_ >= entries_.size() && entry.ended == 0) {
-    if (late_.size() == entries_.size()) late_.pop_front();
-    late_.push_back(std::move(entry));
+    if (unfinished_.size() == entries_.size()) unfinished_.pop_front();
+    unfinished_.push_back(std::move(entry));
   }
   entry.slot = next_++;
   entry.ended = 0;
@@ -104,16 +103,16 @@ FlightRing::Entry& FlightRing::add() {
   if (entry.what.is_valid()) entry.what = entry.peer = entry.tag = nb::object();
   if (entry.failure.is_valid()) entry.failure = nb::object();
   if (entry.pending.is_valid()) entry.pending = nb::object();
-  entry.code = caller(entry.position);
+  entry.code = call_site(entry.position);
   return entry;
 }
 
 FlightRing::Entry* FlightRing::find(uint64_t slot) {
-  Entry& entry = entries_[slot % entries_.size()];
-  if (entry.slot == slot) return &entry;
-  for (Entry& late : late_)
-    if (late.slot == slot) return &late;
-  return nullptr;  // pushed out twice
+  Entry& newest = entries_[slot % entries_.size()];
+  if (newest.slot == slot) return &newest;
+  for (Entry& entry : unfinished_)
+    if (entry.slot == slot) return &entry;
+  return nullptr;  // evicted twice
 }
 
 uint64_t FlightRing::begin(const OpRecord& op) {
@@ -161,17 +160,17 @@ void FlightRing::follow(uint64_t slot, nb::object pending) {
 nb::tuple FlightRing::record(const Entry& entry) const {
   nb::object site = nb::none();
   if (entry.code.is_valid())
-    site = nb::make_tuple(entry.code,
-                          line_at(reinterpret_cast<PyCodeObject*>(entry.code.ptr()), entry.position));
-  const bool native = !entry.what.is_valid();
-  return nb::make_tuple(entry.number, native ? what_of(entry.op) : entry.what, site, entry.entered,
-                        entry.ended, or_none(entry.failure), or_none(entry.pending),
-                        or_none(entry.peer), native ? nb::int_(0) : or_none(entry.tag));
+    site = nb::make_tuple(
+        entry.code, line_at(reinterpret_cast<PyCodeObject*>(entry.code.ptr()), entry.position));
+  const bool is_native = !entry.what.is_valid();
+  return nb::make_tuple(entry.number, is_native ? what_of(entry.op) : entry.what, site,
+                        entry.entered, entry.ended, or_none(entry.failure), or_none(entry.pending),
+                        or_none(entry.peer), is_native ? nb::int_(0) : or_none(entry.tag));
 }
 
 nb::list FlightRing::records() const {
   nb::list result;
-  for (const Entry& entry : late_)
+  for (const Entry& entry : unfinished_)
     if (entry.ended == 0) result.append(record(entry));
   const uint64_t size = entries_.size(), first = next_ > size ? next_ - size : 0;
   for (uint64_t slot = first; slot < next_; ++slot) result.append(record(entries_[slot % size]));

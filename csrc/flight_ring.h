@@ -1,6 +1,6 @@
-// The last operations of one rank in one group: what ran, called from where, when, and how it
-// ended. The shm backend's flight record (src/tilework/comm/flight/ring.py tells what it is for).
-// An entry is written in place and nothing is formatted before somebody asks.
+// The last operations of one rank in one group: name, tensors, call site, times, outcome. The shm
+// backend's flight record (see src/tilework/comm/flight/ring.py). An entry is written in place, and
+// nothing is formatted before records() is called.
 //
 // Only touched with the GIL held.
 #pragma once
@@ -14,12 +14,12 @@
 
 namespace tilework {
 
-/// What an entry tells of an operation of the short way.
+/// An operation of the fast path, as recorded.
 struct OpRecord {
   const char* name;
   DType dtype = DType::kBytes;
   ReduceOp reduce_op = ReduceOp::kNone;
-  int root = -1;  // -1: it has none
+  int root = -1;  // -1: none
   int in_count = 0, out_count = 0;
   Shape in = {}, out = {};  // of the first tensor
 };
@@ -28,16 +28,16 @@ class FlightRing {
  public:
   explicit FlightRing(size_t capacity) : entries_(capacity) {}
 
-  /// Note that a collective is entered; returns its slot.
+  /// Record the start of a collective; returns its slot.
   uint64_t begin(const OpRecord& op);
-  /// The same of a message; `peer` is a group rank, or -1 for any.
+  /// The same for a message; `peer` is a group rank, or -1 for any.
   uint64_t begin(const OpRecord& op, int peer, int64_t tag);
-  /// The same in Python's words: `what` holds no tensor, `peer` is None for a collective.
+  /// The same for an operation described in Python: `what` holds no tensor, `peer` is None for a collective.
   uint64_t begin(nanobind::object what, nanobind::object peer, nanobind::object tag);
-  /// It is over; a failure is not empty.
+  /// Record the end of an operation; `failure` is empty if it succeeded.
   void end(uint64_t slot, nanobind::object failure);
   void end(uint64_t slot);
-  /// While nobody has said that it is over, `pending` knows.
+  /// Set the object whose state describes the operation until it ends.
   void follow(uint64_t slot, nanobind::object pending);
 
   /// Tuples, oldest first; see _core.pyi.
@@ -48,10 +48,10 @@ class FlightRing {
     uint64_t slot = 0;
     uint64_t number = 0;  // of a collective, from 1
     OpRecord op{};
-    nanobind::object what, peer, tag;  // in Python's words; null where `op` tells
-    nanobind::object code;             // where the program called from; null if unknown
-    int position = 0;                  // in the code: an instruction's offset, in 3.10 a line
-    int64_t entered = 0, ended = 0;    // nanoseconds since 1970; 0: not yet
+    nanobind::object what, peer, tag;  // as described in Python; null where `op` describes it
+    nanobind::object code;             // of the program's call site; null if unknown
+    int position = 0;  // of the call site in the code: an instruction's offset, in 3.10 a line
+    int64_t entered = 0, ended = 0;  // nanoseconds since 1970; 0: not yet
     nanobind::object failure, pending;
   };
 
@@ -60,11 +60,11 @@ class FlightRing {
   nanobind::tuple record(const Entry& entry) const;
 
   std::vector<Entry> entries_;
-  std::deque<Entry> late_;  // pushed out while they still ran
+  std::deque<Entry> unfinished_;  // evicted while they still ran
   uint64_t next_ = 0, collectives_ = 0;
 };
 
-/// Learn whose frames are not the program's: a mapping of file names to bools.
+/// Set the mapping of file names to bools: true if the file's frames are not the program's own.
 void set_library_filter(PyObject* in_library);
 
 }  // namespace tilework

@@ -25,7 +25,7 @@ struct Group::QueuedOperation {
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
 };
 
-/// A thread inside a method of a group; the segment stays mapped meanwhile.
+/// A thread's call of a method of a group, during which the segment stays mapped.
 class Group::ActiveCall {
  public:
   explicit ActiveCall(Group& group) : group_(group), outer_(innermost) {
@@ -47,10 +47,10 @@ class Group::ActiveCall {
   ActiveCall(const ActiveCall&) = delete;
   ActiveCall& operator=(const ActiveCall&) = delete;
 
-  /// How many entries of this thread are in `group`: callbacks may call back.
+  /// The number of active calls of `group` by this thread: callbacks may call back.
   static int depth(const Group& group) {
     int count = 0;
-    for (ActiveCall* entry = innermost; entry; entry = entry->outer_) count += &entry->group_ == &group;
+    for (ActiveCall* call = innermost; call; call = call->outer_) count += &call->group_ == &group;
     return count;
   }
 
@@ -103,15 +103,18 @@ bool Group::claim(Operation& operation, bool inline_only) {
   return busy_ = true;
 }
 
-/// Under order_, by a thread about to wait for the queue: it must not be the one that would run it.
-void Group::refuse_to_block() {
+/// Throw if the thread that is about to wait for the queue is the one that would run it. Under
+/// order_.
+void Group::check_may_block() {
   const auto self = std::this_thread::get_id();
   if (thread_.get_id() == self)
-    throw std::runtime_error("a callback must not wait for operations that were submitted before "
-                             "it returned: they run on the callback's own thread");
+    throw std::runtime_error(
+        "a callback must not wait for operations that were submitted before "
+        "it returned: they run on the callback's own thread");
   if (busy_ && busy_thread_ == self)
-    throw std::runtime_error("a signal handler must not call a collective of the group whose "
-                             "operation it interrupted");
+    throw std::runtime_error(
+        "a signal handler must not call a collective of the group whose "
+        "operation it interrupted");
 }
 
 void Group::release() {
@@ -121,12 +124,12 @@ void Group::release() {
 }
 
 void Group::run(Operation& operation, double timeout, SignalCheck signals) {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   if (!operation.validated) validate(operation, rank_, size_);
   std::shared_ptr<Completion> completion;
   {
     std::lock_guard<std::mutex> lock(order_);
-    if (busy_ || !queue_.empty()) refuse_to_block();
+    if (busy_ || !queue_.empty()) check_may_block();
     if (!claim(operation, true)) completion = enqueue(operation, timeout);
   }
   if (completion) return wait_for_queued(*completion, signals);
@@ -138,7 +141,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals) {
 }
 
 std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   validate(operation, rank_, size_);
   std::lock_guard<std::mutex> lock(order_);
   claim(operation, false);
@@ -165,8 +168,9 @@ void Group::wait_for_queued(Completion& completion, SignalCheck signals) {
   if (auto fault = completion.fault()) throw *fault;
 }
 
-/// The oldest queued operation, for this thread to execute; null while there is none to be had.
-std::unique_ptr<Group::QueuedOperation> Group::take() {
+/// The oldest queued operation, for this thread to execute; null if there is none, or another
+/// thread executes one.
+std::unique_ptr<Group::QueuedOperation> Group::take_oldest() {
   if (busy_ || queue_.empty()) return nullptr;
   std::unique_ptr<QueuedOperation> next = std::move(queue_.front());
   queue_.pop_front();
@@ -175,12 +179,12 @@ std::unique_ptr<Group::QueuedOperation> Group::take() {
   return next;
 }
 
-/// Execute an operation that was taken, and complete its ticket.
-void Group::finish(QueuedOperation& taken, SignalCheck signals, Pace pace) {
+/// Execute a dequeued operation, and complete it.
+void Group::execute(QueuedOperation& queued, SignalCheck signals, Pace pace) {
   std::optional<Fault> fault;
   bool interrupted = false;
   try {
-    engine_->collectives.execute(taken.operation, wait_options(taken.timeout, signals, pace));
+    engine_->collectives.execute(queued.operation, wait_options(queued.timeout, signals, pace));
   } catch (const Fault& caught) {
     fault = caught;
   } catch (const Interrupted&) {
@@ -188,11 +192,11 @@ void Group::finish(QueuedOperation& taken, SignalCheck signals, Pace pace) {
     interrupted = true;
   }
   release();
-  taken.completion->complete(std::move(fault));
+  queued.completion->complete(std::move(fault));
   if (interrupted) throw Interrupted();
 }
 
-/// The progress thread: one operation after the other; on closing each fails at once.
+/// The progress thread: operations in order; once the group is closed each fails at once.
 void Group::run_thread() {
   for (;;) {
     std::unique_ptr<QueuedOperation> next;
@@ -200,36 +204,36 @@ void Group::run_thread() {
       std::unique_lock<std::mutex> lock(order_);
       work_.wait(lock, [this] { return !busy_ && (!queue_.empty() || stopping_); });
       if (queue_.empty()) return;
-      next = take();
+      next = take_oldest();
     }
-    finish(*next, nullptr, background_pace());
+    execute(*next, nullptr, background_pace());
   }
 }
 
-/// Execute what is queued before `ticket` and its own operation on the thread that waits for it,
-/// as long as the progress thread has not woken up: that takes some tens of microseconds.
-void Group::help(const Completion& completion, SignalCheck signals) {
-  std::optional<ActiveCall> entry;
+/// Execute queued operations up to that of `completion` on the thread that waits for it, as long as
+/// the progress thread has not woken up: that takes some tens of microseconds.
+void Group::execute_queued_until(const Completion& completion, SignalCheck signals) {
+  std::optional<ActiveCall> active;
   try {
-    entry.emplace(*this);
+    active.emplace(*this);
   } catch (const Fault&) {
-    return;  // closing: the ticket fails by itself
+    return;  // closing: the operation fails by itself
   }
   while (!completion.done()) {
     std::unique_ptr<QueuedOperation> next;
     {
       std::lock_guard<std::mutex> lock(order_);
-      next = take();
+      next = take_oldest();
     }
     if (!next) return;
-    finish(*next, signals, pace());
+    execute(*next, signals, pace());
   }
 }
 
 // ---- messages --------------------------------------------------------------------------------
 
 void Group::post(const RequestPtr& request, bool will_wait) {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   const std::string name = request->is_send ? "send" : "receive";
   const int lowest = request->is_send ? 0 : kAnyRank;
   if (request->peer < lowest || request->peer >= size_)
@@ -241,7 +245,7 @@ void Group::post(const RequestPtr& request, bool will_wait) {
 }
 
 void Group::cancel(const RequestPtr& request) {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   engine_->point_to_point.cancel(request);
 }
 
@@ -250,25 +254,26 @@ bool Group::wait(Completion& completion, bool is_message, double timeout, Signal
   if (!is_message) {
     {
       std::lock_guard<std::mutex> lock(order_);
-      refuse_to_block();
+      check_may_block();
     }
-    if (timeout < 0) help(completion, signals);  // what it has begun it cannot leave
+    if (timeout < 0)
+      execute_queued_until(completion, signals);  // an operation that has begun cannot be left
     return completion.sleep_until_done(wait_options(timeout, signals, background_pace()));
   }
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   return engine_->point_to_point.wait(completion, wait_options(timeout, signals, pace()));
 }
 
-// ---- looking around --------------------------------------------------------------------------
+// ---- queries ---------------------------------------------------------------------------------
 
 std::shared_ptr<Arena> Group::arena() {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   return engine_->context.segment.own_arena(rank_);
 }
 
-/// The header may be rewritten while it is read: then the rank has moved on, and we look again.
+/// The header may be rewritten while it is read: then the rank has moved on, and it is read again.
 std::vector<std::pair<Call, int>> Group::calls() {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   std::vector<std::pair<Call, int>> result;
   for (int rank = 0; rank < size_; ++rank) {
     const RankControl& peer = control(rank);
@@ -286,7 +291,7 @@ std::vector<std::pair<Call, int>> Group::calls() {
 
 Statistics Group::statistics() {
   try {
-    ActiveCall entry(*this);
+    ActiveCall active(*this);
     const RankContext& context = engine_->context;
     return {context.operations.load(), context.bytes.load(), context.sleeps.load(),
             context.segment.bytes()};
@@ -296,10 +301,10 @@ Statistics Group::statistics() {
 }
 
 void Group::report_failure(const std::string& text) {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   FailureReport& report = control(rank_).report;
   uint32_t none = 0;
-  if (!report.state.compare_exchange_strong(none, 1)) return;  // the first words stand
+  if (!report.state.compare_exchange_strong(none, 1)) return;  // the first report stands
   report.bytes = static_cast<uint32_t>(std::min(text.size(), kMaxReportBytes));
   memcpy(report.text, text.data(), report.bytes);
   report.state.store(2);
@@ -312,7 +317,7 @@ std::optional<std::string> Group::failure_report(int rank) const {
   return std::string(report.text, std::min<size_t>(report.bytes, kMaxReportBytes));
 }
 
-/// Everybody who still can.
+/// True if every rank that still can has reported.
 bool Group::all_reported(bool check_processes) const {
   Liveness& liveness = engine_->context.liveness;
   for (int rank = 0; rank < size_; ++rank) {
@@ -322,15 +327,16 @@ bool Group::all_reported(bool check_processes) const {
   return true;
 }
 
-std::vector<std::optional<std::string>> Group::failure_reports(double timeout, SignalCheck signals) {
-  ActiveCall entry(*this);
+std::vector<std::optional<std::string>> Group::failure_reports(double timeout,
+                                                               SignalCheck signals) {
+  ActiveCall active(*this);
   const WaitOptions bounds = wait_options(timeout, signals, pace());
   LivenessTimer liveness_timer;
   bool check_processes = true;
   while (!closing_) {
-    Sleeper sleeper(control(rank_).round_event, engine_->context.sleeps);
+    EventWaiter waiter(control(rank_).round_event, engine_->context.sleeps);
     if (all_reported(check_processes) || now_ns() >= bounds.deadline) break;
-    const Woken woken = sleeper.sleep(bounds.deadline);
+    const Woken woken = waiter.sleep(bounds.deadline);
     check_processes = liveness_timer.due();
     if (woken != Woken::kNotified) bounds.check_signals();
   }
@@ -340,16 +346,16 @@ std::vector<std::optional<std::string>> Group::failure_reports(double timeout, S
 }
 
 void Group::abort(const std::string& kind, const std::string& text) {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   engine_->context.abort(kind, text);
 }
 
 std::optional<Abort> Group::aborted() {
-  ActiveCall entry(*this);
+  ActiveCall active(*this);
   return engine_->context.aborted();
 }
 
-// ---- the end ---------------------------------------------------------------------------------
+// ---- closing ---------------------------------------------------------------------------------
 
 void Group::close() {
   if (in_forked_child() || closing_.load()) return;
@@ -361,7 +367,7 @@ void Group::close() {
   engine_->context.segment.notify_all_ranks();
   engine_->point_to_point.close();
   const int own = ActiveCall::depth(*this);
-  while (active_calls_.load() > own) usleep(50);  // they see that the group is closing
+  while (active_calls_.load() > own) usleep(50);  // they see that the group closes
   stop_thread();
   // Called back from inside, the segment must outlive the frames below; the destructor frees it.
   const bool on_thread = thread_.joinable() || engine_->point_to_point.on_own_thread();
@@ -371,7 +377,7 @@ void Group::close() {
 void Group::stop_thread() {
   {
     std::lock_guard<std::mutex> lock(order_);
-    stopping_ = true;  // only now: nobody is inside who could still queue
+    stopping_ = true;  // only now: no active call can still queue
     work_.notify_one();
   }
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();

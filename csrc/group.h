@@ -1,5 +1,5 @@
-// One rank's end of a group, as Python sees it: collectives in order, asynchronous ones on a
-// progress thread, messages, last words, and an orderly end.
+// A rank's end of a group, as Python sees it: collectives in order, asynchronous ones on a
+// progress thread, messages, failure reports, and an orderly close.
 #pragma once
 
 #include <condition_variable>
@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "collectives.h"
+#include "completion.h"
 #include "point_to_point.h"
 #include "rank_context.h"
-#include "completion.h"
 
 namespace tilework {
 
-/// Asks the interpreter for pending signals; true if a handler raised.
+/// Runs Python's handlers of pending signals; true if one raised.
 using SignalCheck = bool (*)();
 
 struct Statistics {
@@ -30,8 +30,8 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  /// Run a collective after those submitted, and return when this rank is done. Throws what
-  /// prepare() throws, Fault, and Interrupted. The buffers are not touched after it returns.
+  /// Run a collective after those submitted, and return when this rank is done. Throws
+  /// std::invalid_argument, Fault and Interrupted. The buffers are not touched after it returns.
   void run(Operation& operation, double timeout, SignalCheck signals);
 
   /// Queue a collective for the progress thread. Copies the lists of buffers, not the buffers.
@@ -39,13 +39,13 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// Start a message; see PointToPoint::start.
   void post(const RequestPtr& request, bool will_wait);
-  /// Give a message up: its buffer is not touched after this returns.
+  /// Cancel a message; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
-  /// Wait for a submitted collective or a message (which this drives); false after `timeout`
+  /// Wait for a submitted collective or a message, whose progress this runs; false after `timeout`
   /// seconds.
   bool wait(Completion& completion, bool is_message, double timeout, SignalCheck signals);
 
-  /// This rank's arena; valid also after the group's end.
+  /// This rank's arena; valid also after the group is closed.
   std::shared_ptr<Arena> arena();
 
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
@@ -56,12 +56,12 @@ class Group : public std::enable_shared_from_this<Group> {
   std::optional<Abort> aborted();
   Statistics statistics();
 
-  /// Leave the group: what is pending fails, other threads of this rank leave its methods, the
+  /// Leave the group: pending operations fail, other threads of this rank leave its methods, the
   /// core's threads end. Idempotent; may be called by a callback.
   void close();
 
-  /// Whether this process is a fork of the one that made the group. There, even destroying it is
-  /// wrong: its threads are missing and its locks may be held by nobody.
+  /// True in a forked child of the process that made the group. There, even destroying it is
+  /// wrong: its threads do not exist, and its locks may be held forever.
   bool in_forked_child() const { return generation_ != fork_generation(); }
 
   int rank() const { return rank_; }
@@ -71,7 +71,7 @@ class Group : public std::enable_shared_from_this<Group> {
   struct QueuedOperation;
   class ActiveCall;
 
-  /// What needs the segment mapped; gone once the group is closed and nobody is inside.
+  /// The members that need the segment mapped; gone once the group is closed and no call active.
   struct Engine {
     Engine(int fd, int rank, int size, const std::string& nonce)
         : context(fd, rank, size, nonce), collectives(context), point_to_point(context) {}
@@ -92,10 +92,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void wait_for_queued(Completion& completion, SignalCheck signals);
   bool claim(Operation& operation, bool inline_only);
   void release();
-  void refuse_to_block();
-  std::unique_ptr<QueuedOperation> take();
-  void finish(QueuedOperation& taken, SignalCheck signals, Pace pace);
-  void help(const Completion& completion, SignalCheck signals);
+  void check_may_block();
+  std::unique_ptr<QueuedOperation> take_oldest();
+  void execute(QueuedOperation& queued, SignalCheck signals, Pace pace);
+  void execute_queued_until(const Completion& completion, SignalCheck signals);
   void run_thread();
   void stop_thread();
   bool all_reported(bool check_processes) const;
@@ -106,14 +106,14 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Engine> engine_;
   Statistics last_statistics_{};
 
-  std::atomic<int> cores_;  // that the ranks may use, as far as they are here
+  std::atomic<int> cores_;  // that the ranks may use, of those that have joined
   std::atomic<bool> closing_{false};
-  std::atomic<int> active_calls_{0};  // entries of all threads
+  std::atomic<int> active_calls_{0};  // of all threads
 
   std::atomic<uint64_t> sequence_{0};  // written under order_
   std::mutex order_;                   // guards what follows
-  bool busy_ = false;            // a thread executes a collective:
-  std::thread::id busy_thread_;  // this one
+  bool busy_ = false;                  // a thread executes a collective:
+  std::thread::id busy_thread_;        // this one
   std::deque<std::unique_ptr<QueuedOperation>> queue_;
   std::condition_variable work_;
   bool stopping_ = false;

@@ -34,7 +34,7 @@ bool signal_raised() {
 std::function<void()> callback_of(nb::object fn) {
   PyObject* callee = fn.release().ptr();
   return [callee] {
-    if (finalising()) return;  // the interpreter's threads are gone: leak rather than crash
+    if (finalising()) return;  // Python's threads are gone: leak rather than crash
     nb::gil_scoped_acquire gil;
     PyObject* result = PyObject_CallNoArgs(callee);
     if (result == nullptr) PyErr_WriteUnraisable(callee);
@@ -46,8 +46,8 @@ std::function<void()> callback_of(nb::object fn) {
 nb::tuple ranks_of(const std::vector<int>& ranks) { return nb::tuple(nb::cast(ranks)); }
 
 nb::object text_of(const std::string& bytes) {
-  return nb::steal(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()),
-                                        "replace"));
+  return nb::steal(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
 nb::tuple fault_args(const Fault& fault) {

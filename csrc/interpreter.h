@@ -1,5 +1,4 @@
-// What the bindings share: the interpreter's signals, callbacks and end, and the core's values as
-// Python's.
+// Helpers of the bindings: Python's signals, callbacks and shutdown, and conversions to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +15,7 @@ namespace nb = nanobind;
 /// Run Python's signal handlers if this is the thread that runs them; true if one raised.
 bool signal_raised();
 
-/// A callback for a ticket. Owns a reference, which the one call gives back.
+/// A callback for a completion. Owns a reference, which its one call releases.
 std::function<void()> callback_of(nb::object fn);
 
 nb::tuple ranks_of(const std::vector<int>& ranks);
@@ -24,7 +23,7 @@ nb::object text_of(const std::string& bytes);
 /// The args of the Python exception for a fault.
 nb::tuple fault_args(const Fault& fault);
 
-/// A reference to a group, which in a forked child is leaked (see Group::foreign).
+/// A reference to a group, leaked in a forked child (see Group::in_forked_child).
 class GroupRef {
  public:
   explicit GroupRef(std::shared_ptr<Group> group) : group_(std::move(group)) {}
@@ -38,7 +37,7 @@ class GroupRef {
   std::shared_ptr<Group> group_;
 };
 
-/// Groups that exit closes while the interpreter still works.
+/// Register a group to be closed at exit, while the interpreter still runs.
 void close_at_exit(const std::shared_ptr<Group>& group);
 void close_all();
 

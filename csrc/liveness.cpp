@@ -25,7 +25,7 @@ uint64_t pid_namespace() {
 }
 
 struct ProcessStat {
-  bool exists = true;  // false only if that is sure
+  bool exists = true;  // false only if certain
   char state = '?';
   uint64_t start_time = 0;  // in clock ticks since boot; 0 where unknown
 };
@@ -84,7 +84,7 @@ Liveness::~Liveness() {
 
 void Liveness::open(Peer& peer, const RankControl& control) const {
   peer.pid = control.pid.load();
-  if (peer.pid == 0) return;  // not here yet
+  if (peer.pid == 0) return;  // has not joined yet
   if (peer.pid == getpid() || control.pid_namespace.load() != namespace_) {
     peer.state = State::kUnwatchable;
     return;

@@ -1,7 +1,7 @@
-// Which peers are still there. A process that ends, however it ends, is seen through its pidfd
+// Liveness of peers. The end of a process, of any kind, is detected through its pidfd
 // (pidfd_open(2)), which is immune to reused pids once it is open; a peer's start time guards
 // the moment of opening. Where pidfds are refused, /proc is read instead. A peer in another pid
-// namespace cannot be watched: then only timeouts and its own farewell tell.
+// namespace cannot be watched: then only timeouts and its own departure are noticed.
 #pragma once
 
 #include <mutex>
@@ -11,7 +11,7 @@
 
 namespace tilework {
 
-/// Write who this process is into its rank's control block; throws if the rank is taken.
+/// Write this process's identity into its rank's control block; throws if the rank is taken.
 void register_process(RankControl& mine, int rank);
 
 class Liveness {
@@ -19,9 +19,9 @@ class Liveness {
   Liveness(const Segment& segment, int rank);
   ~Liveness();
 
-  /// Whether the process of `rank` has ended. Costs one or two system calls.
+  /// True if the process of `rank` has ended. Costs one or two system calls.
   bool dead(int rank);
-  /// Whether `rank` has closed its end of the group.
+  /// True if `rank` has closed its end of the group.
   bool departed(int rank) const { return segment_.control(rank).departed.load() != 0; }
 
  private:

@@ -34,11 +34,13 @@ void check_buffers(const Operation& operation, const Buffers& buffers, int expec
   }
 }
 
-/// The input and the output that hold the same part: one may be the other (in place).
+/// True if an input and an output hold the same part: they may be one buffer (in place).
 bool same_part(OpKind kind, int rank, int input, int output) {
   switch (kind) {
-    case OpKind::kAllGather: case OpKind::kGather: return output == rank;
-    case OpKind::kScatter: case OpKind::kReduceScatter: return input == rank;
+    case OpKind::kAllGather:
+    case OpKind::kGather: return output == rank;
+    case OpKind::kScatter:
+    case OpKind::kReduceScatter: return input == rank;
     default: return input == output;
   }
 }
@@ -67,7 +69,7 @@ Buffer span(const Buffers& buffers) {
   return {low, static_cast<size_t>(high - low)};
 }
 
-/// Outputs are written while inputs are still read, so they must be the same or apart.
+/// Outputs are written while inputs are still read, so they must be the same or disjoint.
 void check_overlap(const Operation& operation, int rank) {
   const auto& [inputs, outputs] = std::tie(operation.inputs, operation.outputs);
   if (!overlap(span(inputs), span(outputs))) return;

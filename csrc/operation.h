@@ -1,31 +1,34 @@
-// One collective as a rank calls it.
+// A rank's call of a collective.
 #pragma once
 
-#include "reduce.h"
 #include "op_types.h"
+#include "reduce.h"
 
 namespace tilework {
 
-/// Memory of a tensor. Where `run` is not zero, it lies in rows of that many bytes, which begin
-/// `stride` bytes apart: a block of columns, say. Only operations that move data take such.
+/// Memory of a tensor. If `row_bytes` is not zero, it lies in rows of that many bytes, which begin
+/// `stride_bytes` apart: a block of columns, say. Only operations that move data take such.
 struct Buffer {
   char* data;
   size_t bytes;  // without gaps
-  size_t run = 0, stride = 0;
+  size_t row_bytes = 0, stride_bytes = 0;
 
-  bool dense() const { return run == 0; }
+  bool dense() const { return row_bytes == 0; }
   /// From the first byte to the last, with gaps.
-  size_t span() const { return dense() || bytes == 0 ? bytes : (bytes / run - 1) * stride + run; }
+  size_t span() const {
+    return dense() || bytes == 0 ? bytes : (bytes / row_bytes - 1) * stride_bytes + row_bytes;
+  }
 };
 
-/// Whether two buffers share a byte. May say so of strided ones that only lie within each other.
+/// True if two buffers share a byte; may be true of strided ones that only interleave.
 inline bool overlap(const Buffer& a, const Buffer& b) {
   if (a.bytes == 0 || b.bytes == 0) return false;
   if (a.data > b.data) return overlap(b, a);
   if (a.data + a.span() <= b.data) return false;
-  if (a.dense() || !(b.dense() || a.stride == b.stride)) return true;
-  const size_t apart = static_cast<size_t>(b.data - a.data) % a.stride;  // within a row of a
-  return apart < a.run || apart + (b.dense() ? b.bytes : b.run) > a.stride;
+  if (a.dense() || !(b.dense() || a.stride_bytes == b.stride_bytes)) return true;
+  const size_t distance =
+      static_cast<size_t>(b.data - a.data) % a.stride_bytes;  // within a row of a
+  return distance < a.row_bytes || distance + (b.dense() ? b.bytes : b.row_bytes) > a.stride_bytes;
 }
 
 /// A view of buffers that the caller owns.
@@ -44,17 +47,17 @@ struct Operation {
   uint64_t label;  // must be equal on all ranks
   Buffers inputs, outputs;
   uint64_t sequence = 0;
-  Reduction reduction = nullptr;  // set by prepare()
-  bool validated = false;          // already, by the caller
+  Reduction reduction = nullptr;  // set by validate()
+  bool validated = false;         // by the caller already
 };
 
-/// How many buffers each side of an operation takes on one rank.
+/// The number of buffers that each side of an operation takes on one rank.
 struct Arity {
   int inputs, outputs;
 };
 Arity arity(OpKind kind, bool root, int size);
 
-/// Check everything that one rank alone can know to be wrong; std::invalid_argument says what.
+/// Check everything that one rank alone can check (std::invalid_argument), and find the reduction.
 void validate(Operation& operation, int rank, int size);
 
 }  // namespace tilework

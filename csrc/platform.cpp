@@ -55,8 +55,8 @@ void read_usable_cores(uint64_t (&words)[kCoreWords]) {
   if (sched_getaffinity(0, sizeof words, reinterpret_cast<cpu_set_t*>(words)) == 0) return;
   const long online = sysconf(_SC_NPROCESSORS_ONLN);  // more cores than a cpu_set_t holds
   for (long core = 0; core < kCoreWords * 64; ++core)
-    words[core / 64] = (words[core / 64] & ~(uint64_t{1} << core % 64)) |
-                       (uint64_t{core < online} << core % 64);
+    words[core / 64] =
+        (words[core / 64] & ~(uint64_t{1} << core % 64)) | (uint64_t{core < online} << core % 64);
 }
 
 unsigned fork_generation() { return generation.load(std::memory_order_relaxed); }

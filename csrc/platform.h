@@ -1,4 +1,4 @@
-// The few things the core asks of Linux: a clock, futexes, the cores it may use, fork notices.
+// The core's interface to Linux: clocks, futexes, usable cores, fork detection.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ int64_t wall_clock_ns();
 /// The moment `seconds` from now; negative or infinite means kNever.
 int64_t deadline_after(double seconds);
 
-/// Tell the processor that this is a spin loop.
+/// Pause for a moment in a spin loop.
 inline void cpu_relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -38,7 +38,7 @@ void futex_wake_all(std::atomic<uint32_t>& word);
 constexpr int kCoreWords = 16;
 void read_usable_cores(uint64_t (&words)[kCoreWords]);
 
-/// Changes in a forked child: what was made under another value belongs to the parent.
+/// A number that changes in a forked child: objects made under another value belong to the parent.
 unsigned fork_generation();
 void watch_forks();
 

@@ -34,9 +34,8 @@ std::optional<Fault> check_fit(const Request& request, const Envelope& envelope,
   return Fault("mismatch", {source},
                "rank " + std::to_string(source) + " sent " + std::to_string(envelope.total) +
                    " bytes of " + dtype_name(envelope.dtype) + " with tag " +
-                   std::to_string(envelope.tag) + " where " +
-                   std::to_string(request.buffer.bytes) + " bytes of " + dtype_name(dtype) +
-                   " are received");
+                   std::to_string(envelope.tag) + " where " + std::to_string(request.buffer.bytes) +
+                   " bytes of " + dtype_name(dtype) + " are received");
 }
 
 Fault timeout_fault(const Request& request) {
@@ -62,7 +61,7 @@ PointToPoint::~PointToPoint() {
   if (thread_.joinable()) thread_.detach();  // this is that thread, about to end
 }
 
-// ---- driving ---------------------------------------------------------------------------------
+// ---- progress --------------------------------------------------------------------------------
 
 void PointToPoint::start(const RequestPtr& request, bool will_wait) {
   std::vector<Outcome> outcomes;
@@ -85,7 +84,8 @@ void PointToPoint::cancel(const RequestPtr& request) {
   std::vector<Outcome> outcomes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!request->finished) finish(request, Fault("aborted", {rank_}, "interrupted by a signal"), -1);
+    if (!request->finished)
+      finish(request, Fault("aborted", {rank_}, "interrupted by a signal"), -1);
     posted_.remove(request);
     outcomes.swap(outcomes_);
   }
@@ -112,7 +112,7 @@ bool PointToPoint::try_progress(Checks checks) {
     if (checks != Checks::kNone)
       lock.lock();
     else if (!lock.try_lock())
-      return false;  // somebody else drives
+      return false;  // another thread runs it
     const uint64_t before = fragments_;
     progress(checks);
     moved = fragments_ != before;
@@ -122,28 +122,29 @@ bool PointToPoint::try_progress(Checks checks) {
   return moved;
 }
 
-/// Tell the tickets. Not under the lock, since callbacks may post requests.
+/// Complete finished requests. Not under the lock, since callbacks may post requests.
 void PointToPoint::deliver(std::vector<Outcome>& outcomes) {
   if (outcomes.empty()) return;
   for (Outcome& done : outcomes) done.completion->complete(std::move(done.fault), done.source);
   segment_.control(rank_).message_event.notify();  // another thread may wait for one of these
 }
 
-/// Sleeps only when nothing has moved for as long as patience.pace says. Looks at what else may
-/// happen (see Checks) before each sleep, and once a slice however much moves.
+/// Sleeps only if nothing has moved for options.pace. Runs the other checks before each sleep, and
+/// once a slice however much moves.
 template <class Finished>
 bool PointToPoint::progress_until(Finished&& finished, const WaitOptions& options) {
-  int64_t looked = now_ns();
+  int64_t last_check = now_ns();
   for (;;) {
-    const bool moved = spin(options.pace, [&] { return try_progress(Checks::kNone) || finished(); });
+    const bool moved =
+        spin(options.pace, [&] { return try_progress(Checks::kNone) || finished(); });
     if (finished()) return true;
-    if (moved && now_ns() - looked < kSlice) continue;
-    looked = now_ns();
-    Sleeper sleeper(segment_.control(rank_).message_event, context_.sleeps);
+    if (moved && now_ns() - last_check < kSlice) continue;
+    last_check = now_ns();
+    EventWaiter waiter(segment_.control(rank_).message_event, context_.sleeps);
     try_progress(liveness_timer_.due() ? Checks::kProcesses : Checks::kLocal);
     if (finished()) return true;
     if (now_ns() >= options.deadline) return false;
-    const Woken woken = sleeper.sleep(std::min(options.deadline, next_deadline()));
+    const Woken woken = waiter.sleep(std::min(options.deadline, next_deadline()));
     if (woken != Woken::kNotified) options.check_signals();
   }
 }
@@ -157,22 +158,21 @@ int64_t PointToPoint::next_deadline() {
 
 bool PointToPoint::wait(const Completion& completion, const WaitOptions& options) {
   struct Waiter {
-    explicit Waiter(PointToPoint& owner) : owner(owner) { ++owner.waiters_; }
+    explicit Waiter(PointToPoint& engine_) : engine(engine_) { ++engine.waiters_; }
     ~Waiter() {
-      if (--owner.waiters_ > 0 || owner.pending_ == 0) return;
-      std::lock_guard<std::mutex> lock(owner.mutex_);
-      owner.ensure_progress_thread();
+      if (--engine.waiters_ > 0 || engine.pending_ == 0) return;
+      std::lock_guard<std::mutex> lock(engine.mutex_);
+      engine.ensure_progress_thread();
     }
-    PointToPoint& owner;
+    PointToPoint& engine;
   } waiter(*this);
   return progress_until([&] { return completion.done(); }, options);
 }
 
-/// See that a thread of the core drives while nobody waits.
+/// Start or wake the core's thread if requests are pending and no thread waits for them.
 void PointToPoint::ensure_progress_thread() {
   if (requests_.empty() || waiters_ > 0 || stopping_) return;
-  if (!thread_.joinable())
-    thread_ = std::thread([this, owner = owner_.lock()] { run_thread(); });
+  if (!thread_.joinable()) thread_ = std::thread([this, owner = owner_.lock()] { run_thread(); });
   wake_thread_.notify_one();
 }
 
@@ -212,7 +212,7 @@ void PointToPoint::send_fragments(int peer) {
   char* ring = segment_.ring(rank_, peer);
   while (!out.queue.empty() && !out.broken) {
     const RequestPtr request = out.queue.front();
-    if (request->finished) {  // it failed; if half of it is gone, nothing sensible can follow
+    if (request->finished) {  // failed; if half of it was sent, the channel cannot carry another
       out.broken = request->moved > 0;
       out.queue.pop_front();
       continue;
@@ -257,7 +257,7 @@ void PointToPoint::receive_fragments(int peer) {
   }
 }
 
-/// Take one fragment, or leave it where nobody wants it. False if it makes no sense.
+/// Receive one fragment, or leave it if no receive matches. False if it is corrupt.
 bool PointToPoint::receive_fragment(int peer, uint64_t available) {
   Incoming& in = incoming_[peer];
   Envelope envelope;  // a private copy: what is checked is what is used
@@ -276,10 +276,10 @@ bool PointToPoint::receive_fragment(int peer, uint64_t available) {
   return true;
 }
 
-/// Decide where a message goes; false to leave it in the ring.
+/// Choose the destination of a message; false to leave it in the ring.
 bool PointToPoint::begin_message(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
-  RequestPtr request = match(peer, envelope.tag);
+  RequestPtr request = take_matching(peer, envelope.tag);
   if (!request && !has_posted_receive(peer)) return false;
   in.active = true;
   in.current = envelope;
@@ -302,7 +302,8 @@ void PointToPoint::store_fragment(int peer, const Envelope& envelope) {
     read_ring(ring, in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes,
               in.current.total >= kStreamedBytes);
   } else if (in.unexpected) {
-    in.unexpected->data.resize(in.received + envelope.bytes);  // grows by what came, not by a promise
+    in.unexpected->data.resize(
+        in.received + envelope.bytes);  // grows by the bytes that came, not by those announced
     read_ring(ring, in.tail + kLine, in.unexpected->data.data() + in.received, envelope.bytes,
               false);
   }
@@ -325,14 +326,14 @@ void PointToPoint::finish_message(int peer) {
   finish(unexpected->receive, std::nullopt, peer);
 }
 
-/// Serve a new receive from the messages that came before it. True if one of them is its.
+/// Match a new receive with the unexpected messages. True if one matches.
 bool PointToPoint::deliver_unexpected(const RequestPtr& request) {
-  auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](auto& message) {
+  auto match = std::find_if(unexpected_.begin(), unexpected_.end(), [&](auto& message) {
     return !message->receive && message->envelope.tag == request->tag &&
            (request->peer == kAnyRank || request->peer == message->source);
   });
-  if (found == unexpected_.end()) return false;
-  const std::shared_ptr<Unexpected> message = *found;
+  if (match == unexpected_.end()) return false;
+  const std::shared_ptr<Unexpected> message = *match;
   const auto fault = check_fit(*request, message->envelope, message->source);
   if (!message->complete && !fault) {
     message->receive = request;
@@ -340,19 +341,20 @@ bool PointToPoint::deliver_unexpected(const RequestPtr& request) {
   }
   if (!fault && request->buffer.bytes > 0)
     memcpy(request->buffer.data, message->data.data(), request->buffer.bytes);
-  unexpected_.erase(found);
-  if (incoming_[message->source].unexpected == message) incoming_[message->source].unexpected.reset();
+  unexpected_.erase(match);
+  if (incoming_[message->source].unexpected == message)
+    incoming_[message->source].unexpected.reset();
   finish(request, fault, message->source);
   return true;
 }
 
-RequestPtr PointToPoint::match(int peer, int64_t tag) {
-  auto found = std::find_if(posted_.begin(), posted_.end(), [&](auto& request) {
+RequestPtr PointToPoint::take_matching(int peer, int64_t tag) {
+  auto match = std::find_if(posted_.begin(), posted_.end(), [&](auto& request) {
     return request->tag == tag && (request->peer == kAnyRank || request->peer == peer);
   });
-  if (found == posted_.end()) return nullptr;
-  RequestPtr request = *found;
-  posted_.erase(found);
+  if (match == posted_.end()) return nullptr;
+  RequestPtr request = *match;
+  posted_.erase(match);
   return request;
 }
 
@@ -371,7 +373,7 @@ void PointToPoint::finish(const RequestPtr& request, std::optional<Fault> fault,
   outcomes_.push_back({request->completion, std::move(fault), source});
 }
 
-/// Fail the requests for which doom(request) is a fault.
+/// Fail the requests for which fault_of(request) is a fault.
 template <class FaultOf>
 void PointToPoint::fail_if(FaultOf&& fault_of) {
   for (auto at = requests_.begin(); at != requests_.end();) {
@@ -382,7 +384,7 @@ void PointToPoint::fail_if(FaultOf&& fault_of) {
 }
 
 void PointToPoint::fail_stopped() {
-  if (auto fault = context_.stopped()) fail_if([&](const Request&) { return fault; });
+  if (auto fault = context_.stop_fault()) fail_if([&](const Request&) { return fault; });
 }
 
 void PointToPoint::fail_timed_out() {
@@ -393,7 +395,7 @@ void PointToPoint::fail_timed_out() {
   });
 }
 
-/// Requests on channels that can carry nothing sensible any more.
+/// Fail requests on channels that are broken or corrupt.
 void PointToPoint::fail_broken() {
   fail_if([&](const Request& request) -> std::optional<Fault> {
     if (request.peer == kAnyRank) return std::nullopt;
@@ -406,7 +408,7 @@ void PointToPoint::fail_broken() {
   });
 }
 
-/// Requests whose peer is gone. A receive from any rank fails once one rank died, or all left.
+/// Fail requests whose peer is gone; a receive from any rank once one rank died, or all left.
 void PointToPoint::fail_lost(bool check_processes) {
   std::vector<int> died, gone;
   for (int peer = 0; peer < context_.size; ++peer) {
@@ -417,9 +419,9 @@ void PointToPoint::fail_lost(bool check_processes) {
   }
   if (gone.empty()) return;
   for (int peer : gone) receive_fragments(peer);  // what a rank sent before it went still counts
-  const bool any = !died.empty() || static_cast<int>(gone.size()) == context_.size - 1;
+  const bool fails_any = !died.empty() || static_cast<int>(gone.size()) == context_.size - 1;
   fail_if([&](const Request& request) -> std::optional<Fault> {
-    if (request.peer == kAnyRank && any) return peer_lost_fault(died, gone);
+    if (request.peer == kAnyRank && fails_any) return peer_lost_fault(died, gone);
     if (!std::count(gone.begin(), gone.end(), request.peer)) return std::nullopt;
     return peer_lost_fault(died, {request.peer});
   });

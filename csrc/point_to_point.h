@@ -1,17 +1,17 @@
 // Point-to-point messages of one rank.
 //
-// Each ordered pair of ranks has a ring of kRingBytes. A message is cut into fragments of at most
+// Each ordered pair of ranks has a ring of kRingBytes. A message is split into fragments of at most
 // kFragment bytes; each has a 64-byte envelope. A message that fits is sent at once; a longer one
 // streams while the receiver drains. Messages of a pair arrive in order.
 //
 // A receive takes the first message of its source (or of any) that has its tag. Receives are
-// matched in the order they were posted. A message that nobody wants yet stays in the ring, where
-// it holds its sender back, unless a receive of another tag is posted behind it: then it moves to
-// a private queue, so that the ring can go on.
+// matched in the order they were posted. A message without a matching receive stays in the ring,
+// where it holds its sender back, unless a receive with another tag waits for a message behind it:
+// then it moves to the private queue of unexpected messages, so that the ring drains.
 //
-// All pending requests of a rank progress together, whoever drives: two ranks that send each
-// other long messages before they receive cannot block each other. The threads in wait() drive;
-// when there is none, a thread of the core does.
+// All pending requests of a rank progress together, whichever thread runs the progress engine: two
+// ranks that send each other long messages before they receive cannot block each other. The
+// threads in wait() run it; while there is none, a thread of the core does.
 //
 // Cost: each byte is copied in and out of the ring, which stays in the cache; one wake-up per
 // fragment at most.
@@ -25,9 +25,9 @@
 #include <thread>
 #include <vector>
 
+#include "completion.h"
 #include "operation.h"
 #include "rank_context.h"
-#include "completion.h"
 
 namespace tilework {
 
@@ -43,15 +43,15 @@ struct Request {
   double seconds;
   int64_t deadline;
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
-  size_t moved = 0;   // bytes of a send that are in the ring
-  bool finished = false;  // done or failed: whoever still holds the request drops it
+  size_t moved = 0;       // bytes of a send that are in the ring
+  bool finished = false;  // succeeded or failed: drop it wherever it is still held
 };
 using RequestPtr = std::shared_ptr<Request>;
 
-/// What travels before the bytes of a fragment.
+/// The header of a fragment.
 struct Envelope {
   uint32_t bytes;  // of this fragment
-  uint32_t first;  // whether it begins a message
+  uint32_t first;  // 1 if it begins a message
   int64_t tag;
   uint64_t total;  // of the message
   uint32_t dtype;
@@ -62,18 +62,18 @@ static_assert(sizeof(Envelope) == kLine, "fragments begin on a line");
 class PointToPoint {
  public:
   explicit PointToPoint(RankContext& context);
-  /// Threads of the core keep `owner`, which owns this, alive while they run.
+  /// Set the owner of this, which the core's threads keep alive while they run.
   void set_owner(std::weak_ptr<void> owner) { owner_ = std::move(owner); }
   ~PointToPoint();
 
-  /// Start a send or a receive. With `will_wait` the caller calls wait() next and no thread of
-  /// the core is woken for it.
+  /// Start a send or a receive. With `will_wait` the caller calls wait() next, and the core's
+  /// thread is not woken.
   void start(const RequestPtr& request, bool will_wait);
 
-  /// Fail a request; its buffer is not touched any more.
+  /// Fail a request; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
 
-  /// Drive until the ticket is done, or patience.deadline has passed (false).
+  /// Run the progress engine until `completion` is done (true) or options.deadline has passed.
   bool wait(const Completion& completion, const WaitOptions& options);
 
   /// Fail everything pending and join the core's thread.
@@ -86,11 +86,11 @@ class PointToPoint {
     int source;
     Envelope envelope;
     std::vector<char> data;
-    RequestPtr receive;  // by a receive that came while it was still arriving
+    RequestPtr receive;  // matched while it was still arriving
     bool complete = false;
   };
-  /// The receiving end of one channel. At most one of the two targets is set; none while a
-  /// message is thrown away.
+  /// The receiving end of one channel. A message goes to `target` or to `unexpected`, or to
+  /// neither: then it is discarded.
   struct Incoming {
     uint64_t tail = 0;
     Envelope current{};
@@ -101,7 +101,7 @@ class PointToPoint {
   };
   struct Outgoing {
     uint64_t head = 0;
-    bool broken = false;  // a message was given up half way
+    bool broken = false;  // a message was aborted half way
     std::deque<RequestPtr> queue;
   };
   struct Outcome {
@@ -110,8 +110,8 @@ class PointToPoint {
     int source;
   };
 
-  /// How much progress() looks at besides the rings: nothing; closing, aborts, deadlines and
-  /// departures; also whether peers are alive, which takes system calls.
+  /// The checks of progress() besides the rings: none; closing, aborts, deadlines and departures;
+  /// also the peers' processes, which takes system calls.
   enum class Checks { kNone, kLocal, kProcesses };
 
   // Under mutex_.
@@ -123,7 +123,7 @@ class PointToPoint {
   void store_fragment(int peer, const Envelope& envelope);
   void finish_message(int peer);
   bool deliver_unexpected(const RequestPtr& request);
-  RequestPtr match(int peer, int64_t tag);
+  RequestPtr take_matching(int peer, int64_t tag);
   bool has_posted_receive(int peer) const;
   void finish(const RequestPtr& request, std::optional<Fault> fault, int source);
   void fail_stopped();
@@ -134,7 +134,7 @@ class PointToPoint {
   void fail_if(FaultOf&& fault_of);
   void ensure_progress_thread();
 
-  bool try_progress(Checks checks);  // whether anything moved
+  bool try_progress(Checks checks);  // true if anything moved
   void deliver(std::vector<Outcome>& outcomes);
   template <class Finished>
   bool progress_until(Finished&& finished, const WaitOptions& options);
@@ -153,10 +153,10 @@ class PointToPoint {
   std::list<RequestPtr> posted_;    // receives without a message, in order
   std::list<std::shared_ptr<Unexpected>> unexpected_;
   std::vector<Outcome> outcomes_;
-  uint64_t fragments_ = 0;  // moved so far
+  uint64_t fragments_ = 0;          // moved so far
   std::atomic<size_t> pending_{0};  // length of requests_, for those without the lock
   std::atomic<int> waiters_{0};
-  LivenessTimer liveness_timer_;  // one for all waits: many short ones must not hide a death
+  LivenessTimer liveness_timer_;  // one for all waits, so that short ones do not starve it
   std::atomic<bool> stopping_{false};
   std::condition_variable wake_thread_;
   std::thread thread_;

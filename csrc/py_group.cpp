@@ -99,8 +99,8 @@ void PyGroup::run(int kind, int dtype, int reduce_op, int root, double factor,
 }
 
 PyCompletion PyGroup::submit(int kind, int dtype, int reduce_op, int root, double factor,
-                         const nb::sequence& inputs, const nb::sequence& outputs,
-                         const nb::int_& label, double timeout) {
+                             const nb::sequence& inputs, const nb::sequence& outputs,
+                             const nb::int_& label, double timeout) {
   Operation operation = operation_of(kind, dtype, reduce_op, root, factor, label);
   const auto in = buffers_of(inputs), out = buffers_of(outputs);
   operation.inputs = view(in);
@@ -110,13 +110,13 @@ PyCompletion PyGroup::submit(int kind, int dtype, int reduce_op, int root, doubl
 }
 
 PyCompletion PyGroup::isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
-                        double timeout) {
+                            double timeout) {
   return post(request_of(true, dst, buffer_of(address, nbytes),
                          checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
 }
 
 PyCompletion PyGroup::irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
-                        double timeout) {
+                            double timeout) {
   return post(request_of(false, src, buffer_of(address, nbytes),
                          checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
 }
@@ -143,10 +143,9 @@ nb::list PyGroup::headers() {
   nb::list result;
   for (const auto& [call, pid] : group_->calls()) {
     const bool none = call.sequence == 0;
-    result.append(nb::make_tuple(call.sequence, none ? "" : kind_name(call.kind()),
-                                 none ? "" : dtype_name(call.dtype()),
-                                 none ? "" : reduce_op_name(call.reduce_op()), call.root(),
-                                 call.bytes, pid));
+    result.append(nb::make_tuple(
+        call.sequence, none ? "" : kind_name(call.kind()), none ? "" : dtype_name(call.dtype()),
+        none ? "" : reduce_op_name(call.reduce_op()), call.root(), call.bytes, pid));
   }
   return result;
 }

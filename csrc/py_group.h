@@ -1,4 +1,4 @@
-// A group and its tickets as Python sees them. The contract is src/tilework/_core.pyi.
+// A group and its completions as Python objects. The contract is src/tilework/_core.pyi.
 #pragma once
 
 #include "interpreter.h"
@@ -24,10 +24,12 @@ class PyGroup {
   void run(int kind, int dtype, int reduce_op, int root, double factor, const nb::sequence& inputs,
            const nb::sequence& outputs, const nb::int_& label, double timeout);
   PyCompletion submit(int kind, int dtype, int reduce_op, int root, double factor,
-                  const nb::sequence& inputs, const nb::sequence& outputs, const nb::int_& label,
-                  double timeout);
-  PyCompletion isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
-  PyCompletion irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag, double timeout);
+                      const nb::sequence& inputs, const nb::sequence& outputs,
+                      const nb::int_& label, double timeout);
+  PyCompletion isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
+                     double timeout);
+  PyCompletion irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
+                     double timeout);
 
   /// isend or irecv and wait, without waking a thread of the core; returns the source. Not
   /// with the GIL.

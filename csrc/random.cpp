@@ -33,17 +33,17 @@ Sampler find(DType dtype, Distribution distribution, const SampleParams& params,
   return baseline::find_sampler(t, d, wide);
 }
 
-/// Runs of global elements to memory without gaps, in whole groups. What a run has of a group
-/// costs all of it, unless the run before ended there.
-class Runs {
+/// Draws runs of global elements to memory without gaps, in full groups. Any part of a group costs
+/// all of it, unless the run before ended in it.
+class GroupWriter {
  public:
-  Runs(char* to, size_t item, const Sampler& sampler, const SampleParams& params)
+  GroupWriter(char* to, size_t item, const Sampler& sampler, const SampleParams& params)
       : to_(to), item_(item), sampler_(sampler), params_(params) {}
 
   void add(uint64_t first, uint64_t count) {
     while (count > 0) {
       const uint64_t done = first % kGroup == 0 && count >= kGroup
-                                ? whole_groups(first / kGroup, count / kGroup)
+                                ? full_groups(first / kGroup, count / kGroup)
                                 : part(first / kGroup, first % kGroup, count);
       to_ += done * item_;
       first += done;
@@ -52,14 +52,14 @@ class Runs {
   }
 
  private:
-  uint64_t whole_groups(uint64_t group, uint64_t groups) {
+  uint64_t full_groups(uint64_t group, uint64_t groups) {
     sampler_.groups(to_, group, groups, params_);
     return groups * kGroup;
   }
 
   uint64_t part(uint64_t group, uint64_t begin, uint64_t count) {
-    if (group != held_) sampler_.groups(group_, group, 1, params_);
-    held_ = group;
+    if (group != drawn_) sampler_.groups(group_, group, 1, params_);
+    drawn_ = group;
     const uint64_t done = std::min(kGroup - begin, count);
     std::memcpy(to_, group_ + begin * item_, done * item_);
     return done;
@@ -69,30 +69,30 @@ class Runs {
   const size_t item_;
   const Sampler& sampler_;
   const SampleParams& params_;
-  uint64_t held_ = UINT64_MAX;
+  uint64_t drawn_ = UINT64_MAX;
   alignas(64) char group_[kGroup * 8];
 };
 
 /// The same for runs that have little of each group: element by element, a block for each.
-class ShortRuns {
+class ElementWriter {
  public:
-  ShortRuns(char* to, size_t item, const Sampler& sampler, const SampleParams& params)
+  ElementWriter(char* to, size_t item, const Sampler& sampler, const SampleParams& params)
       : to_(to), item_(item), sampler_(sampler), params_(params) {}
 
   void add(uint64_t first, uint64_t count) {
     for (uint64_t i = 0; i < count; ++i) {
-      indices_[held_++] = first + i;
-      if (held_ < kGroup) continue;
+      indices_[pending_++] = first + i;
+      if (pending_ < kGroup) continue;
       sampler_.any(to_, indices_, params_);
       to_ += kGroup * item_;
-      held_ = 0;
+      pending_ = 0;
     }
   }
 
   void end() {
     char last[kGroup * 8];
     sampler_.any(last, indices_, params_);
-    std::memcpy(to_, last, held_ * item_);
+    std::memcpy(to_, last, pending_ * item_);
   }
 
  private:
@@ -101,16 +101,15 @@ class ShortRuns {
   const Sampler& sampler_;
   const SampleParams& params_;
   uint64_t indices_[kGroup] = {};
-  size_t held_ = 0;
+  size_t pending_ = 0;
 };
 
 void check(const Tile& tile) {
   const auto& [shape, offsets, sizes] = tile;
   if (shape.size() != offsets.size() || shape.size() != sizes.size())
-    throw std::invalid_argument("shape, offsets and sizes need as many dims, got " +
-                                std::to_string(shape.size()) + ", " +
-                                std::to_string(offsets.size()) + " and " +
-                                std::to_string(sizes.size()));
+    throw std::invalid_argument(
+        "shape, offsets and sizes need as many dims, got " + std::to_string(shape.size()) + ", " +
+        std::to_string(offsets.size()) + " and " + std::to_string(sizes.size()));
   int64_t volume = 1;
   for (size_t dim = 0; dim < shape.size(); ++dim) {
     if (offsets[dim] < 0 || sizes[dim] < 0 || offsets[dim] > shape[dim] ||
@@ -124,10 +123,10 @@ void check(const Tile& tile) {
   }
 }
 
-/// The runs of a tile that is not empty: its dims from `inner` on make one.
-class Rows {
+/// The contiguous runs of a tile that is not empty: its dims from `inner_` on make one.
+class TileRuns {
  public:
-  explicit Rows(const Tile& tile) : tile_(tile), strides_(tile.shape.size()) {
+  explicit TileRuns(const Tile& tile) : tile_(tile), strides_(tile.shape.size()) {
     uint64_t stride = 1;
     for (size_t dim = tile.shape.size(); dim-- > 0; stride *= tile.shape[dim]) {
       strides_[dim] = stride;
@@ -141,8 +140,8 @@ class Rows {
     }
   }
 
-  /// Whether groups would mostly be drawn in vain. An element by itself costs as much as some in
-  /// a group.
+  /// True if most of each group would be discarded. A single element costs as much as kSome in a
+  /// group.
   bool sparse() const {
     constexpr uint64_t kSome = 24;
     return inner_ > 0 && run_ < kSome && run_ * kGroup < strides_[inner_ - 1] * kSome;
@@ -177,14 +176,14 @@ void fill_random(char* to, DType dtype, Distribution distribution, const SampleP
                                 dtype_name(t));
   check(tile);
   if (std::count(tile.sizes.begin(), tile.sizes.end(), 0) > 0) return;
-  const Rows rows(tile);
-  if (rows.sparse()) {
-    ShortRuns runs(to, kItemBytes[t], sampler, params);
-    rows.each(runs);
+  const TileRuns tile_runs(tile);
+  if (tile_runs.sparse()) {
+    ElementWriter runs(to, kItemBytes[t], sampler, params);
+    tile_runs.each(runs);
     runs.end();
   } else {
-    Runs runs(to, kItemBytes[t], sampler, params);
-    rows.each(runs);
+    GroupWriter runs(to, kItemBytes[t], sampler, params);
+    tile_runs.each(runs);
   }
 }
 

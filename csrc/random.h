@@ -1,5 +1,5 @@
-// Random numbers that are a function of a key and an element's place in its global tensor: any
-// rank draws any part, and gets what the whole has there.
+// Random numbers that are a function of a key and an element's index in its global tensor: any rank
+// draws any part of it, with the same values.
 //
 // The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): a bijection of 128-bit counters
 // under a 64-bit key. The key is the seed; a counter's upper half is the stream, its lower half a
@@ -9,7 +9,7 @@
 //   32 bits per element   b = 16 g + j % 16, w = j / 16
 //   64 bits per element   b = 32 g + j % 16, w = j / 16 for the lower half, b + 16 for the upper one
 //
-// What is made of the bits uses nothing but IEEE operations that round correctly (+ - * / sqrt,
+// The conversion of bits to values uses only IEEE operations that round correctly (+ - * / sqrt,
 // conversions), in one order: every level of the instruction set gives the same bits.
 #pragma once
 
@@ -17,8 +17,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "simd_level.h"
 #include "op_types.h"
+#include "simd_level.h"
 
 namespace tilework {
 
@@ -26,8 +26,8 @@ enum class Distribution : uint8_t { kUniform, kNormal, kIntegers, kBernoulli };
 constexpr const char* kDistributionNames[] = {"uniform", "normal", "integers", "bernoulli"};
 constexpr size_t kDistributions = count_of(kDistributionNames);
 
-/// What to draw. Bounds and the like: low and high, mean and standard deviation, or probability and
-/// the value of a success. Of integers: the lowest, and how many there are, 0 meaning 2^64.
+/// Key and parameters: a and b are low and high, mean and standard deviation, or the probability and
+/// the value of a success. For integers: the lowest, and the number of them, 0 meaning 2^64.
 struct SampleParams {
   uint64_t seed, stream;
   double a, b;
@@ -44,7 +44,7 @@ constexpr size_t kGroup = 64;
 /// than span / 2^32, or span / 2^64, of itself.
 constexpr uint64_t kNarrowSpan = 1 << 16;
 
-/// The loops for a dtype and a distribution; null where it has none.
+/// The loops for a dtype and a distribution; null if it has none.
 struct Sampler {
   /// Elements [kGroup * group, kGroup * (group + groups)) of the global tensor.
   void (*groups)(void* to, uint64_t group, size_t groups, const SampleParams& params);

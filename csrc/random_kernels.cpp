@@ -17,9 +17,11 @@ namespace tilework {
 namespace TILEWORK_LEVEL {
 namespace {
 
+__extension__ typedef unsigned __int128 uint128_t;
+
 // ---- Philox4x32-10: 16 blocks at a time, each half of them in vectors of 64-bit lanes
 
-// product() multiplies the lower halves of lanes; what the upper ones hold is of no account.
+// product() multiplies the lower halves of lanes; the upper halves are ignored.
 #if defined(__AVX512F__)
 using Lanes = uint64_t __attribute__((vector_size(64)));
 inline Lanes product(Lanes a, Lanes b) {
@@ -93,10 +95,11 @@ inline void philox(const Number& number, const SampleParams& params, uint32_t* w
   }
 }
 
-// ---- bits of a group's elements, or of any 64
+// ---- random bits of a group's elements, or of any 64
 
-/// One word of each, where a group has the 16 blocks from 16 * (every * group + part) on.
-inline void draw_group(uint64_t group, int every, int part, const SampleParams& params, uint32_t* words) {
+/// Draw a word for each element of a group, where a group has the 16 blocks from 16 * (every * group + part) on.
+inline void draw_group(uint64_t group, int every, int part, const SampleParams& params,
+                       uint32_t* words) {
   const uint64_t first = kBlocks * (every * group + part);
   philox([=](size_t i) { return first + i; }, params, words);
 }
@@ -147,7 +150,7 @@ struct Bits64 {
   }
 };
 
-// ---- arithmetic that processors do not have, or not in vectors
+// ---- arithmetic that processors lack, or lack in vectors
 
 /// A polynomial; the coefficient of the highest power comes first.
 template <class T, class... Rest>
@@ -184,10 +187,11 @@ inline double logarithm(double x) {
   const double e = to_double(biased) - 1023.0;
   const double f = bits_of<double>(bits - ((biased - 1023) << 52)) - 1.0;
   const double s = f / (2.0 + f), z = s * s, half = 0.5 * f * f;
-  const double r = polynomial(z, 1.479819860511658591e-01, 1.531383769920937332e-01,
-                              1.818357216161805012e-01, 2.222219843214978396e-01,
-                              2.857142874366239149e-01, 3.999999999940941908e-01,
-                              6.666666666666735130e-01) * z;
+  const double r =
+      polynomial(z, 1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01,
+                 2.222219843214978396e-01, 2.857142874366239149e-01, 3.999999999940941908e-01,
+                 6.666666666666735130e-01) *
+      z;
   return e * 6.93147180369123816490e-01 -
          ((half - (s * (half + r) + e * 1.90821492927058770002e-10)) - f);
 }
@@ -216,25 +220,25 @@ struct InverseErf<double> {
   static constexpr double centre_ends = 6.25;
   static double centre(double w) {
     return polynomial(
-        w - 3.125, -3.6444120640178196996e-21, -1.685059138182016589e-19,
-        1.2858480715256400167e-18, 1.115787767802518096e-17, -1.333171662854620906e-16,
-        2.0972767875968561637e-17, 6.6376381343583238325e-15, -4.0545662729752068639e-14,
-        -8.1519341976054721522e-14, 2.6335093153082322977e-12, -1.2975133253453532498e-11,
-        -5.4154120542946279317e-11, 1.051212273321532285e-09, -4.1126339803469836976e-09,
-        -2.9070369957882005086e-08, 4.2347877827932403518e-07, -1.3654692000834678645e-06,
-        -1.3882523362786468719e-05, 0.0001867342080340571352, -0.00074070253416626697512,
-        -0.0060336708714301490533, 0.24015818242558961693, 1.6536545626831027356);
+        w - 3.125, -3.6444120640178196996e-21, -1.685059138182016589e-19, 1.2858480715256400167e-18,
+        1.115787767802518096e-17, -1.333171662854620906e-16, 2.0972767875968561637e-17,
+        6.6376381343583238325e-15, -4.0545662729752068639e-14, -8.1519341976054721522e-14,
+        2.6335093153082322977e-12, -1.2975133253453532498e-11, -5.4154120542946279317e-11,
+        1.051212273321532285e-09, -4.1126339803469836976e-09, -2.9070369957882005086e-08,
+        4.2347877827932403518e-07, -1.3654692000834678645e-06, -1.3882523362786468719e-05,
+        0.0001867342080340571352, -0.00074070253416626697512, -0.0060336708714301490533,
+        0.24015818242558961693, 1.6536545626831027356);
   }
   static double tail(double w) {
     const double root = __builtin_sqrt(w);
-    const double middle = polynomial(
-        root - 3.25, 2.2137376921775787049e-09, 9.0756561938885390979e-08,
-        -2.7517406297064545428e-07, 1.8239629214389227755e-08, 1.5027403968909827627e-06,
-        -4.013867526981545969e-06, 2.9234449089955446044e-06, 1.2475304481671778723e-05,
-        -4.7318229009055733981e-05, 6.8284851459573175448e-05, 2.4031110387097893999e-05,
-        -0.0003550375203628474796, 0.00095328937973738049703, -0.0016882755560235047313,
-        0.0024914420961078508066, -0.0037512085075692412107, 0.005370914553590063617,
-        1.0052589676941592334, 3.0838856104922207635);
+    const double middle =
+        polynomial(root - 3.25, 2.2137376921775787049e-09, 9.0756561938885390979e-08,
+                   -2.7517406297064545428e-07, 1.8239629214389227755e-08, 1.5027403968909827627e-06,
+                   -4.013867526981545969e-06, 2.9234449089955446044e-06, 1.2475304481671778723e-05,
+                   -4.7318229009055733981e-05, 6.8284851459573175448e-05, 2.4031110387097893999e-05,
+                   -0.0003550375203628474796, 0.00095328937973738049703, -0.0016882755560235047313,
+                   0.0024914420961078508066, -0.0037512085075692412107, 0.005370914553590063617,
+                   1.0052589676941592334, 3.0838856104922207635);
     const double end = polynomial(
         root - 5.0, -2.7109920616438573243e-11, -2.5556418169965252055e-10,
         1.5076572693500548083e-09, -3.7894654401267369937e-09, 7.6157012080783393804e-09,
@@ -246,7 +250,7 @@ struct InverseErf<double> {
   }
 };
 
-// ---- what is made of an element's bits
+// ---- conversion of an element's bits to values
 
 inline float fraction(uint32_t bits) { return static_cast<float>(bits >> 8) * 0x1p-24f; }
 inline double fraction(uint64_t bits) { return to_double(bits >> 11) * 0x1p-53; }
@@ -315,8 +319,7 @@ inline void standard_normal(const Word* bits, Value* values) {
   }
   const auto root2 = static_cast<Value>(1.4142135623730951);
   TILEWORK_VECTORISE
-  for (size_t i = 0; i < kGroup; ++i)
-    values[i] = with_sign(values[i] * rest[i] * root2, bits[i]);
+  for (size_t i = 0; i < kGroup; ++i) values[i] = with_sign(values[i] * rest[i] * root2, bits[i]);
 }
 
 template <class Element, class Bits>
@@ -353,12 +356,13 @@ struct Integers {
   const uint64_t span;
   const Value low;
 
-  explicit Integers(const SampleParams& params) : span(params.span), low(static_cast<Value>(params.low)) {}
+  explicit Integers(const SampleParams& params)
+      : span(params.span), low(static_cast<Value>(params.low)) {}
   Value operator()(uint32_t bits) const {
     return static_cast<Value>(low + static_cast<Value>(bits * span >> 32));
   }
   Value operator()(uint64_t bits) const {
-    const auto upper = static_cast<uint64_t>(static_cast<unsigned __int128>(bits) * span >> 64);
+    const auto upper = static_cast<uint64_t>(static_cast<uint128_t>(bits) * span >> 64);
     return static_cast<Value>(low + static_cast<Value>(span == 0 ? bits : upper));
   }
 };
@@ -425,7 +429,7 @@ Sampler sampler() {
   return {L::groups, L::any};
 }
 
-// ---- which distributions a dtype has
+// ---- the distributions of each dtype
 
 template <class Element, class Bits>
 Sampler find_floating(Distribution distribution) {
@@ -456,10 +460,14 @@ Sampler find_sampler(unsigned dtype, unsigned distribution, bool wide) {
     case DType::kFloat32: return find_floating<Plain<float>, Bits32>(d);
     case DType::kFloat16: return find_floating<Float16, Bits32>(d);
     case DType::kBFloat16: return find_floating<BFloat16, Bits32>(d);
-    case DType::kInt64: case DType::kUInt64: return find_integers<uint64_t>(d, wide);
-    case DType::kInt32: case DType::kUInt32: return find_integers<uint32_t>(d, wide);
-    case DType::kInt16: case DType::kUInt16: return find_integers<uint16_t>(d, wide);
-    case DType::kInt8: case DType::kUInt8: return find_integers<uint8_t>(d, wide);
+    case DType::kInt64:
+    case DType::kUInt64: return find_integers<uint64_t>(d, wide);
+    case DType::kInt32:
+    case DType::kUInt32: return find_integers<uint32_t>(d, wide);
+    case DType::kInt16:
+    case DType::kUInt16: return find_integers<uint16_t>(d, wide);
+    case DType::kInt8:
+    case DType::kUInt8: return find_integers<uint8_t>(d, wide);
     case DType::kBool:
       if (d == Distribution::kBernoulli) return sampler<Bool, Bits32, Bernoulli>();
       return find_integers<uint8_t>(d, wide);

@@ -7,10 +7,7 @@
 namespace tilework {
 
 RankContext::RankContext(int fd, int rank_, int size_, const std::string& nonce)
-    : segment(fd, size_, nonce),
-      rank(rank_),
-      size(size_),
-      liveness(segment, rank_) {
+    : segment(fd, size_, nonce), rank(rank_), size(size_), liveness(segment, rank_) {
   register_process(segment.control(rank), rank);
 }
 
@@ -50,14 +47,15 @@ void RankContext::abort(const std::string& kind, const std::string& text) {
   segment.notify_all_ranks();
 }
 
-std::optional<Fault> RankContext::stopped() const {
+std::optional<Fault> RankContext::stop_fault() const {
   if (closing.load()) return Fault("closed", {rank}, "the group was closed on this rank");
   if (segment.header().abort.state.load() != 2) return std::nullopt;
   Abort abort = *aborted();
   return Fault("aborted", {abort.rank}, abort.text);
 }
 
-std::optional<Fault> RankContext::lost(const std::vector<int>& peers, bool check_processes) {
+std::optional<Fault> RankContext::lost_peers_fault(const std::vector<int>& peers,
+                                                   bool check_processes) {
   std::vector<int> died, gone;
   for (int peer : peers) {
     const bool dead = check_processes && liveness.dead(peer);
@@ -70,8 +68,7 @@ std::optional<Fault> RankContext::lost(const std::vector<int>& peers, bool check
 
 Fault peer_lost_fault(const std::vector<int>& died, const std::vector<int>& gone) {
   std::vector<int> dead, left;
-  for (int rank : gone)
-    (std::count(died.begin(), died.end(), rank) ? dead : left).push_back(rank);
+  for (int rank : gone) (std::count(died.begin(), died.end(), rank) ? dead : left).push_back(rank);
   std::string text;
   if (!dead.empty()) text = format_ranks(dead) + " died";
   if (!left.empty()) text += (text.empty() ? "" : "; ") + format_ranks(left) + " left the group";

@@ -1,4 +1,4 @@
-// What every operation of one rank needs to know about its place in the group.
+// The state that all operations of one rank share: its segment, its peers' liveness, counters.
 #pragma once
 
 #include <atomic>
@@ -12,14 +12,14 @@
 
 namespace tilework {
 
-/// Who aborted the group, and why.
+/// The first abort of the group: by which rank, and why.
 struct Abort {
   int rank;
   std::string kind;
   std::string text;
 };
 
-/// "rank 2 died; rank 3 left the group", for those of `gone` that are, or are not, in `died`.
+/// "rank 2 died; rank 3 left the group": of the ranks in `gone`, those in `died` died.
 Fault peer_lost_fault(const std::vector<int>& died, const std::vector<int>& gone);
 
 struct RankContext {
@@ -29,12 +29,12 @@ struct RankContext {
   std::optional<Abort> aborted() const;
   /// The first abort wins.
   void abort(const std::string& kind, const std::string& text);
-  /// Why no operation of this rank can go on: it was closed, or the group was aborted.
-  std::optional<Fault> stopped() const;
-  /// A fault naming those of `peers` that left or, with `thorough` (system calls), died.
-  std::optional<Fault> lost(const std::vector<int>& peers, bool check_processes);
+  /// The fault of every operation of this rank once it was closed, or the group was aborted.
+  std::optional<Fault> stop_fault() const;
+  /// A fault naming those of `peers` that left or, with `check_processes` (system calls), died.
+  std::optional<Fault> lost_peers_fault(const std::vector<int>& peers, bool check_processes);
 
-  /// How many cores the ranks may run on together: each may be bound to its own.
+  /// The number of cores that the ranks may run on together: each may be bound to its own.
   int cores();
 
   Segment segment;

@@ -61,14 +61,14 @@ inline bool is_nan(V x) {
 struct Min {
   template <class V>
   static V apply(V a, V b) {
-    return (a < b) | is_nan(a) ? a : b;
+    return ((a < b) | is_nan(a)) ? a : b;
   }
 };
 
 struct Max {
   template <class V>
   static V apply(V a, V b) {
-    return (a > b) | is_nan(a) ? a : b;
+    return ((a > b) | is_nan(a)) ? a : b;
   }
 };
 
@@ -93,7 +93,7 @@ struct Xor {
   }
 };
 
-// ---- what happens to a contribution before, and to the result after
+// ---- scaling of a contribution before, and of the result after the reduction
 
 template <class V>
 inline V times(V x, double factor) {
@@ -171,11 +171,10 @@ struct Loops {
     TILEWORK_VECTORISE
     for (size_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], get(next[i], factor));
   }
-  TILEWORK_NOINLINE static void end(Stored* to, const Value* sum, const Stored* last,
-                                    double factor, int ranks, size_t count) {
+  TILEWORK_NOINLINE static void end(Stored* to, const Value* sum, const Stored* last, double factor,
+                                    int ranks, size_t count) {
     TILEWORK_VECTORISE
-    for (size_t i = 0; i < count; ++i)
-      to[i] = put(Op::apply(sum[i], get(last[i], factor)), ranks);
+    for (size_t i = 0; i < count; ++i) to[i] = put(Op::apply(sum[i], get(last[i], factor)), ranks);
   }
 
   /// Block by block, through a sum that stays in the first-level cache.
@@ -254,7 +253,7 @@ void reduce(void* destination, const void* const* sources, const double* factors
   L::two(to, first, static_cast<const Stored*>(sources[1]), factors, count);
 }
 
-// ---- which reductions a dtype has
+// ---- the reductions of each dtype
 
 template <class Type>
 Reduction find_floating(ReduceOp op) {
@@ -297,8 +296,12 @@ Reduction find_integer(ReduceOp op) {
 
 Reduction find_bool(ReduceOp op) {
   switch (op) {
-    case ReduceOp::kSum: case ReduceOp::kMax: case ReduceOp::kBor: return reduce<Bool, Or>;
-    case ReduceOp::kProduct: case ReduceOp::kMin: case ReduceOp::kBand: return reduce<Bool, And>;
+    case ReduceOp::kSum:
+    case ReduceOp::kMax:
+    case ReduceOp::kBor: return reduce<Bool, Or>;
+    case ReduceOp::kProduct:
+    case ReduceOp::kMin:
+    case ReduceOp::kBand: return reduce<Bool, And>;
     case ReduceOp::kBxor: return reduce<Bool, Xor>;
     default: return nullptr;
   }

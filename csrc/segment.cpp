@@ -32,7 +32,7 @@ int duplicate(int fd) {
   return copy;
 }
 
-/// A share of the machine's memory, so that all arenas together can hold it, no more.
+/// Bytes of one arena: a share of the machine's memory, so that all arenas together hold no more.
 size_t affordable_arena(int size) {
   const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
   const size_t share = std::min(memory / size, kMaxArena) / kPage * kPage;
@@ -43,8 +43,9 @@ size_t affordable_arena(int size) {
 
 void check_nonce(const std::string& nonce) {
   if (nonce.size() > kMaxNonce)
-    throw std::invalid_argument("nonce: " + std::to_string(nonce.size()) + " bytes given, at most " +
-                                std::to_string(kMaxNonce) + " are allowed");
+    throw std::invalid_argument("nonce: " + std::to_string(nonce.size()) +
+                                " bytes given, at most " + std::to_string(kMaxNonce) +
+                                " are allowed");
 }
 
 SegmentLayout checked_layout(int fd, int size, const std::string& nonce) {
@@ -52,21 +53,21 @@ SegmentLayout checked_layout(int fd, int size, const std::string& nonce) {
   int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals)
     throw std::invalid_argument("not a tilework segment: not a sealed memfd");
-  Identity found;  // read by value: whoever can write the file is not trusted
-  if (pread(fd, &found, sizeof found, 0) != static_cast<ssize_t>(sizeof found))
+  Identity identity;  // read by value: whoever can write the file is not trusted
+  if (pread(fd, &identity, sizeof identity, 0) != static_cast<ssize_t>(sizeof identity))
     throw std::invalid_argument("not a tilework segment: too short");
-  if (found.magic != kMagic) throw std::invalid_argument("not a tilework segment: wrong magic");
-  if (found.abi != kAbi)
-    throw std::invalid_argument("the segment has ABI " + std::to_string(found.abi) +
+  if (identity.magic != kMagic) throw std::invalid_argument("not a tilework segment: wrong magic");
+  if (identity.abi != kAbi)
+    throw std::invalid_argument("the segment has ABI " + std::to_string(identity.abi) +
                                 ", this build has " + std::to_string(kAbi) +
                                 ": all ranks must run the same tilework");
-  if (found.size != static_cast<uint32_t>(size))
-    throw std::invalid_argument("the segment is for " + std::to_string(found.size) +
+  if (identity.size != static_cast<uint32_t>(size))
+    throw std::invalid_argument("the segment is for " + std::to_string(identity.size) +
                                 " ranks, not " + std::to_string(size));
-  if (found.nonce_bytes != nonce.size() ||
-      memcmp(found.nonce, nonce.data(), nonce.size()) != 0)
+  if (identity.nonce_bytes != nonce.size() ||
+      memcmp(identity.nonce, nonce.data(), nonce.size()) != 0)
     throw std::invalid_argument("the segment belongs to another group (its nonce differs)");
-  SegmentLayout layout(size, found.slot_bytes, found.arena_bytes);
+  SegmentLayout layout(size, identity.slot_bytes, identity.arena_bytes);
   struct stat status;
   if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != layout.total)
     throw std::invalid_argument("not a tilework segment: wrong length");
@@ -137,7 +138,7 @@ std::shared_ptr<Arena> Segment::own_arena(int rank) const {
   return own_arena_;
 }
 
-uint64_t Segment::place_in_own_arena(const char* data, size_t bytes) const {
+uint64_t Segment::own_arena_position(const char* data, size_t bytes) const {
   uint64_t offset;
   if (!has_arena_.load(std::memory_order_acquire)) return 0;
   return own_arena_->locate(data, bytes, offset) ? offset + 1 : 0;

@@ -1,17 +1,17 @@
 // The memory that the ranks of one group share: a sealed memfd, mapped by each of them.
 //
 //   GroupHeader                          magic, ABI, size, nonce, the abort record
-//   RankControl   x N                    step counter, bells, pid, operation headers, last words
-//   int64         x N x 2 x 2N           what each rank sends to and expects from each other rank
+//   RankControl   x N                    step counter, event counts, pid, operation headers, failure report
+//   int64         x N x 2 x 2N           bytes each rank sends to and expects from each other rank
 //   Cursor        x N x N                heads and tails of the point-to-point channels
-//   outbox slots  x N x 2 x slot_bytes   what a rank shows its peers in a round
+//   outbox slots  x N x 2 x slot_bytes   data that a rank publishes in a round
 //   channels      x N x N x kRingBytes   point-to-point rings
 //   arenas        x N x arena_bytes      buffers that peers use in place; mapped when needed
 //
 // The file is sparse: a page costs memory once it is touched, so idle channels cost nothing.
 //
-// Every byte may be written by every rank. Whatever is read from here and then used as an index
-// or a size is read once, checked, and used from the private copy.
+// Every byte may be written by every rank. A value that is used as an index or a size is read once,
+// checked, and used from the private copy.
 #pragma once
 
 #include <atomic>
@@ -35,17 +35,18 @@ constexpr size_t kRingBytes = 128 * 1024;
 constexpr size_t kLine = 64;
 constexpr size_t kDefaultSlotBytes = 512 * 1024;
 
-/// Futex word of one rank, with the number of threads asleep on it.
+/// An eventcount: a futex word, with the number of threads asleep on it.
 ///
-/// No wake-up is lost: a sleeper counts itself, then reads its condition; a ringer makes the
+/// No wake-up is lost: a waiter counts itself, then reads its condition; a notifier makes the
 /// condition true, then reads the count. All four are sequentially consistent, so one of them
-/// sees the other (Dekker's argument). The word catches a ring between the check and the sleep.
+/// sees the other (Dekker's argument). The word catches a notification between the check and the
+/// sleep.
 struct EventCount {
   std::atomic<uint32_t> word;
-  std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> waiters;
 
   void notify() {
-    if (sleepers.load() > 0) notify_always();
+    if (waiters.load() > 0) notify_always();
   }
   void notify_always() {
     word.fetch_add(1);
@@ -53,14 +54,14 @@ struct EventCount {
   }
 };
 
-/// What a rank calls in its current collective; compared by all. Two of them, used in turn.
+/// A rank's call of its current collective, compared by all. Two of them, used in turn.
 struct OperationHeader {
   std::atomic<uint64_t> sequence;
-  std::atomic<uint64_t> what;  // kind, dtype, reduce op, ragged flag, root: see pack()
+  std::atomic<uint64_t> signature;  // kind, dtype, reduce op, ragged flag, root: pack_signature()
   std::atomic<uint64_t> bytes;
   std::atomic<uint64_t> label;
-  std::atomic<uint64_t> factor;  // bits of a double
-  std::atomic<uint64_t> input, output;  // where they are in the rank's arena, plus 1; 0: not there
+  std::atomic<uint64_t> factor;         // bits of a double
+  std::atomic<uint64_t> input, output;  // position in the rank's arena, plus 1; 0: not there
   uint64_t reserved;
 };
 static_assert(sizeof(OperationHeader) == kLine, "one header, one cache line");
@@ -74,12 +75,12 @@ struct FailureReport {
 /// 128-byte alignment: x86 prefetches cache lines in pairs.
 struct alignas(4096) RankControl {
   alignas(128) std::atomic<uint64_t> step;  // rounds this rank has published
-  EventCount round_event;                           // rung when a round is complete
-  alignas(128) EventCount message_event;              // rung when a channel moved
+  EventCount round_event;                   // a round is complete
+  alignas(128) EventCount message_event;    // a channel moved
   alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined
   std::atomic<uint32_t> departed;
   std::atomic<uint64_t> pid_namespace;
-  std::atomic<uint64_t> start_time;  // of the process, to see through a reused pid
+  std::atomic<uint64_t> start_time;         // of the process, to see through a reused pid
   std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
   std::atomic<uint64_t> entered;            // the step whose parity says which header is current
   alignas(128) OperationHeader headers[2];
@@ -109,13 +110,13 @@ struct alignas(4096) GroupHeader {
   alignas(128) AbortRecord abort;
 };
 
-/// Where the sender's and the receiver's ends of a channel stand, in bytes since the start.
+/// Positions of a channel's sender (head) and receiver (tail), in bytes since the start.
 struct Cursor {
   alignas(kLine) std::atomic<uint64_t> head;
   alignas(kLine) std::atomic<uint64_t> tail;
 };
 
-/// Offsets of the parts, from the sizes alone.
+/// Offsets of the segment's regions, a function of the sizes alone.
 struct SegmentLayout {
   SegmentLayout(int size, size_t slot_bytes, size_t arena_bytes);  // throws std::invalid_argument
 
@@ -156,7 +157,8 @@ class Segment {
 
   GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
   RankControl& control(int rank) const {
-    return *reinterpret_cast<RankControl*>(base_ + sizeof(GroupHeader) + rank * sizeof(RankControl));
+    return *reinterpret_cast<RankControl*>(base_ + sizeof(GroupHeader) +
+                                           rank * sizeof(RankControl));
   }
   /// 2N numbers: bytes that `rank` sends to each rank, then bytes it expects from each.
   std::atomic<int64_t>* table(int rank, unsigned parity) const {
@@ -175,11 +177,11 @@ class Segment {
   }
   /// This rank's own arena; made on first use.
   std::shared_ptr<Arena> own_arena(int rank) const;
-  /// Where in it a buffer lies, plus 1; 0 where it does not. Cheap while there is no arena.
-  uint64_t place_in_own_arena(const char* data, size_t bytes) const;
+  /// The position of a buffer in it, plus 1; 0 if it lies elsewhere. Cheap while there is no arena.
+  uint64_t own_arena_position(const char* data, size_t bytes) const;
   /// [offset, offset + bytes) of any rank's arena; throws std::out_of_range, std::system_error.
   char* in_arena(int rank, uint64_t offset, size_t bytes) const;
-  /// Wake whoever sleeps anywhere in this group.
+  /// Wake all threads of all ranks that sleep in this group.
   void notify_all_ranks() const;
 
  private:

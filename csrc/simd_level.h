@@ -1,5 +1,5 @@
-// Levels of the instruction set that the loops of reduce_kernels.cpp and random_kernels.cpp are
-// compiled for; which of them this processor can run is found at run time.
+// Instruction-set levels that the loops of reduce_kernels.cpp and random_kernels.cpp are compiled
+// for; the best that this processor has is chosen at run time.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace tilework {
 enum class SimdLevel { kBaseline, kAvx2, kAvx512 };
 constexpr const char* kSimdLevelNames[] = {"baseline", "avx2", "avx512"};
 
-/// The highest that this processor and this build have.
+/// The highest level that this processor and this build have.
 SimdLevel best_simd_level();
 
 }  // namespace tilework

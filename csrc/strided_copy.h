@@ -8,41 +8,42 @@
 
 namespace tilework {
 
-/// A place in a buffer, counted in its bytes without gaps.
+/// A position in a buffer, counted in its bytes without gaps.
 class RowCursor {
  public:
-  RowCursor(const Buffer& buffer, size_t offset) : run_(buffer.run), gap_(buffer.stride - buffer.run) {
+  RowCursor(const Buffer& buffer, size_t offset)
+      : row_bytes_(buffer.row_bytes), gap_(buffer.stride_bytes - buffer.row_bytes) {
     if (buffer.dense()) {
       at_ = buffer.data + offset;
       left_ = SIZE_MAX;
     } else {
-      at_ = buffer.data + offset / run_ * buffer.stride + offset % run_;
-      left_ = run_ - offset % run_;
+      at_ = buffer.data + offset / row_bytes_ * buffer.stride_bytes + offset % row_bytes_;
+      left_ = row_bytes_ - offset % row_bytes_;
     }
   }
 
   char* at() const { return at_; }
-  /// How many bytes lie in a row from here.
+  /// Bytes from here to the end of the row.
   size_t left() const { return left_; }
-  /// What lies below the byte at at(), in the next row.
-  const char* below() const { return at_ + run_ + gap_; }
-  bool dense() const { return run_ == 0; }
+  /// The byte below at(), in the next row.
+  const char* below() const { return at_ + row_bytes_ + gap_; }
+  bool dense() const { return row_bytes_ == 0; }
 
   void advance(size_t bytes) {
     at_ += bytes;
     left_ -= bytes;
     if (left_ > 0) return;
     at_ += gap_;
-    left_ = run_;
+    left_ = row_bytes_;
   }
 
  private:
-  size_t run_, gap_;
+  size_t row_bytes_, gap_;
   char* at_;
   size_t left_;
 };
 
-/// Processors do not foresee where the next row begins; a block of it is asked for while the one
+/// Processors do not predict the start of the next row; a block of it is prefetched while the one
 /// above is copied.
 constexpr size_t kBlockOfRow = 512;
 
@@ -53,7 +54,8 @@ inline void copy_row(char* to, const RowCursor& from, size_t bytes, bool streame
     const size_t ahead = reinterpret_cast<uintptr_t>(to + done) % kLine;
     const size_t block = std::min(bytes - done, kBlockOfRow - ahead);
     if (!from.dense())
-      for (size_t line = 0; line < block; line += kLine) __builtin_prefetch(from.below() + done + line);
+      for (size_t line = 0; line < block; line += kLine)
+        __builtin_prefetch(from.below() + done + line);
     (streamed ? copy_past_caches : copy)(to + done, from.at() + done, block);
     done += block;
   }
@@ -72,7 +74,7 @@ inline void copy_rows(const Buffer& to, size_t to_offset, const Buffer& from, si
     source.advance(row);
     length -= row;
   }
-  if (streamed) settle_past_caches();
+  if (streamed) fence_streamed_copies();
 }
 
 }  // namespace tilework

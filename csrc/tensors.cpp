@@ -23,7 +23,7 @@ struct Torch {
   int (*borrow)(PyObject*, dltensor*) = nullptr;
 } torch;
 
-/// By DLPack's type code and the number of bits; kBytes where the contract has no such dtype.
+/// The dtype of a DLPack type code and number of bits; kBytes if the contract has no such dtype.
 DType dtype_of(nanobind::dlpack::dtype type) {
   if (type.lanes != 1) return DType::kBytes;
   switch (type.code << 8 | type.bits) {
@@ -44,9 +44,9 @@ DType dtype_of(nanobind::dlpack::dtype type) {
   }
 }
 
-/// Fill in shape and memory; false unless the elements lie in order, without gaps or in rows of one
-/// length at one distance.
-bool measure(const dltensor& tensor, TensorView& view) {
+/// Fill in shape and memory; false unless the elements lie in order, without gaps or in rows of
+/// equal length and stride.
+bool read_layout(const dltensor& tensor, TensorView& view) {
   if (tensor.ndim > kMaxDims) return false;
   view.shape.dims = tensor.ndim;
   int64_t items = 1, run = 0, stride = 0;  // no rows yet
@@ -66,14 +66,15 @@ bool measure(const dltensor& tensor, TensorView& view) {
   const size_t item = kItemBytes[static_cast<size_t>(view.dtype)];
   view.buffer = {static_cast<char*>(tensor.data) + tensor.byte_offset, items * item};
   if (items == 0 || run == 0) return true;
-  view.buffer.run = run * item;
-  view.buffer.stride = stride * item;
+  view.buffer.row_bytes = run * item;
+  view.buffer.stride_bytes = stride * item;
   return in_order && stride > run;
 }
 
 }  // namespace
 
-bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version) {
+bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type,
+                      PyObject* increment_version) {
   PyObject* capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
   void* pointer = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr;
   Py_XDECREF(capsule);
@@ -83,8 +84,8 @@ bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject*
   Py_INCREF(tensor_type);  // all of these live as long as the process
   Py_INCREF(parameter_type);
   Py_INCREF(increment_version);
-  torch = {tensor_type, parameter_type, increment_version, PyObject_GetAttrString(tensor_type, "is_neg"),
-           table->borrow};
+  torch = {tensor_type, parameter_type, increment_version,
+           PyObject_GetAttrString(tensor_type, "is_neg"), table->borrow};
   return true;
 }
 
@@ -98,7 +99,7 @@ bool view_tensor(PyObject* object, TensorView& view, bool strided) {
   }
   view.dtype = dtype_of(tensor.dtype);
   if (tensor.device.device_type != nanobind::device::cpu::value || view.dtype == DType::kBytes ||
-      !measure(tensor, view) || !(strided || view.buffer.dense()))
+      !read_layout(tensor, view) || !(strided || view.buffer.dense()))
     return false;
   PyObject* negative = PyObject_CallOneArg(torch.is_neg, object);
   PyErr_Clear();

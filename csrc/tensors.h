@@ -1,8 +1,8 @@
-// torch's tensors as the core sees them: through DLPack's C exchange table
+// Views of torch tensors' memory, through DLPack's C exchange table
 // (https://dmlc.github.io/dlpack/latest), which torch publishes on its Tensor type. Reading a
 // tensor takes tens of nanoseconds that way. Where there is no such table (older torch), and for
-// every tensor that needs preparation (strided, conjugated, on a device, a subclass), see() says
-// no, and the caller takes the long way through Python.
+// every tensor that needs preparation (strided, conjugated, on a device, a subclass), view_tensor()
+// returns false, and the caller takes the general path through Python.
 #pragma once
 
 #include <Python.h>
@@ -16,20 +16,19 @@ namespace tilework {
 
 constexpr int kMaxDims = 8;
 
-/// A shape by value, for labels and the journal.
+/// A shape by value, for labels and the flight ring.
 struct Shape {
   int dims = 0;
   int64_t sizes[kMaxDims] = {};
 };
 
-/// A label is 64 bits that tensors of another shape very likely do not have: start with kNoSizes,
-/// add one size after the other.
+/// A label is a 64-bit hash of a shape: start with kNoSizes, add one size after the other.
 constexpr uint64_t kNoSizes = 0xcbf29ce484222325;  // FNV-1a
 constexpr uint64_t add_size(uint64_t label, int64_t size) {
   return (label ^ static_cast<uint64_t>(size)) * 0x100000001b3;
 }
 
-/// A tensor whose memory can be used as it is: on the CPU, of a dtype of the contract, dense or
+/// The memory of a tensor that can be used as it is: on the CPU, of a dtype of the contract, dense or
 /// in rows (see Buffer).
 struct TensorView {
   Buffer buffer;
@@ -37,14 +36,15 @@ struct TensorView {
   Shape shape;
 };
 
-/// Learn torch's table and types; once per process. False where this torch has no table.
+/// Set torch's types and its exchange table; once per process. False if this torch has no table.
 bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
-/// Whether `object` is such a tensor, dense unless `strided` is true. Never leaves an exception.
-/// Not for complex tensors, which count as pairs of reals in some operations.
+/// True if `object` is such a tensor, dense unless `strided` is true. Never leaves an exception set.
+/// False for complex tensors, which count as pairs of reals in some operations.
 bool view_tensor(PyObject* object, TensorView& view, bool strided = false);
 
-/// Tell autograd that a tensor, or each of a sequence of them, was written. False: exception set.
+/// Bump the version counter of a tensor, or of each of a sequence, for autograd. False: exception
+/// set.
 bool bump_versions(PyObject* tensors);
 
 }  // namespace tilework

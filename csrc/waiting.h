@@ -1,7 +1,7 @@
-// How a rank waits: it spins briefly, since a peer that runs at the same time answers within a
-// microsecond; then gives its core away a few times, since with more ranks than cores the peer
-// needs it; then sleeps on its bell. Sleep comes in slices, so that a wait also ends where nobody
-// rings: at a deadline, a dead peer, an abort, a signal.
+// A rank's wait: it spins briefly, since a peer that runs at the same time answers within a
+// microsecond; then yields its core a few times, since with more ranks than cores the peer needs
+// it; then sleeps on its eventcount. It sleeps in slices, so that a wait also ends without a
+// notification: at a deadline, a dead peer, an abort, a signal.
 #pragma once
 
 #include <sched.h>
@@ -17,16 +17,16 @@ namespace tilework {
 
 constexpr int64_t kSlice = 50 * kMillisecond;  // a dead peer is noticed within this, and a little
 
-/// How long to spin, and how long to look on between yields, from the start of a wait until sleep.
+/// Time to spin, and time to poll between yields, both from the start of a wait until sleep.
 struct Pace {
   int64_t spin_ns;
   int64_t yield_ns;
 };
 
-/// The pace that suits `threads` waiting threads on `cores` cores. With a core for each,
-/// answers come within a spin, and yields help where two of them share a core all the same; a
-/// yield that nobody uses costs a fraction of a microsecond, going to sleep and being woken some
-/// tens. Without, the time that a thread spins is time that the awaited one lacks.
+/// The pace for `threads` waiting threads on `cores` cores. With a core for each, answers come
+/// within a spin, and yields help where two of them share a core all the same; a yield that nobody
+/// uses costs a fraction of a microsecond, a sleep and a wake-up some tens. With fewer cores, the
+/// time that a thread spins is time that the awaited one lacks.
 inline Pace pace_for(int threads, int cores) {
   if (threads <= cores) return {5 * kMicrosecond, 50 * kMicrosecond};
   return {200, 20 * kMicrosecond};
@@ -39,30 +39,30 @@ inline Pace background_pace_for(int threads, int cores) {
   return {500, 0};
 }
 
-/// What bounds and interrupts a wait.
+/// The bounds of a wait, and its check for signals.
 struct WaitOptions {
   Pace pace;
   double seconds = -1;  // as the caller gave them, for messages
   int64_t deadline = kNever;
-  bool (*interrupted)() = nullptr;  // asks the interpreter for signals; null off its threads
+  bool (*interrupted)() = nullptr;  // runs Python's signal handlers; null off Python's threads
 
   void check_signals() const {
     if (interrupted && interrupted()) throw Interrupted();
   }
 };
 
-/// One visit to a bell: counts the sleeper while it lives.
-class Sleeper {
+/// A registered wait on an eventcount: counts as a waiter while it lives.
+class EventWaiter {
  public:
-  Sleeper(EventCount& event, std::atomic<uint64_t>& sleeps) : event_(event), sleeps_(sleeps) {
-    event_.sleepers.fetch_add(1);
+  EventWaiter(EventCount& event, std::atomic<uint64_t>& sleeps) : event_(event), sleeps_(sleeps) {
+    event_.waiters.fetch_add(1);
     observed_ = event_.word.load();
   }
-  ~Sleeper() { event_.sleepers.fetch_sub(1); }
-  Sleeper(const Sleeper&) = delete;
-  Sleeper& operator=(const Sleeper&) = delete;
+  ~EventWaiter() { event_.waiters.fetch_sub(1); }
+  EventWaiter(const EventWaiter&) = delete;
+  EventWaiter& operator=(const EventWaiter&) = delete;
 
-  /// Sleep for a slice, or until the bell rings (also if it rang since this was made).
+  /// Sleep for a slice, or until notified (also if that came since this was made).
   Woken sleep(int64_t wake_at) {
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     int64_t left = wake_at == kNever ? kSlice : wake_at - now_ns();
@@ -75,15 +75,15 @@ class Sleeper {
   uint32_t observed_;
 };
 
-/// Whether ready() came true before it is time to sleep.
+/// True if ready() came true before it is time to sleep.
 template <class Ready>
 bool spin(const Pace& pace, Ready&& ready) {
-  constexpr int kLooksPerClock = 16;  // reading the clock costs as much as several looks
+  constexpr int kPollsPerClock = 16;  // reading the clock costs as much as several polls
   if (ready()) return true;
   const int64_t start = now_ns();
   int64_t now;
   do {
-    for (int i = 0; i < kLooksPerClock; ++i) {
+    for (int i = 0; i < kPollsPerClock; ++i) {
       cpu_relax();
       if (ready()) return true;
     }
@@ -97,37 +97,37 @@ bool spin(const Pace& pace, Ready&& ready) {
   return false;
 }
 
-/// Says when to look whether peers are alive: once a slice, however often bells and signals wake
-/// the threads that wait meanwhile.
+/// A timer for liveness checks of peers: due once a slice, however often notifications and signals
+/// wake the threads that wait meanwhile.
 class LivenessTimer {
  public:
   bool due() {
     const int64_t now = now_ns();
-    if (now - looked_.load(std::memory_order_relaxed) < kSlice) return false;
-    looked_.store(now, std::memory_order_relaxed);
+    if (now - last_check_.load(std::memory_order_relaxed) < kSlice) return false;
+    last_check_.store(now, std::memory_order_relaxed);
     return true;
   }
 
  private:
-  std::atomic<int64_t> looked_{now_ns()};
+  std::atomic<int64_t> last_check_{now_ns()};
 };
 
-/// Return once ready() is true. trouble(thorough) is asked before each sleep and says why waiting
-/// is in vain; thorough once a slice. A fault counts only if ready() is still false after it was
-/// seen: what a peer did before it failed comes first.
+/// Return once ready() is true. Before each sleep, find_fault(check_processes) returns the fault that
+/// makes waiting futile, if any; check_processes is true once a slice. A fault counts only if ready()
+/// is still false after it was found: what a peer did before it failed comes first.
 template <class Ready, class FindFault>
-void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOptions& options, Ready&& ready,
-                FindFault&& find_fault) {
+void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOptions& options,
+                Ready&& ready, FindFault&& find_fault) {
   if (spin(options.pace, ready)) return;
   LivenessTimer liveness_timer;
   for (;;) {
-    Sleeper sleeper(event, sleeps);
+    EventWaiter waiter(event, sleeps);
     if (ready()) return;
     if (std::optional<Fault> fault = find_fault(liveness_timer.due())) {
       if (ready()) return;
       throw *fault;
     }
-    const Woken woken = sleeper.sleep(options.deadline);
+    const Woken woken = waiter.sleep(options.deadline);
     if (woken != Woken::kNotified) options.check_signals();
   }
 }

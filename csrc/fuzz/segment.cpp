@@ -1,6 +1,6 @@
-// A libFuzzer target: rank 0 of a group whose other ranks are the fuzzer, which writes what it likes
-// anywhere in the segment between (and through its inputs before) this rank's operations. Whatever
-// it writes, an operation ends in time, by its end or by a Fault, and touches no memory but its own.
+// A libFuzzer target: rank 0 of a group whose other ranks are the fuzzer, which writes anything
+// anywhere in the segment between this rank's operations. Whatever it writes, an operation ends in
+// time, with a result or with a Fault, and touches no memory but its own.
 //
 // An input is a program of steps of one byte and its arguments; see run_step().
 #include <string.h>
@@ -20,7 +20,7 @@ using namespace tilework;
 constexpr int kRanks = 3;
 constexpr size_t kSlotBytes = 4096;
 constexpr double kTimeoutSeconds = 0.002;  // seconds that an operation may wait
-constexpr int kSteps = 12;           // at most, so that an input takes milliseconds
+constexpr int kSteps = 12;                 // at most, so that an input takes milliseconds
 
 /// Takes values from an input; zeroes once it is used up.
 class FuzzInput {
@@ -37,10 +37,11 @@ class FuzzInput {
     left_ -= bytes;
     return value;
   }
-  /// Numbers that tend to be wrong somewhere, or any.
+  /// An edge value, or any number.
   uint64_t number() {
-    constexpr uint64_t kEdgeValues[] = {0, 1, 2, 63, 64, 4096, kRingBytes, 1u << 31, UINT32_MAX,
-                                     uint64_t{1} << 62, INT64_MAX, UINT64_MAX};
+    constexpr uint64_t kEdgeValues[] = {
+        0,         1,         2, 63, 64, 4096, kRingBytes, 1u << 31, UINT32_MAX, uint64_t{1} << 62,
+        INT64_MAX, UINT64_MAX};
     const uint8_t choice = take<uint8_t>();
     return choice < count_of(kEdgeValues) ? kEdgeValues[choice] : take<uint64_t>();
   }
@@ -60,7 +61,7 @@ struct FuzzedGroup {
   std::vector<char> memory;  // of the rank's buffers; the address sanitizer watches its bounds
 };
 
-/// Write a number to any word that ranks read to decide something.
+/// Write a number to any control word that ranks read.
 void write_control(FuzzedGroup& fuzzed, FuzzInput& source) {
   const int rank = source.take<uint8_t>() % kRanks, peer = source.take<uint8_t>() % kRanks;
   const uint8_t which = source.take<uint8_t>();
@@ -74,17 +75,21 @@ void write_control(FuzzedGroup& fuzzed, FuzzInput& source) {
     case 3: control.pid.store(static_cast<int32_t>(number)); break;
     case 4: control.start_time.store(number); break;
     case 5: control.round_event.word.store(static_cast<uint32_t>(number)); break;
-    case 6: control.round_event.sleepers.store(static_cast<uint32_t>(number)); break;
-    case 7: control.message_event.sleepers.store(static_cast<uint32_t>(number)); break;
+    case 6: control.round_event.waiters.store(static_cast<uint32_t>(number)); break;
+    case 7: control.message_event.waiters.store(static_cast<uint32_t>(number)); break;
     case 8: header.sequence.store(number); break;
-    case 9: header.what.store(number); break;
+    case 9: header.signature.store(number); break;
     case 10: header.bytes.store(number); break;
     case 11: header.label.store(number); break;
     case 12: header.factor.store(number); break;
-    case 13: case 14: fuzzed.map.table(rank, which & 1)[peer].store(number); break;
+    case 13:
+    case 14: fuzzed.map.table(rank, which & 1)[peer].store(number); break;
     case 15: fuzzed.map.cursor(rank, peer).head.store(number); break;
     case 16: fuzzed.map.cursor(rank, peer).tail.store(number); break;
-    case 17: control.report.bytes = static_cast<uint32_t>(number); control.report.state = 2; break;
+    case 17:
+      control.report.bytes = static_cast<uint32_t>(number);
+      control.report.state = 2;
+      break;
     case 18: fuzzed.map.header().abort.bytes = static_cast<uint32_t>(number); break;
     case 19: fuzzed.map.header().abort.state.store(static_cast<uint32_t>(number)); break;
     case 20: header.input.store(number); break;
@@ -92,7 +97,7 @@ void write_control(FuzzedGroup& fuzzed, FuzzInput& source) {
   }
 }
 
-/// Write a fragment's envelope where rank 0 will read the next one, and say that it is there.
+/// Write a fragment's envelope where rank 0 will read the next one, and publish it.
 void write_envelope(FuzzedGroup& fuzzed, FuzzInput& source) {
   const int from = 1 + source.take<uint8_t>() % (kRanks - 1);
   Cursor& cursor = fuzzed.map.cursor(from, 0);
@@ -107,9 +112,9 @@ void write_envelope(FuzzedGroup& fuzzed, FuzzInput& source) {
   cursor.head.store(cursor.tail.load() + kLine + source.number());
 }
 
-/// Have the others call the same, and be done with it; by chance, with tables of what they exchange.
+/// Publish the same call for the other ranks as complete; at random, with byte-count tables.
 void publish_matching_calls(FuzzedGroup& fuzzed, Operation operation, FuzzInput& source) {
-  constexpr uint64_t kRagged = uint64_t{1} << 24;  // see pack() in agreement.cpp
+  constexpr uint64_t kRagged = uint64_t{1} << 24;  // see pack_signature() in agreement.cpp
   operation.sequence = fuzzed.group->sequence() + 1;
   const bool uneven = source.take<uint8_t>() & 1;
   const uint64_t number = uneven ? source.number() : 0;
@@ -122,7 +127,7 @@ void publish_matching_calls(FuzzedGroup& fuzzed, Operation operation, FuzzInput&
       if (source.take<uint8_t>() & 1) header.input.store(source.number());
       if (source.take<uint8_t>() & 1) header.output.store(source.number());
       if (!uneven) continue;
-      header.what.store(header.what.load() | kRagged);
+      header.signature.store(header.signature.load() | kRagged);
       for (int i = 0; i < 2 * kRanks; ++i) table[i].store(i % kRanks == 0 ? bytes : number);
     }
     fuzzed.map.control(rank).step.store(uint64_t{1} << 40);
@@ -181,9 +186,11 @@ void query_group(FuzzedGroup& fuzzed) {
 
 void run_step(FuzzedGroup& fuzzed, FuzzInput& source) {
   switch (source.take<uint8_t>() % 8) {
-    case 0: case 1: return write_control(fuzzed, source);
+    case 0:
+    case 1: return write_control(fuzzed, source);
     case 2: return write_envelope(fuzzed, source);
-    case 3: case 4: return run_collective(fuzzed, source);
+    case 3:
+    case 4: return run_collective(fuzzed, source);
     case 5: return post_message(fuzzed, source, false);
     case 6: return post_message(fuzzed, source, true);
     case 7: return query_group(fuzzed);

@@ -1,5 +1,5 @@
-// For ThreadSanitizer, which knows memory by its address: ranks that are threads of one process map
-// a segment at one address, so that what they do to it is seen as done to the same memory.
+// For ThreadSanitizer, which identifies memory by its address: ranks that are threads of one process
+// map a segment at one address, so that their accesses count as accesses to the same memory.
 // Linked with --wrap=mmap and --wrap=munmap.
 #include <sys/mman.h>
 #include <sys/stat.h>
