@@ -7,10 +7,11 @@ from itertools import permutations, product
 
 from tilework.comm.world import AnyGroup, get_rank
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.construction.from_local import cut_dim
+from tilework.dtensor.construction.from_local import sizes_along
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, nothing, wrap
 from tilework.layout import Box, Placement, Replicate, Shard
+from tilework.layout.sharding import infer_splits
 from tilework.mesh import DeviceMesh
 from tilework.sharded import Shard as LocalShard
 from tilework.sharded import (
@@ -101,17 +102,22 @@ def _candidates(
     boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh
 ) -> Iterator[tuple[list[Placement], Ints]]:
     """Placements with which each axis cuts some dim, and orders, that may be those of the boxes."""
-    sizes = {rank: box.sizes for rank, box in boxes.items()}
+    shapes = {rank: box.sizes for rank, box in boxes.items()}
     choices = [range(len(shape)) if length > 1 else (None,) for length in mesh.shape]
     for dims in product(*choices):
         for order in permutations(range(mesh.ndim)):
             placements: list[Placement] = [Replicate()] * mesh.ndim
             for dim in {one for one in dims if one is not None}:
                 axes = [axis for axis in order if dims[axis] == dim]
-                _, parts = cut_dim(sizes, mesh, dim, axes)
-                for axis, part in zip(axes, parts, strict=True):
-                    placements[axis] = Shard(dim, part)
-            yield placements, order
+                splits = infer_splits(
+                    sizes_along(shapes, mesh, dim, axes), [mesh.shape[axis] for axis in axes]
+                )
+                if splits is None:
+                    break
+                for axis, sizes in zip(axes, splits, strict=True):
+                    placements[axis] = Shard(dim, sizes)
+            else:
+                yield placements, order
 
 
 def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor:

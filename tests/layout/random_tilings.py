@@ -168,7 +168,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tiling, Tiling]:
 
 
 @st.composite
-def _sizes(draw: st.DrawFn, extent: int, length: int) -> Ints:
+def shard_sizes(draw: st.DrawFn, extent: int, length: int) -> Ints:
     marks = sorted(draw(st.lists(st.integers(0, extent), min_size=length - 1, max_size=length - 1)))
     return tuple(b - a for a, b in zip([0, *marks], [*marks, extent], strict=True))
 
@@ -191,6 +191,6 @@ def layouts(draw: st.DrawFn, shape: Ints, lengths: Ints) -> Layout:
             isinstance(p, Shard) and p.dim == one.dim for p in placements.values()
         )
         if isinstance(one, Shard) and first and draw(st.booleans()):
-            one = Shard(one.dim, draw(_sizes(shape[one.dim], lengths[axis])))
+            one = Shard(one.dim, draw(shard_sizes(shape[one.dim], lengths[axis])))
         placements[axis] = one
     return Layout(tuple(placements[axis] for axis in range(len(lengths))), tuple(order))

@@ -84,8 +84,8 @@ def test_one_rank_along_a_partial_axis_is_a_whole_value() -> None:
         ([], [Shard(0)], "one or more ranks"),
         ([0, 1], [Shard(2)], r"\(4, 6\) has no dim 2"),
         ([0, 1], [Shard(-3)], "no dim -3"),
-        ([0, 1], [Shard(0, sizes=(1, 1))], "does not cut an extent of 4 into 2 parts"),
-        ([0, 1], [Shard(0, sizes=(1, 1, 2))], "does not cut an extent of 4 into 2 parts"),
+        ([0, 1], [Shard(0, sizes=(1, 1))], "does not split an extent of 4 into 2 shards"),
+        ([0, 1], [Shard(0, sizes=(1, 1, 2))], "does not split an extent of 4 into 2 shards"),
         ([[0, 1], [2, 3]], [Partial("sum"), Partial("max")], "one reduction"),
     ],
 )

@@ -135,7 +135,7 @@ def test_what_cannot_be_is_refused() -> None:
         steps((8,), (2, 2), [R], [R, R])
     with pytest.raises(ValueError, match="no dim 1"):
         steps((8,), (2,), [Shard(1)], [R])
-    with pytest.raises(ValueError, match="does not cut an extent of 8 into 2 parts"):
+    with pytest.raises(ValueError, match="does not split an extent of 8 into 2 shards"):
         steps((8,), (2,), [Shard(0, (3, 4))], [R])
     with pytest.raises(ValueError, match="as many names"):
         steps((8,), (2,), [R], [R], names=("a", "b"))
@@ -388,14 +388,14 @@ def test_four_axes_are_planned_without_looking_at_all_layouts(
     from tilework.layout import step_search
 
     seen = 0
-    edges = step_search.Space.edges
+    edges = step_search.SearchSpace.edges
 
     def counted(self: Any, at: Any) -> Any:
         nonlocal seen
         seen += 1
         return edges(self, at)
 
-    monkeypatch.setattr(step_search.Space, "edges", counted)
+    monkeypatch.setattr(step_search.SearchSpace, "edges", counted)
     dims = [Shard(d) for d in range(4)]
     steps((64, 64, 64, 64), (2, 2, 2, 2), [P, P, P, P], dims[::-1])
     assert seen <= 3**4
@@ -404,13 +404,13 @@ def test_four_axes_are_planned_without_looking_at_all_layouts(
 def test_planning_on_four_axes_looks_at_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch#166747: it does not grow exponentially."""
     seen: list[Any] = []
-    edges = step_search.Space.edges
+    edges = step_search.SearchSpace.edges
 
-    def counting(self: step_search.Space, at: Any) -> Iterator[step_search.Edge]:
+    def counting(self: step_search.SearchSpace, at: Any) -> Iterator[step_search.Edge]:
         seen.append(at)
         return edges(self, at)
 
-    monkeypatch.setattr(step_search.Space, "edges", counting)
+    monkeypatch.setattr(step_search.SearchSpace, "edges", counting)
     shape, lengths = (64, 64, 64, 64), (2, 2, 2, 2)
     every = (Shard(0), Shard(1), Shard(2), Shard(3))
     for source, target in (

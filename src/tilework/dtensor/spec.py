@@ -9,18 +9,8 @@ from typing import Any
 
 import torch
 
-from tilework.layout import (
-    Box,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Tiling,
-    chunk_sizes,
-    mesh_tiling,
-    offsets_of,
-)
-from tilework.layout.placements import check_cuts
+from tilework.layout import Box, Layout, Partial, Placement, Replicate, Tiling, mesh_tiling
+from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, shards, splits_of
 from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]
@@ -39,12 +29,19 @@ class DTensorSpec:
     Specs are equal by content; those of one mesh are mostly one object.
     """
 
-    __slots__ = ("__dict__", "_hash", "mesh", "order", "placements", "shape", "size")
+    __slots__ = ("__dict__", "_hash", "mesh", "order", "placements", "shape", "size", "splits")
 
     def __init__(
-        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, order: Ints | None
+        self,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: Ints,
+        order: Ints | None,
+        splits: tuple[Splits, ...],
     ) -> None:
         self.mesh, self.placements, self.shape, self.order = mesh, placements, shape, order
+        #: The axes that shard each dim, and the sizes of their shards, the outermost first.
+        self.splits = splits
         #: The shape as torch has it.
         self.size = torch.Size(shape)
         self._hash = hash((placements, shape, order))
@@ -78,17 +75,8 @@ class DTensorSpec:
         return len(self.shape)
 
     def axes_of(self, dim: int) -> Ints:
-        """The axes that cut a dim, in the order in which they do."""
-        return self._axes_of[dim]
-
-    @cached_property
-    def _axes_of(self) -> tuple[Ints, ...]:
-        found: list[list[int]] = [[] for _ in self.shape]
-        for axis in self.order or range(len(self.placements)):
-            placement = self.placements[axis]
-            if isinstance(placement, Shard):
-                found[placement.dim].append(axis)
-        return tuple(map(tuple, found))
+        """The axes that shard a dim, in the order in which they do."""
+        return axes_of(self.splits[dim])
 
     @cached_property
     def partial_axes(self) -> Ints:
@@ -116,26 +104,21 @@ class DTensorSpec:
 
     @cached_property
     def local_box(self) -> Box:
-        """Which part of the tensor this rank has; an empty one outside the mesh."""
+        """The region of the tensor that this rank holds; an empty one outside the mesh."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return Box((0,) * self.ndim, (0,) * self.ndim)
         return self.box_at(coordinate)
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
-        """Which part of the tensor the rank at a place of the mesh has."""
-        offsets, sizes = [0] * self.ndim, list(self.shape)
-        for dim, axes in enumerate(self._axes_of):
-            for axis in axes:
-                parts = self._parts(axis, sizes[dim])
-                offsets[dim] += offsets_of(parts)[coordinate[axis]]
-                sizes[dim] = parts[coordinate[axis]]
-        return Box(tuple(offsets), tuple(sizes))
+        """The region of the tensor that the rank at a mesh coordinate holds."""
+        return box_at(self.shape, self.mesh.spec.shape, self.splits, coordinate)
 
-    def _parts(self, axis: int, extent: int) -> list[int]:
-        placement = self.placements[axis]
-        assert isinstance(placement, Shard)
-        return list(placement.sizes or chunk_sizes(extent, self.mesh.shape[axis]))
+    def shards_of(self, dim: int) -> list[tuple[int, int]]:
+        """Offset and size of each shard of a dim, in order."""
+        return list(
+            zip(*shards(self.shape[dim], self.mesh.spec.shape, self.splits[dim]), strict=True)
+        )
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -198,76 +181,22 @@ def spec_of(
     """
     key = (tuple(placements), tuple(shape), None if order is None else tuple(order))
     known = mesh.specs
-    found: DTensorSpec | None = known.get(key)
-    if found is None:
-        made = _make(mesh, *key)
+    spec: DTensorSpec | None = known.get(key)
+    if spec is None:
+        spec = _new_spec(mesh, *key)
         if len(known) >= _MOST_SPECS:
             known.clear()
         # The normal form and what was written are the same spec.
-        found = known.setdefault((made.placements, made.shape, made.order), made)
-        known[key] = found
-    return found
+        spec = known.setdefault((spec.placements, spec.shape, spec.order), spec)
+        known[key] = spec
+    return spec
 
 
-def _make(
+def _new_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, order: Ints | None
 ) -> DTensorSpec:
-    check_cuts(mesh.shape, placements, order)
     shape = tuple(map(int, shape))
-    cutting = tuple(range(mesh.ndim)) if order is None else order
-    extents: list[set[int]] = [{size} for size in shape]
-    normal = list(placements)
-    for axis in cutting:
-        placement = placements[axis]
-        if isinstance(placement, Shard):
-            normal[axis], extents = _normal(placement, mesh.shape[axis], shape, extents)
-    shared = [
-        axis
-        for axis in cutting
-        if isinstance(one := normal[axis], Shard)
-        and sum(isinstance(other, Shard) and other.dim == one.dim for other in normal) > 1
-    ]
-    return DTensorSpec(mesh, tuple(normal), shape, _normal_order(normal, cutting, shared))
-
-
-def _normal(
-    placement: Shard, length: int, shape: Ints, extents: list[set[int]]
-) -> tuple[Shard, list[set[int]]]:
-    """The normal form, and how large parts of each dim then are."""
-    if not -len(shape) <= placement.dim < len(shape):
-        raise ValueError(
-            f"{placement} shards a dim that a tensor of shape {list(shape)} has not: its dims are "
-            f"{-len(shape)} to {len(shape) - 1}"
-        )
-    dim = placement.dim % len(shape)
-    sizes = placement.sizes
-    if sizes is not None:
-        for extent in extents[dim]:
-            if len(sizes) != length or sum(sizes) != extent:
-                raise ValueError(
-                    f"{placement} must have a size for each of {length} ranks that add up to "
-                    f"{extent}, what is to be cut of dim {dim} of shape {list(shape)}"
-                )
-        if all(list(sizes) == chunk_sizes(extent, length) for extent in extents[dim]):
-            sizes = None
-    parts = {part for extent in extents[dim] for part in sizes or chunk_sizes(extent, length)}
-    return Shard(dim, sizes), [*extents[:dim], parts, *extents[dim + 1 :]]
-
-
-def _normal_order(
-    placements: Sequence[Placement], cutting: Ints, shared: Sequence[int]
-) -> Ints | None:
-    """The order if it matters: of axes that share a dim, some are not in ascending order."""
-    by_dim: dict[int, list[int]] = {}
-    for axis in shared:
-        placement = placements[axis]
-        assert isinstance(placement, Shard)
-        by_dim.setdefault(placement.dim, []).append(axis)
-    if all(axes == sorted(axes) for axes in by_dim.values()):
-        return None
-    # Axes that share no dim may cut at any time: the normal form has the others in place.
-    order = list(range(len(placements)))
-    for axes in by_dim.values():
-        for place, axis in zip(sorted(axes), axes, strict=True):
-            order[place] = axis
-    return tuple(order)
+    layout = Layout(placements, order)
+    splits = splits_of(shape, mesh.spec.shape, layout)
+    layout = normal_layout(layout, splits)
+    return DTensorSpec(mesh, layout.placements, shape, layout.order, splits)

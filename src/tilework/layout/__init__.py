@@ -6,16 +6,9 @@ from tilework.layout.collective import Collective
 from tilework.layout.cost import CostModel
 from tilework.layout.inference import infer_chunking
 from tilework.layout.moves import Piece
-from tilework.layout.placements import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    chunk_tiling,
-    mesh_tiling,
-)
+from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
 from tilework.layout.planning import Plan, plan
-from tilework.layout.shard_order import Layout
+from tilework.layout.sharding import chunk_tiling, mesh_tiling
 from tilework.layout.steps import Step, Steps, redistribution_steps
 from tilework.layout.tiling import Tile, Tiling
 from tilework.layout.validation import check_boxes, check_disjoint, find_overlap

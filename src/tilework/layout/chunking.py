@@ -1,4 +1,4 @@
-"""How an extent is cut into chunks: as ``torch.chunk`` does it, or with sizes that are given."""
+"""Chunks of an extent: sizes and offsets as ``torch.chunk`` has them, or from explicit sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chunk_size(extent: int, n: int) -> int:
     """
     if n < 1 or extent < 0:
         raise ValueError(
-            f"an extent of 0 or more is cut into 1 or more chunks, got extent {extent}, {n} chunks"
+            f"an extent of 0 or more has 1 or more chunks, got extent {extent}, {n} chunks"
         )
     return -(-extent // n)
 
@@ -38,7 +38,7 @@ def chunk_sizes(extent: int, n: int) -> list[int]:
 
 
 def chunk_offsets(extent: int, n: int) -> list[int]:
-    """Where the ``n`` chunks start: each a full chunk after the one before.
+    """The offsets of the ``n`` chunks: each a full chunk after the one before.
 
     So an empty chunk may start past the end of the extent, where nothing is.
 
@@ -50,8 +50,20 @@ def chunk_offsets(extent: int, n: int) -> list[int]:
     return [size * i for i in range(n)]
 
 
+def chunk_at(extent: int, n: int, place: int) -> tuple[int, int]:
+    """Offset and size of one of the ``n`` chunks; an empty one is at the end of the extent.
+
+    Example:
+        >>> [chunk_at(10, 4, place) for place in range(4)]
+        [(0, 3), (3, 3), (6, 3), (9, 1)]
+    """
+    size = chunk_size(extent, n)
+    start = min(size * place, extent)
+    return start, min(size, extent - start)
+
+
 def offsets_of(sizes: Iterable[int]) -> list[int]:
-    """Where chunks of these sizes start, one after the other.
+    """The offsets of chunks of these sizes, one after the other.
 
     Example:
         >>> offsets_of([3, 0, 5])

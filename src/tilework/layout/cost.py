@@ -1,15 +1,27 @@
-"""What moving bytes is expected to cost."""
+"""The cost model: what moving bytes is expected to take. Every choice by price is made with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tilework.layout.placements import Partial, Placement, Replicate, Shard
+
+
+class AxisChange(NamedTuple):
+    """What a redistribution changes along one axis of a mesh."""
+
+    length: int
+    """The number of ranks along the axis."""
+    source: Placement
+    target: Placement
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What messages cost, and which ranks share a host. It chooses and predicts, nothing else.
+    """The cost of messages, and which ranks share a host. It chooses and predicts, nothing else.
 
     The defaults are what shared memory takes on a small machine (``benchmarks/``), and a network of
     10 Gbit/s.
@@ -45,17 +57,87 @@ class CostModel:
             raise ValueError(f"costs are not negative, got {self}")
 
     def near(self, src: int, dst: int) -> bool:
-        """Whether both ranks are on one host."""
+        """True if both ranks are on one host."""
         return not self.hosts or self.hosts.get(src) == self.hosts.get(dst)
 
     def seconds(self, src: int, dst: int, nbytes: int) -> float:
-        """Of one message of ``nbytes`` from ``src`` to ``dst``."""
-        if self.near(src, dst):
-            return self.latency + nbytes * self.seconds_per_byte
-        return self.network_latency + nbytes * self.network_seconds_per_byte
+        """The price of one message of ``nbytes`` from ``src`` to ``dst``."""
+        return self.collective_seconds(nbytes, between_hosts=not self.near(src, dst))
+
+    def collective_seconds(
+        self, nbytes: float, *, messages: int = 1, between_hosts: bool = False
+    ) -> float:
+        """The price of a collective.
+
+        Args:
+            nbytes: What a rank sends or receives, whichever is more, on the busiest rank.
+            messages: How many messages' latency it takes.
+            between_hosts: Whether some of its ranks are on different hosts.
+        """
+        if between_hosts:
+            return messages * self.network_latency + nbytes * self.network_seconds_per_byte
+        return messages * self.latency + nbytes * self.seconds_per_byte
 
     def parts(self, nbytes: int, most: int) -> int:
-        """In how many parts, at most ``most``, as many ranks best send a message of ``nbytes``."""
+        """The number of parts, at most ``most``, in which as many ranks best send ``nbytes``."""
         if not self.latency:
             return most
         return max(1, min(most, math.isqrt(int(nbytes * self.seconds_per_byte / self.latency))))
+
+    # -- estimates for choosing among layouts ----------------------------------------------------
+
+    @property
+    def latency_bytes(self) -> float:
+        """The bytes that could be moved during the latency of a message, within a host."""
+        return self.latency / self.seconds_per_byte if self.seconds_per_byte else math.inf
+
+    def redistribution_bytes(self, nbytes: float, changes: Iterable[AxisChange]) -> float:
+        """The estimated price of a redistribution, in bytes that a rank moves, latencies included.
+
+        In bytes and not in seconds, so that prices of whole numbers add up exactly, and equal ways
+        have equal prices. Along one axis that is the price of the steps that
+        :func:`~tilework.layout.redistribution_steps` finds, if shards are even. Along several it
+        adds up what each costs alone, where steps may do several axes at once: it searches for
+        nothing, as it is computed for every candidate that is compared.
+
+        Args:
+            nbytes: Of a rank's local tensor before.
+            changes: Of each axis that is not as it was.
+
+        Example:
+            >>> change = AxisChange(4, Partial(), Replicate())
+            >>> CostModel().redistribution_bytes(4096, [change])
+            16144.0
+        """
+        price = 0.0
+        # In the order in which each is cheapest: what makes local tensors smaller first.
+        for length, source, target in sorted(changes, key=_by_size_afterwards):
+            share = (length - 1) / length
+            match source, target:
+                case Replicate(), Shard():
+                    nbytes /= length
+                case Partial(), Shard():
+                    price += self.latency_bytes + share * nbytes
+                    nbytes /= length
+                case Shard(), Shard():
+                    price += self.latency_bytes + share * nbytes
+                case Partial(), _:
+                    price += self.latency_bytes + 2 * share * nbytes
+                case Shard(), _:
+                    nbytes *= length
+                    price += self.latency_bytes + share * nbytes
+        return price
+
+    def reduction_bytes(self, nbytes: float, length: int) -> float:
+        """The least that it takes to reduce local tensors of ``nbytes`` along an axis."""
+        return (length - 1) / length * nbytes
+
+
+def _by_size_afterwards(change: AxisChange) -> int:
+    if isinstance(change.target, Shard):
+        return 0 if isinstance(change.source, Replicate) else 1
+    return 2 if isinstance(change.source, Partial) else 3
+
+
+#: The prices where nobody says otherwise.
+DEFAULT_COST = CostModel()

@@ -1,8 +1,9 @@
-"""The cheapest way from one layout to another: which steps are possible, and what they cost."""
+"""The search for the cheapest steps from one layout to another: what is possible, and prices."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,16 +12,8 @@ from typing import Literal
 
 from tilework.layout.box import Ints
 from tilework.layout.cost import CostModel
-from tilework.layout.shard_order import (
-    Cut,
-    Stacks,
-    axes_of,
-    block_parts,
-    extents,
-    most_elements,
-    most_moved,
-    places,
-)
+from tilework.layout.search_state import ShardState, most_elements, most_moved, shards_once
+from tilework.layout.sharding import Splits, axes_of, combination_index, shard_extents
 
 StepKind = Literal[
     "slice", "fill", "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "plan"
@@ -32,43 +25,43 @@ _PLAN_MESSAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One step: to which stacks, and at what cost."""
+    """One step of the search: the state that it leads to, and its price."""
 
     kind: StepKind
     axes: Ints
-    """Those along which the collective is, in the order in which they cut."""
-    stacks: Stacks
+    """Those along which the collective is, in the order in which they shard."""
+    state: ShardState
     nbytes: int
     """What a rank sends or receives, whichever is more, on the rank for which that is most."""
     seconds: float
 
 
 @dataclass(frozen=True)
-class Space:
-    """Where the search takes place.
+class SearchSpace:
+    """The states between two layouts, and the steps that lead from one to another.
 
-    Every state that it visits has the target's cuts at the bottom of its stacks as long as nothing
-    else lies on them: what is in its place is left there.
+    Every state that the search visits has the target's splits as its outermost ones as long as no
+    others are among them: what is in its place is left there.
     """
 
     shape: Ints
     lengths: Ints
     ranks: Ints
     """All of the mesh, the last axis runs fastest."""
-    source: Stacks
-    target: Stacks
+    source: ShardState
+    target: ShardState
     itemsize: int
     cost: CostModel
 
-    def edges(self, at: Stacks) -> Iterator[Edge]:
+    def edges(self, at: ShardState) -> Iterator[Edge]:
         """The steps from one state on. What costs nothing and loses nothing comes alone."""
         free = next(self._slices(at), None)
         if free is not None:
             yield free
             return
         pending = tuple([axis for axis in at.partial if axis not in self.target.partial])
-        if not pending and at.cuts == self.target.cuts:
-            yield from self._fills(at)
+        if not pending and at.splits == self.target.splits:
+            yield Edge("fill", self.target.filled, self.target, 0, 0.0)
             return
         yield from self._all_reduces(at, pending)
         yield from self._reduce_scatters(at, pending)
@@ -77,20 +70,17 @@ class Space:
         if not pending:
             yield self._plan(at)
 
-    # -- steps without communication ---------------------------------------------------------
-
-    def _slices(self, at: Stacks) -> Iterator[Edge]:
+    def _slices(self, at: ShardState) -> Iterator[Edge]:
+        sharding = {axis for splits in at.splits for axis, _ in splits}
         for dim in self._growing(at):
-            cut = self.target.cuts[dim][len(at.cuts[dim])]
-            if cut[0] not in at.partial and cut[0] not in self._cutting(at):
-                yield Edge("slice", (cut[0],), at.pushed(dim, (cut,)), 0, 0.0)
-
-    def _fills(self, at: Stacks) -> Iterator[Edge]:
-        yield Edge("fill", self.target.filled, self.target, 0, 0.0)
+            split = self.target.splits[dim][len(at.splits[dim])]
+            axis = split[0]
+            if axis not in at.partial and axis not in sharding:
+                yield Edge("slice", (axis,), at.sharded(dim, (split,)), 0, 0.0)
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def _all_reduces(self, at: Stacks, pending: Ints) -> Iterator[Edge]:
+    def _all_reduces(self, at: ShardState, pending: Ints) -> Iterator[Edge]:
         elements = most_elements(self.shape, self.lengths, at)
         for count in range(len(pending), 0, -1):
             for axes in combinations(pending, count):
@@ -98,162 +88,156 @@ class Space:
                 moved = -(-2 * elements * (n - 1) // n)
                 yield self._edge("all_reduce", axes, at.reduced(axes), moved)
 
-    def _reduce_scatters(self, at: Stacks, pending: Ints) -> Iterator[Edge]:
+    def _reduce_scatters(self, at: ShardState, pending: Ints) -> Iterator[Edge]:
         for dim in self._growing(at):
-            found = len(at.cuts[dim])
-            rest = self.target.cuts[dim][found:]
-            for count in range(1, len(rest) + 1):
-                if rest[count - 1][0] not in pending:
+            missing = self.target.splits[dim][len(at.splits[dim]) :]
+            for count in range(1, len(missing) + 1):
+                if missing[count - 1][0] not in pending:
                     break
-                cuts, after = rest[:count], at.pushed(dim, rest[:count])
-                n = self._members(axes_of(cuts))
+                splits = missing[:count]
+                n = self._members(axes_of(splits))
                 moved = 0
-                for extent in extents(self.shape[dim], self.lengths, at.cuts[dim]):
-                    _, sizes = block_parts(extent, self.lengths, cuts)
+                for extent in shard_extents(self.shape[dim], self.lengths, at.splits[dim]):
+                    _, sizes = shards_once(extent, self.lengths, splits)
                     moved = max(moved, extent - min(sizes), (n - 1) * max(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
-                yield self._edge("reduce_scatter", axes_of(cuts), after, moved)
+                after = at.sharded(dim, splits)
+                yield self._edge("reduce_scatter", axes_of(splits), after, moved)
 
-    def _all_to_alls(self, at: Stacks) -> Iterator[Edge]:
+    def _all_to_alls(self, at: ShardState) -> Iterator[Edge]:
         for to in self._growing(at):
-            rest = self.target.cuts[to][len(at.cuts[to]) :]
+            missing = self.target.splits[to][len(at.splits[to]) :]
             for dim in range(len(self.shape)):
-                for count in range(1, min(self._loose(at, dim), len(rest)) + 1):
-                    off, on = at.cuts[dim][-count:], rest[:count]
+                for count in range(1, min(self._misplaced(at, dim), len(missing)) + 1):
+                    off, on = at.splits[dim][-count:], missing[:count]
                     if dim != to and set(axes_of(off)) == set(axes_of(on)):
-                        after = at.popped(dim, count).pushed(to, on)
+                        after = at.gathered(dim, count).sharded(to, on)
                         moved = self._exchanged(at, after, (dim, to), off)
                         yield self._edge("all_to_all", axes_of(on), after, moved)
 
     def _exchanged(
-        self, at: Stacks, after: Stacks, dims: tuple[int, int], off: tuple[Cut, ...]
+        self, at: ShardState, after: ShardState, dims: tuple[int, int], off: Splits
     ) -> int:
         """The most elements that a rank sends or receives in an all_to_all."""
         here, there = dims
-        on = after.cuts[there][-len(off) :]
-        pairs = places(axes_of(off), axes_of(on), self.lengths)
+        on = after.splits[there][-len(off) :]
+        pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
         most = 0
-        for whole in extents(self.shape[here], self.lengths, after.cuts[here]):
-            _, before = block_parts(whole, self.lengths, off)
-            for extent in extents(self.shape[there], self.lengths, at.cuts[there]):
-                _, parts = block_parts(extent, self.lengths, on)
+        for gathered in shard_extents(self.shape[here], self.lengths, after.splits[here]):
+            _, before = shards_once(gathered, self.lengths, off)
+            for extent in shard_extents(self.shape[there], self.lengths, at.splits[there]):
+                _, parts = shards_once(extent, self.lengths, on)
                 for size, place in zip(before, pairs, strict=True):
                     part = parts[place]
-                    most = max(most, size * (extent - part), (whole - size) * part)
+                    most = max(most, size * (extent - part), (gathered - size) * part)
         return most * most_elements(self.shape, self.lengths, at, dims)
 
-    def _all_gathers(self, at: Stacks) -> Iterator[Edge]:
+    def _all_gathers(self, at: ShardState) -> Iterator[Edge]:
         for dim in range(len(self.shape)):
-            for count in range(1, self._loose(at, dim) + 1):
-                cuts, after = at.cuts[dim][-count:], at.popped(dim, count)
+            for count in range(1, self._misplaced(at, dim) + 1):
+                splits, after = at.splits[dim][-count:], at.gathered(dim, count)
                 moved = 0
-                for extent in extents(self.shape[dim], self.lengths, after.cuts[dim]):
-                    _, sizes = block_parts(extent, self.lengths, cuts)
+                for extent in shard_extents(self.shape[dim], self.lengths, after.splits[dim]):
+                    _, sizes = shards_once(extent, self.lengths, splits)
                     moved = max(moved, extent - min(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
-                yield self._edge("all_gather", axes_of(cuts), after, moved)
+                yield self._edge("all_gather", axes_of(splits), after, moved)
 
-    def _plan(self, at: Stacks) -> Edge:
-        after = Stacks(self.target.cuts, at.partial)
+    def _plan(self, at: ShardState) -> Edge:
+        after = ShardState(self.target.splits, at.partial)
         moving = {
             axis
-            for dim, stack in enumerate(at.cuts)
-            for one, other in ((stack, after.cuts[dim]), (after.cuts[dim], stack))
-            for axis in axes_of(one[_common(one, other) :])
+            for old, new in zip(at.splits, after.splits, strict=True)
+            for splits in (old, new)
+            for axis in axes_of(splits[_common(old, new) :])
         }
         moved = most_moved(self.shape, self.lengths, at, after)
         return self._edge("plan", tuple(sorted(moving)), after, moved, _PLAN_MESSAGES)
 
     def _edge(
-        self, kind: StepKind, axes: Ints, after: Stacks, elements: int, messages: int = 1
+        self, kind: StepKind, axes: Ints, after: ShardState, elements: int, messages: int = 1
     ) -> Edge:
-        latency, per_byte = self.cost.latency, self.cost.seconds_per_byte
-        if self._spans_hosts(axes):
-            latency, per_byte = self.cost.network_latency, self.cost.network_seconds_per_byte
         nbytes = elements * self.itemsize
-        return Edge(kind, axes, after, nbytes, messages * latency + nbytes * per_byte)
+        between_hosts = bool(self.cost.hosts) and any(a in self._between_hosts for a in axes)
+        seconds = self.cost.collective_seconds(
+            nbytes, messages=messages, between_hosts=between_hosts
+        )
+        return Edge(kind, axes, after, nbytes, seconds)
 
     # -- what is where ---------------------------------------------------------------------------
 
-    def _growing(self, at: Stacks) -> Iterator[int]:
-        """The dims whose cuts are the target's first ones, and not all of them."""
-        for dim, (stack, wanted) in enumerate(zip(at.cuts, self.target.cuts, strict=True)):
-            if len(stack) < len(wanted) and stack == wanted[: len(stack)]:
+    def _growing(self, at: ShardState) -> Iterator[int]:
+        """The dims whose splits are the target's outermost ones, and not all of them."""
+        for dim, (splits, wanted) in enumerate(zip(at.splits, self.target.splits, strict=True)):
+            if len(splits) < len(wanted) and splits == wanted[: len(splits)]:
                 yield dim
 
-    def _loose(self, at: Stacks, dim: int) -> int:
-        """How many of a dim's last cuts are not where the target has them."""
-        return len(at.cuts[dim]) - _common(at.cuts[dim], self.target.cuts[dim])
-
-    def _cutting(self, at: Stacks) -> set[int]:
-        return {axis for stack in at.cuts for axis, _ in stack}
+    def _misplaced(self, at: ShardState, dim: int) -> int:
+        """The number of a dim's innermost splits that are not where the target has them."""
+        return len(at.splits[dim]) - _common(at.splits[dim], self.target.splits[dim])
 
     def _members(self, axes: Ints) -> int:
-        n = 1
-        for axis in axes:
-            n *= self.lengths[axis]
-        return n
-
-    def _spans_hosts(self, axes: Ints) -> bool:
-        return bool(self.cost.hosts) and any(axis in self._between_hosts for axis in axes)
+        """The number of ranks along these axes."""
+        return math.prod([self.lengths[axis] for axis in axes])
 
     @cached_property
     def _between_hosts(self) -> frozenset[int]:
         """The axes along which some ranks are on different hosts."""
-        found, stride = set(), 1
+        between, stride = set(), 1
         for axis in reversed(range(len(self.lengths))):
             span = stride * self.lengths[axis]
             for place, rank in enumerate(self.ranks):
                 first = self.ranks[place - place % span + place % stride]
                 if not self.cost.near(first, rank):
-                    found.add(axis)
+                    between.add(axis)
             stride = span
-        return frozenset(found)
+        return frozenset(between)
 
 
-def _common(stack: tuple[Cut, ...], other: tuple[Cut, ...]) -> int:
-    """How many of the first cuts are the same."""
+def _common(splits: Splits, others: Splits) -> int:
+    """The number of outermost splits that are the same."""
     count = 0
-    for one, two in zip(stack, other, strict=False):
-        if one != two:
+    for split, other in zip(splits, others, strict=False):
+        if split != other:
             break
         count += 1
     return count
 
 
-#: What a way costs: picoseconds (in whole numbers, as sums of floats depend on their order), and
+#: The price of a path: picoseconds (in whole numbers, as sums of floats depend on their order), and
 #: then its steps: the fewest, and those first that leave less to move.
 Price = tuple[int, int, tuple[tuple[int, Ints], ...]]
 _FIRST = ("slice", "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "plan", "fill")
 
 
-def cheapest(space: Space) -> list[Edge]:
+def cheapest(space: SearchSpace) -> list[Edge]:
     """The steps of least cost (Dijkstra 1959). Every rank finds the same of equal ones."""
     counter = 0
-    waiting: list[tuple[Price, int, Stacks]] = [((0, 0, ()), 0, space.source)]
-    reached: dict[Stacks, tuple[Price, Stacks, Edge]] = {}
-    done: set[Stacks] = set()
+    waiting: list[tuple[Price, int, ShardState]] = [((0, 0, ()), 0, space.source)]
+    reached: dict[ShardState, tuple[Price, ShardState, Edge]] = {}
+    done: set[ShardState] = set()
     while True:
-        (picoseconds, length, way), _, at = heapq.heappop(waiting)
+        (picoseconds, length, path), _, at = heapq.heappop(waiting)
         if at == space.target:
-            return _way(space.source, at, reached)
+            return _path(space.source, at, reached)
         if at in done:
             continue
         done.add(at)
         for edge in space.edges(at):
             step = (_FIRST.index(edge.kind), edge.axes)
-            price = (picoseconds + round(edge.seconds * 1e12), length + 1, (*way, step))
-            if edge.stacks not in reached or price < reached[edge.stacks][0]:
-                reached[edge.stacks] = (price, at, edge)
+            price = (picoseconds + round(edge.seconds * 1e12), length + 1, (*path, step))
+            if edge.state not in reached or price < reached[edge.state][0]:
+                reached[edge.state] = (price, at, edge)
                 counter += 1
-                heapq.heappush(waiting, (price, counter, edge.stacks))
+                heapq.heappush(waiting, (price, counter, edge.state))
 
 
-def _way(
-    source: Stacks, at: Stacks, reached: dict[Stacks, tuple[Price, Stacks, Edge]]
+def _path(
+    source: ShardState, at: ShardState, reached: dict[ShardState, tuple[Price, ShardState, Edge]]
 ) -> list[Edge]:
-    found = []
+    """The edges from the source to a state that was reached."""
+    edges = []
     while at != source:
         _, at, edge = reached[at]
-        found.append(edge)
-    return found[::-1]
+        edges.append(edge)
+    return edges[::-1]

@@ -1,23 +1,22 @@
-"""From one layout on a mesh to another by the cheapest sequence of collectives."""
+"""The cheapest sequence of collectives from one layout on a mesh to another."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
 from tilework.layout.box import Ints
-from tilework.layout.cost import CostModel
-from tilework.layout.placements import Partial, Placement, Replicate, Shard
-from tilework.layout.shard_order import Layout, Stacks, layout_of, stacks_of
-from tilework.layout.step_search import Space, StepKind, cheapest
+from tilework.layout.cost import DEFAULT_COST, CostModel
+from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
+from tilework.layout.search_state import ShardState, layout_of, state_of
+from tilework.layout.step_search import SearchSpace, StepKind, cheapest
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
-
-_DEFAULT_COST = CostModel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Step:
     kind: StepKind
     """``slice`` and ``fill`` communicate nothing; ``plan`` moves whatever must be moved."""
     axes: Ints
-    """Along which, in the order in which they cut."""
+    """Those along which it is, in the order in which they shard."""
     source: Layout
     """The layout before."""
     target: Layout
@@ -35,7 +34,7 @@ class Step:
     nbytes: int
     """What a rank sends or receives, whichever is more, on the rank for which that is most."""
     seconds: float
-    """What it is expected to take."""
+    """Its expected duration."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Steps:
     target: Layout
     steps: tuple[Step, ...]
     names: tuple[str, ...]
-    """The axes', for what is printed."""
+    """Of the axes, for what is printed."""
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +58,7 @@ class Steps:
 
     @property
     def seconds(self) -> float:
-        """What all steps are expected to take."""
+        """The expected duration of all steps."""
         return sum(step.seconds for step in self.steps)
 
     def __rich__(self) -> Group:
@@ -70,7 +69,7 @@ class Steps:
     @property
     def route(self) -> str:
         """The shape and both layouts, in words."""
-        return f"{list(self.shape)} from {self._told(self.source)} to {self._told(self.target)}"
+        return f"{list(self.shape)} from {self._words(self.source)} to {self._words(self.target)}"
 
     def _summary(self) -> str:
         count = {0: "nothing to do", 1: "1 step"}.get(len(self.steps), f"{len(self.steps)} steps")
@@ -91,21 +90,21 @@ class Steps:
             table.add_row(
                 step.kind,
                 ", ".join(self.names[axis] for axis in step.axes),
-                self._told(step.source, step.axes),
-                self._told(step.target, step.axes),
+                self._words(step.source, step.axes),
+                self._words(step.target, step.axes),
                 f"{step.nbytes:,}",
                 f"{step.seconds * 1e6:,.1f} us",
             )
         return table
 
-    def _told(self, layout: Layout, axes: Sequence[int] | None = None) -> str:
+    def _words(self, layout: Layout, axes: Sequence[int] | None = None) -> str:
         placements = layout.placements
         words = [
             f"{self.names[axis]}={_short(placements[axis])}"
             for axis in (range(len(placements)) if axes is None else axes)
         ]
         order = layout.order
-        after = f" cut by {', '.join(self.names[axis] for axis in order)}" if order else ""
+        after = f" in the order {', '.join(self.names[axis] for axis in order)}" if order else ""
         return " ".join(words) + (after if axes is None else "")
 
     def __str__(self) -> str:
@@ -141,20 +140,20 @@ def redistribution_steps(
 
     Nothing is communicated, and every rank finds the same. A step is one collective along one axis,
     or along several at once where that is cheaper. Axes that replicate before and afterwards, and
-    cuts that are in their place, are left alone; axes of length 1 cost nothing. A tensor that is
+    splits that are in their place, are left alone; axes of length 1 cost nothing. A tensor that is
     partial in another reduction than the target's is reduced first.
 
     Args:
         shape: The tensor's global shape.
-        lengths: How many ranks there are along each axis of the mesh.
-        source: What each axis does to the tensor before.
-        target: What each axis does to it afterwards.
-        source_order: The axes in the order in which they cut; None: from the first to the last.
+        lengths: The number of ranks along each axis of the mesh.
+        source: The placement of each axis before.
+        target: The placement of each axis afterwards.
+        source_order: The axes in the order in which they shard; None: from the first to the last.
         target_order: Likewise.
         itemsize: Bytes per element.
-        cost: What collectives cost, and who shares a host.
+        cost: The cost of collectives, and which ranks share a host.
         ranks: The mesh's global ranks, the last axis runs fastest; None: from 0 on.
-        names: The axes', for what is printed; None: their numbers.
+        names: Of the axes, for what is printed; None: their numbers.
 
     Raises:
         ValueError: Placements, orders or names do not fit the mesh or the shape.
@@ -176,9 +175,7 @@ def redistribution_steps(
     names = tuple(map(str, range(count))) if names is None else tuple(names)
     if len(names) != count:
         raise ValueError(f"{count} axes have as many names, got {list(names)}")
-    total = 1
-    for length in lengths:
-        total *= length
+    total = math.prod(lengths)
     ranks = tuple(range(total)) if ranks is None else tuple(map(int, ranks))
     if len(ranks) != total:
         raise ValueError(f"a mesh of shape {lengths} has {total} ranks, got {len(ranks)}")
@@ -187,7 +184,7 @@ def redistribution_steps(
         for placements, order in ((source, source_order), (target, target_order))
     )
     shape = tuple(map(int, shape))
-    cost = _DEFAULT_COST if cost is None else cost
+    cost = DEFAULT_COST if cost is None else cost
     steps = _steps(shape, lengths, ranks, before, after, itemsize, cost)
     return Steps(shape, before, after, steps, names)
 
@@ -201,22 +198,23 @@ def _steps(
     itemsize: int,
     cost: CostModel,
 ) -> tuple[Step, ...]:
-    before, after = (stacks_of(shape, lengths, layout) for layout in (source, target))
+    before, after = (state_of(shape, lengths, layout) for layout in (source, target))
     had, wanted = (_reduction(layout, lengths) for layout in (source, target))
     kept = tuple([axis for axis in before.partial if axis in after.partial and had == wanted])
     filled = tuple([axis for axis in after.partial if axis not in kept])
-    after = Stacks(after.cuts, kept, filled)
-    space = Space(shape, lengths, ranks, before, after, itemsize, cost)
+    after = ShardState(after.splits, kept, filled)
+    space = SearchSpace(shape, lengths, ranks, before, after, itemsize, cost)
     steps: list[Step] = []
     here = source
     for edge in cheapest(space):
-        there = target if edge.stacks == after else layout_of(edge.stacks, lengths, had)
+        there = target if edge.state == after else layout_of(edge.state, lengths, had)
         steps.append(Step(edge.kind, edge.axes, here, there, edge.nbytes, edge.seconds))
         here = there
     return tuple(steps)
 
 
 def _reduction(layout: Layout, lengths: Ints) -> str:
+    """The reduction of the axes along which there is something to reduce; "" without any."""
     for placement, length in zip(layout.placements, lengths, strict=True):
         if isinstance(placement, Partial) and length > 1:
             return placement.reduce_op

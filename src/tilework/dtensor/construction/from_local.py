@@ -12,8 +12,9 @@ from torch import Tensor
 from tilework.comm.agreement import agree, check_equal
 from tilework.dtensor.propagation.plain_inputs import digest
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
-from tilework.layout import Placement, Shard, chunk_sizes
-from tilework.layout.placements import check_cuts
+from tilework.layout import Placement, Shard
+from tilework.layout.placements import check_placements
+from tilework.layout.sharding import infer_splits
 from tilework.mesh import DeviceMesh
 
 
@@ -88,7 +89,7 @@ def _facts(
         None if order is None else tuple(order),
         None if shape is None else tuple(shape),
     )
-    check_cuts(mesh.shape, placements, order)
+    check_placements(mesh.shape, placements, order)
     for placement in placements:
         if isinstance(placement, Shard) and not -local.ndim <= placement.dim < local.ndim:
             raise ValueError(
@@ -150,9 +151,14 @@ def _inferred(
     found = list(placements)
     extents = []
     for dim, axes in cuts.items():
-        extent, sizes = cut_dim(shapes, mesh, dim, axes)
-        extents.append(extent)
-        for axis, parts in zip(axes, sizes, strict=True):
+        sizes = sizes_along(shapes, mesh, dim, axes)
+        extents.append(sum(sizes))
+        splits = infer_splits(sizes, [mesh.shape[axis] for axis in axes])
+        if splits is None:
+            raise ValueError(
+                f"{_misfit(shapes, placements)}: dim {dim} would have shards of sizes {sizes}"
+            )
+        for axis, parts in zip(axes, splits, strict=True):
             placement = placements[axis]
             assert isinstance(placement, Shard)
             found[axis] = Shard(dim, placement.sizes or parts)
@@ -162,32 +168,24 @@ def _inferred(
         raise ValueError(f"{_misfit(shapes, placements)}: {error}") from error
 
 
-def cut_dim(
+def sizes_along(
     shapes: Mapping[int, Ints], mesh: DeviceMesh, dim: int, axes: Sequence[int]
-) -> tuple[int, list[Ints | None]]:
-    """The extent of a dim, and how each axis cuts it, as ranks at the others' beginnings have it.
+) -> list[int]:
+    """The sizes of the shards of a dim, in order, on ranks that are the first along other axes.
 
-    None where an axis cuts as ``torch.chunk`` does. Whether it is the same elsewhere remains to be
-    seen.
+    Args:
+        shapes: The local shape of each rank.
+        mesh: The ranks.
+        dim: The dim.
+        axes: The axes that shard it, the outermost first.
     """
-
-    def size_at(places: Sequence[int]) -> int:
+    sizes = []
+    for places in product(*[range(mesh.shape[axis]) for axis in axes]):
         coordinate = [0] * mesh.ndim
         for axis, place in zip(axes, places, strict=True):
             coordinate[axis] = place
-        return shapes[mesh.spec.at(coordinate)][dim]
-
-    lengths = [mesh.shape[axis] for axis in axes]
-    #: The extents of what is cut, at each step, by the places along the axes before.
-    extents = {places: size_at(places) for places in product(*map(range, lengths))}
-    sizes: list[Ints | None] = []
-    for length in reversed(lengths):
-        outer = {places[:-1] for places in extents}
-        parts = {at: tuple(extents[(*at, i)] for i in range(length)) for at in outer}
-        chunked = all(list(part) == chunk_sizes(sum(part), length) for part in parts.values())
-        sizes.append(None if chunked else parts[(0,) * len(next(iter(outer)))])
-        extents = {at: sum(part) for at, part in parts.items()}
-    return extents[()], sizes[::-1]
+        sizes.append(shapes[mesh.spec.at(coordinate)][dim])
+    return sizes
 
 
 def _check_parts(shapes: Mapping[int, Ints], spec: DTensorSpec) -> None:

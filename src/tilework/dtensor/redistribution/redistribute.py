@@ -24,19 +24,17 @@ from tilework.dtensor.redistribution.collective_steps import FREE, Move, is_firs
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import (
-    CostModel,
     Partial,
     Placement,
     Replicate,
     Steps,
     redistribution_steps,
 )
+from tilework.layout.cost import DEFAULT_COST
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
 
-#: What costs are where nobody says otherwise.
-_COST = CostModel()
 #: Reductions whose terms' gradients are not those of the result.
 _NONLINEAR = ("min", "max", "product")
 
@@ -143,7 +141,7 @@ def _steps(source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype) -> Step
         source_order=source.order,
         target_order=target.order,
         itemsize=dtype.itemsize,
-        cost=_COST,
+        cost=DEFAULT_COST,
         ranks=spec.ranks,
         names=spec.names,
     )

@@ -17,7 +17,7 @@ from tilework.dtensor.rules.reshaping import dim_at
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.resize_shards import Measure, lying, resized, uncut
+from tilework.dtensor.views.resize_shards import Resize, resizable, resized, unsharded
 from tilework.tiled.factors import Factor
 
 #: What basic indexing does to one dim: takes a range, takes one element, or makes a new dim.
@@ -37,7 +37,7 @@ def length(one: slice) -> int:
     return len(range(one.start, one.stop, one.step or 1))
 
 
-def measure(start: int, stop: int, step: int) -> Measure:
+def measure(start: int, stop: int, step: int) -> Resize:
     """For parts of a dim how much of a range they have."""
     return lambda parts: [length(taken(start, stop, step, *part)) for part in parts]
 
@@ -50,7 +50,7 @@ def sliced(input: Arg, items: Sequence[Item]) -> Answer:
         items: For all dims, in order, what is taken; and where new dims are.
     """
     # An axis of one rank cuts nothing.
-    spec = uncut(input.spec, [dim for dim, item in _by_dim(items) if isinstance(item, int)])
+    spec = unsharded(input.spec, [dim for dim, item in _by_dim(items) if isinstance(item, int)])
     spans = {
         dim: item.indices(input.shape[dim])
         for dim, item in _by_dim(items)
@@ -58,10 +58,10 @@ def sliced(input: Arg, items: Sequence[Item]) -> Answer:
     }
     changed = {dim: span for dim, span in spans.items() if span != (0, input.shape[dim], 1)}
     measures = {dim: measure(*span) for dim, span in changed.items() if spec.axes_of(dim)}
-    source, sizes = resized(spec, measures)
+    source, sizes = resizable(spec, measures)
     shape, dims = _result(items, spans)
     return Placed(
-        [source], [lying(source, shape, dims, sizes)], _run(items, spans, changed, source)
+        [source], [resized(source, shape, dims, sizes)], _run(items, spans, changed, source)
     )
 
 
@@ -115,7 +115,7 @@ def _run(
 def whole_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
     """The same with these dims whole on each rank. Collective; differentiable."""
     spec = tensor._spec
-    return tensor.redistribute(placements=uncut(spec, dims).placements, order=spec.order)
+    return tensor.redistribute(placements=unsharded(spec, dims).placements, order=spec.order)
 
 
 def indexed(input: Arg, items: Sequence[Item]) -> Answer:

@@ -24,7 +24,7 @@ from tilework.dtensor.rules.reshaping import atleast_1d, atleast_2d, atleast_3d,
 from tilework.dtensor.rules.slicing import measure
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.resize_shards import Measure, lying, place_of, resized, uncut
+from tilework.dtensor.views.resize_shards import Resize, resizable, resized, shard_number, unsharded
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.tiled.factors import Dim, Factor
 
@@ -69,7 +69,7 @@ def _cat_cut(tensors: Sequence[Arg], dim: int) -> Answer:
     starts = [0, *ends[:-1]]
     while True:
         ways = [
-            resized(target, {dim: measure(start, end, 1)})
+            resizable(target, {dim: measure(start, end, 1)})
             for start, end in zip(starts, ends, strict=True)
         ]
         narrower = min((way[0] for way in ways), key=lambda spec: len(spec.axes_of(dim)))
@@ -78,7 +78,8 @@ def _cat_cut(tensors: Sequence[Arg], dim: int) -> Answer:
         target = narrower  # one axis less cuts the dim
     dims = {i: i for i in range(len(shape))}
     inputs = [
-        lying(target, one.shape, dims, sizes) for one, (_, sizes) in zip(tensors, ways, strict=True)
+        resized(target, one.shape, dims, sizes)
+        for one, (_, sizes) in zip(tensors, ways, strict=True)
     ]
     return Placed(inputs, [target], lambda *parts: torch.cat(parts, dim))
 
@@ -317,15 +318,15 @@ def _diagonal(input: Arg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: An
     # Elements stay where they are along one of the two dims; the other one has to be whole.
     along, other = (dim1, dim2) if input.is_cut(dim1) or not input.is_cut(dim2) else (dim2, dim1)
     shift = 0 if along == dim1 else offset
-    source, sizes = resized(
-        uncut(input.spec, [other]), {along: measure(start + shift, stop + shift, 1)}
+    source, sizes = resizable(
+        unsharded(input.spec, [other]), {along: measure(start + shift, stop + shift, 1)}
     )
     kept = [dim for dim in range(input.ndim) if dim not in (dim1, dim2)]
     dims = {dim: i for i, dim in enumerate(kept)} | {along: len(kept)}
     shape = [*(input.shape[dim] for dim in kept), stop - start]
     row, column = source.local_box.offsets[dim1], source.local_box.offsets[dim2]
     here = offset + row - column
-    out = lying(source, shape, dims, sizes)
+    out = resized(source, shape, dims, sizes)
     return Placed([source], [out], lambda x: x.diagonal(here, dim1, dim2))
 
 
@@ -406,18 +407,18 @@ def _padded(input: Arg, by_dim: dict[int, tuple[int, int]], value: Any) -> Answe
     if value != 0:
         spec = spec.dual
     measures = {dim: _wider(*pair) for dim, pair in by_dim.items() if spec.axes_of(dim)}
-    source, sizes = resized(spec, measures)
+    source, sizes = resizable(spec, measures)
     here: list[int] = []
     for dim in reversed(range(input.ndim)):
         before, after = by_dim.get(dim, (0, 0))
-        place, count = place_of(source, dim)
+        place, count = shard_number(source, dim)
         here += [before if place == 0 else 0, after if place == count - 1 else 0]
     shape = [size + sum(by_dim.get(dim, (0, 0))) for dim, size in enumerate(input.shape)]
-    out = lying(source, shape, {i: i for i in range(input.ndim)}, sizes)
+    out = resized(source, shape, {i: i for i in range(input.ndim)}, sizes)
     return Placed([source], [out], lambda x: F.pad(x, here, "constant", value))
 
 
-def _wider(before: int, after: int) -> Measure:
+def _wider(before: int, after: int) -> Resize:
     def measured(parts: Sequence[tuple[int, int]]) -> list[int]:
         sizes = [size for _, size in parts]
         sizes[0] += before

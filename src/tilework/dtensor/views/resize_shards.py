@@ -1,116 +1,89 @@
-"""A part of a cut dim whose elements stay on their ranks: what the placements then are."""
+"""Layouts of results whose elements stay on their ranks: slices and padding of sharded dims."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
-from tilework.layout import Placement, Replicate, Shard, chunk_sizes
+from tilework.layout import Placement, Replicate, Shard
+from tilework.layout.sharding import infer_splits
 
-#: For ranges ``(offset, size)`` that a dim is cut into, how long each becomes.
-Measure = Callable[[Sequence[tuple[int, int]]], Sequence[int]]
+#: The sizes that shards have afterwards, from their ranges ``(offset, size)`` before.
+Resize = Callable[[Sequence[tuple[int, int]]], Sequence[int]]
 
 
-def uncut(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
-    """The same layout with these dims whole on each rank."""
+def unsharded(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
+    """The same layout with all of these dims on each rank."""
     return spec.with_placements(
         [
-            Replicate() if isinstance(one, Shard) and one.dim in dims else one
-            for one in spec.placements
+            Replicate() if isinstance(placement, Shard) and placement.dim in dims else placement
+            for placement in spec.placements
         ],
         spec.order,
     )
 
 
-def resized(
-    spec: DTensorSpec, measures: Mapping[int, Measure]
+def resizable(
+    spec: DTensorSpec, resizes: Mapping[int, Resize]
 ) -> tuple[DTensorSpec, dict[int, Ints | None]]:
-    """How axes cut dims whose parts become longer or shorter where they are.
+    """The layout in which shards of some dims may become longer or shorter where they are.
 
-    Where no placement can write that, the last axis that cuts such a dim no longer does.
+    Where no placement has the shards of a dim afterwards, its innermost axis no longer shards it.
 
     Args:
-        spec: How the tensor lies.
-        measures: For each dim that changes, what its parts become.
+        spec: The layout of the tensor.
+        resizes: For each dim that changes, what becomes of its shards.
 
     Returns:
-        How the tensor has to lie first; and for each axis that cuts one of the dims the sizes of
-        its parts then (None: as ``torch.chunk`` cuts).
+        The layout that the tensor must have first; and for each axis that shards one of the dims
+        the sizes of its shards afterwards (None: as ``torch.chunk`` splits).
     """
     sizes: dict[int, Ints | None] = {}
-    for dim, measure in measures.items():
-        while True:
-            found = _sizes(spec, dim, measure)
-            if found is not None:
-                sizes.update(found)
-                break
-            last = spec.axes_of(dim)[-1]
+    for dim, resize in resizes.items():
+        while (after := _sizes_after(spec, dim, resize)) is None:
             placements: list[Placement] = list(spec.placements)
-            placements[last] = Replicate()
+            placements[spec.axes_of(dim)[-1]] = Replicate()
             spec = spec.with_placements(placements, spec.order)
+        sizes.update(after)
     return spec, sizes
 
 
-def _sizes(spec: DTensorSpec, dim: int, measure: Measure) -> dict[int, Ints | None] | None:
-    """For each axis that cuts ``dim`` the sizes of its parts; None if they cannot be written."""
+def _sizes_after(spec: DTensorSpec, dim: int, resize: Resize) -> dict[int, Ints | None] | None:
+    """The sizes of the shards of each axis that shards ``dim``; None if no placement has them."""
     axes = spec.axes_of(dim)
-    parts = ranges(spec, dim)
-    lengths = [*measure(parts)]
-    found: dict[int, Ints | None] = {}
-    for axis in reversed(axes):
-        count = spec.mesh.shape[axis]
-        groups = [tuple(lengths[i : i + count]) for i in range(0, len(lengths), count)]
-        if all(list(group) == chunk_sizes(sum(group), count) for group in groups):
-            found[axis] = None
-        elif len(set(groups)) == 1:
-            found[axis] = groups[0]
-        else:
-            return None
-        lengths = [sum(group) for group in groups]
-    return found
+    lengths = [spec.mesh.shape[axis] for axis in axes]
+    sizes = infer_splits(resize(spec.shards_of(dim)), lengths)
+    return None if sizes is None else dict(zip(axes, sizes, strict=True))
 
 
-def ranges(spec: DTensorSpec, dim: int) -> list[tuple[int, int]]:
-    """Offset and size of each part that a dim is cut into, in order."""
-    parts = [(0, spec.shape[dim])]
-    for axis in spec.axes_of(dim):
-        placement = spec.placements[axis]
-        assert isinstance(placement, Shard)
-        cut = []
-        for offset, size in parts:
-            for one in placement.sizes or chunk_sizes(size, spec.mesh.shape[axis]):
-                cut.append((offset, one))
-                offset += one
-        parts = cut
-    return parts
-
-
-def lying(
+def resized(
     spec: DTensorSpec,
     shape: Sequence[int],
     dims: Mapping[int, int],
     sizes: Mapping[int, Ints | None],
 ) -> DTensorSpec:
-    """How a result lies that keeps each element where it is.
+    """The layout of a result that keeps each element where it is.
 
     Args:
-        spec: How the tensor lies.
+        spec: The layout of the tensor.
         shape: The result's shape.
-        dims: Where dims of the tensor are in the result.
-        sizes: Sizes of parts for axes where they have changed; see :func:`resized`.
+        dims: The result's dim for each dim of the tensor that it keeps.
+        sizes: Sizes of shards for axes where they have changed; see :func:`resizable`.
     """
     placements = [
-        Shard(dims[one.dim], sizes.get(axis, one.sizes)) if isinstance(one, Shard) else one
-        for axis, one in enumerate(spec.placements)
+        Shard(dims[placement.dim], sizes.get(axis, placement.sizes))
+        if isinstance(placement, Shard)
+        else placement
+        for axis, placement in enumerate(spec.placements)
     ]
     return spec_of(spec.mesh, placements, shape, spec.order)
 
 
-def place_of(spec: DTensorSpec, dim: int) -> tuple[int, int]:
-    """Which of the parts that a dim is cut into this rank has, and how many there are."""
+def shard_number(spec: DTensorSpec, dim: int) -> tuple[int, int]:
+    """The number of this rank's shard among those of a dim, in their order, and how many exist."""
     coordinate = spec.mesh.get_coordinate() or [0] * spec.mesh.ndim
-    place, count = 0, 1
+    number, count = 0, 1
     for axis in spec.axes_of(dim):
         length = spec.mesh.shape[axis]
-        place, count = place * length + coordinate[axis], count * length
-    return place, count
+        number, count = number * length + coordinate[axis], count * length
+    return number, count

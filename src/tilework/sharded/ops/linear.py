@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from tilework.comm.contract import ProcessGroup
 from tilework.layout import Box
+from tilework.layout.cost import DEFAULT_COST
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.exchange import (
     agree_on_gradients,
@@ -58,7 +59,12 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
     inputs = [x, weight] if bias is None else [x, weight, bias]
     rows = [counts[0] for counts in agree_on_gradients(check, inputs, group)]
     tiles = tiles_by_rank(weight, group)
-    if _elements_moved(rows, tiles) <= weight.numel() * (len(rows) - 1):
+    elements = _elements_moved(rows, tiles), weight.numel() * (len(rows) - 1)
+    # Bytes alone decide: how many messages either takes depends on the tiling.
+    moving_inputs, gathering = (
+        DEFAULT_COST.collective_seconds(count * weight.itemsize, messages=0) for count in elements
+    )
+    if moving_inputs <= gathering:
         flat = _multiply_at_weight(
             x.reshape(rows[group.rank()], x.shape[-1]), weight, rows, tiles, group
         )

@@ -1,0 +1,390 @@
+"""Sharding of tensors by mesh axes: the one place that knows where shards begin and end.
+
+Several axes may shard one dim, in an order: the outermost splits the whole extent, the next one
+splits each of its shards, and so on. ``splits`` of a dim is that order as a tuple, each entry an
+axis and the sizes of the shards that it makes. All else follows from it: the shards of a dim
+(:func:`shards`), the one at a mesh coordinate (:func:`shard_at`), their sizes
+(:func:`shard_extents`), the way back from sizes to splits (:func:`infer_splits`), the normal form
+of a layout (:func:`normal_layout`), and its tiling (:func:`mesh_tiling`).
+
+The same functions serve the dims of tensors and the factors of operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from tilework.layout.box import Box, Ints, trusted_box
+from tilework.layout.chunking import chunk_at, chunk_offsets, chunk_sizes, offsets_of
+from tilework.layout.placements import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    check_placements,
+)
+from tilework.layout.tiling import Tile, Tiling, trusted_tile, trusted_tiling
+
+#: A mesh axis, and the sizes of the shards into which it splits; None: as ``torch.chunk`` splits.
+Split = tuple[int, Ints | None]
+#: The splits of one dim, the outermost first.
+Splits = tuple[Split, ...]
+
+#: The ranks of a mesh, as lists in lists (or tuples), one level for each axis.
+Mesh = Sequence[Any]
+
+
+# -- shards of one dim -----------------------------------------------------------------------
+
+
+def axes_of(splits: Splits) -> Ints:
+    """The axes that shard a dim, the outermost first."""
+    return tuple([axis for axis, _ in splits])
+
+
+def shard_sizes(extent: int, length: int, sizes: Ints | None) -> Ints | None:
+    """The sizes of the shards of an extent along one axis; None if ``sizes`` do not add up to it.
+
+    Args:
+        extent: The extent that is split.
+        length: The number of ranks along the axis.
+        sizes: Explicit sizes; None: as ``torch.chunk`` splits.
+    """
+    if sizes is None:
+        return tuple(chunk_sizes(extent, length))
+    return sizes if sum(sizes) == extent else None
+
+
+def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
+    """Offsets and sizes of all shards of an extent; none where explicit sizes do not fit.
+
+    One for each combination of coordinates along the axes of ``splits``, the last of which runs
+    fastest: in the order of offsets.
+
+    Args:
+        extent: The extent that is sharded.
+        lengths: The number of ranks along each axis of the mesh.
+        splits: The axes that shard it.
+
+    Example:
+        >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
+        ((0, 3, 5, 7), (3, 2, 2, 1))
+    """
+    spans = [(0, extent)]
+    for axis, sizes in splits:
+        inner: list[tuple[int, int]] = []
+        for start, size in spans:
+            parts = shard_sizes(size, lengths[axis], sizes) or ()
+            inner += [(start + at, part) for at, part in zip(offsets_of(parts), parts, strict=True)]
+        spans = inner
+    return tuple([start for start, _ in spans]), tuple([size for _, size in spans])
+
+
+def shard_at(
+    extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]
+) -> tuple[int, int]:
+    """Offset and size of the shard of an extent at a mesh coordinate.
+
+    Example:
+        >>> shard_at(8, (2, 2), ((1, (5, 3)), (0, None)), (1, 0))
+        (3, 2)
+    """
+    offset = 0
+    for axis, sizes in splits:
+        at = coordinate[axis]
+        if sizes is None:
+            start, extent = chunk_at(extent, lengths[axis], at)
+        else:
+            start, extent = sum(sizes[:at]), sizes[at]
+        offset += start
+    return offset, extent
+
+
+@lru_cache(maxsize=4096)
+def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
+    """The different sizes that shards of an extent have, ascending; none where sizes do not fit.
+
+    Example:
+        >>> shard_extents(8, (2, 2), ((1, (5, 3)), (0, None)))
+        (1, 2, 3)
+    """
+    extents = {extent}
+    for axis, sizes in splits:
+        parts = [shard_sizes(size, lengths[axis], sizes) for size in extents]
+        if None in parts:
+            return ()
+        extents = {part for each in parts for part in each or ()}
+    return tuple(sorted(extents))
+
+
+def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | None, ...] | None:
+    """The sizes of each axis's shards, from those of all shards: the inverse of :func:`shards`.
+
+    Args:
+        sizes: Of all shards, in the order of offsets.
+        lengths: The number of ranks along each axis that shards, the outermost first.
+
+    Returns:
+        For each axis the sizes (None: as ``torch.chunk`` splits); None if no placement has such
+        shards, as an axis splits alike everywhere.
+
+    Example:
+        >>> infer_splits((3, 2, 2, 1), (2, 2)), infer_splits((3, 2, 1, 2), (2, 2))
+        (((5, 3), None), None)
+    """
+    inferred: list[Ints | None] = []
+    for length in reversed(lengths):
+        groups = [tuple(sizes[at : at + length]) for at in range(0, len(sizes), length)]
+        if _are_chunks(groups, length):
+            inferred.append(None)
+        elif len(set(groups)) == 1:
+            inferred.append(groups[0])
+        else:
+            return None
+        sizes = [sum(group) for group in groups]
+    return tuple(reversed(inferred))
+
+
+def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
+    """True if each group of sizes is as ``torch.chunk`` splits their sum."""
+    return all(list(group) == chunk_sizes(sum(group), length) for group in groups)
+
+
+def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
+    """For each combination of coordinates along ``axes``, its number among those along ``others``.
+
+    Combinations are numbered from 0 on; the last axis runs fastest. The others are among the axes.
+
+    Example:
+        >>> combination_index((0, 1), (1,), (2, 3))
+        [0, 1, 2, 0, 1, 2]
+    """
+    strides, stride = dict.fromkeys(axes, 0), 1
+    for axis in reversed(others):
+        strides[axis] = stride
+        stride *= lengths[axis]
+    return _sums_of_combinations([[strides[a] * i for i in range(lengths[a])] for a in axes])
+
+
+def _sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
+    """The sum of each combination of one number of each; the last runs fastest."""
+    sums = [0]
+    for numbers in choices:
+        sums = [total + number for total in sums for number in numbers]
+    return sums
+
+
+# -- layouts of all dims ---------------------------------------------------------------------
+
+
+def splits_of(shape: Ints, lengths: Ints, layout: Layout) -> tuple[Splits, ...]:
+    """The splits of each dim of a layout, in normal form: sizes only where they are no chunks'.
+
+    Axes of length 1 count.
+
+    Raises:
+        ValueError: The layout does not fit the mesh or the shape.
+        TypeError: Something is no placement.
+    """
+    check_placements(lengths, layout.placements, layout.order)
+    splits: list[Splits] = [() for _ in shape]
+    for axis in range(len(lengths)) if layout.order is None else layout.order:
+        placement = layout.placements[axis]
+        if isinstance(placement, Shard):
+            dim = existing_dim(placement.dim, shape)
+            extents = shard_extents(shape[dim], lengths, splits[dim])
+            sizes = _normal_sizes(placement, extents, lengths[axis], dim, shape)
+            splits[dim] = (*splits[dim], (axis, sizes))
+    return tuple(splits)
+
+
+def _normal_sizes(
+    placement: Shard, extents: Ints, length: int, dim: int, shape: Ints
+) -> Ints | None:
+    sizes = placement.sizes
+    if sizes is None:
+        return None
+    for extent in extents:
+        if len(sizes) != length or sum(sizes) != extent:
+            raise ValueError(
+                f"{placement} does not split an extent of {extent} into {length} shards: it must "
+                f"have a size for each of {length} ranks that add up to {extent}, what is to be "
+                f"split of dim {dim} of shape {list(shape)}"
+            )
+    chunks = all(list(sizes) == chunk_sizes(extent, length) for extent in extents)
+    return None if chunks else sizes
+
+
+def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
+    """The layout with these splits of its dims, in normal form: equal layouts are equal values.
+
+    Dims are not negative, sizes are None where an axis splits as ``torch.chunk`` does, and the
+    order is None where it is that of the axes.
+
+    Args:
+        layout: Any layout.
+        splits: Its own (:func:`splits_of`).
+    """
+    placements = list(layout.placements)
+    for dim, of_dim in enumerate(splits):
+        for axis, sizes in of_dim:
+            placements[axis] = Shard(dim, sizes)
+    return Layout(tuple(placements), normal_order(len(placements), splits))
+
+
+def normal_order(count: int, splits: Sequence[Splits]) -> Ints | None:
+    """The order of ``count`` axes that have these splits; None if it is that of the axes.
+
+    Axes that share no dim may shard in any order: in the normal form they are in place.
+    """
+    order = list(range(count))
+    for of_dim in splits:
+        axes = axes_of(of_dim)
+        for place, axis in zip(sorted(axes), axes, strict=True):
+            order[place] = axis
+    return None if order == list(range(count)) else tuple(order)
+
+
+def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:
+    """The region of a tensor that the rank at a mesh coordinate holds."""
+    spans = [
+        shard_at(extent, lengths, of_dim, coordinate)
+        for extent, of_dim in zip(shape, splits, strict=True)
+    ]
+    return trusted_box(tuple([start for start, _ in spans]), tuple([size for _, size in spans]))
+
+
+def mesh_tiling(
+    shape: Sequence[int],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    *,
+    order: Sequence[int] | None = None,
+) -> Tiling:
+    """The tiling that placements on a mesh mean.
+
+    Where several axes shard one dim, the first splits the whole extent and the next each of its
+    shards. Each combination of coordinates along the Partial axes is a term of its own.
+
+    Args:
+        shape: The tensor's global shape.
+        mesh: The ranks, in lists one level deep for each axis of the mesh.
+        placements: One for each axis.
+        order: The axes in the order in which they shard; None: from the first to the last.
+
+    Raises:
+        ValueError: The mesh is ragged or has a rank twice, placements or order do not fit to its
+            axes, a dim does not exist, sizes do not add up, or axes name different reductions.
+
+    Example:
+        >>> tiling = mesh_tiling((4, 6), [[0, 1], [2, 3]], [Shard(0), Replicate()])
+        >>> [(str(tile.box), tile.owners) for tile in tiling.tiles]
+        [('[0:2, 0:6]', (0, 1)), ('[2:4, 0:6]', (2, 3))]
+    """
+    shape = tuple(map(int, shape))
+    lengths, ranks = _flat(mesh)
+    _check_mesh(ranks)
+    layout = Layout(tuple(placements), None if order is None else tuple(order))
+    splits = splits_of(shape, lengths, layout)
+
+    def places(axes: Sequence[int]) -> list[int]:
+        """Where in ``ranks`` each combination of coordinates along ``axes`` is, from the first."""
+        strides = {axis: math.prod(lengths[axis + 1 :]) for axis in axes}
+        return _sums_of_combinations(
+            [[s * i for i in range(lengths[a])] for a, s in strides.items()]
+        )
+
+    def axes_with(kind: type[Placement]) -> list[int]:
+        axes = range(len(lengths)) if layout.order is None else layout.order
+        return [axis for axis in axes if isinstance(placements[axis], kind)]
+
+    sharding = axes_with(Shard)
+    boxes = list(zip(places(sharding), _boxes(shape, lengths, splits, sharding), strict=True))
+    copies = places(sorted(axes_with(Replicate)))
+
+    def tile(place: int, box: Box) -> Tile:
+        return trusted_tile(box, tuple([ranks[place + copy] for copy in copies]))
+
+    firsts = places(sorted(axes_with(Partial)))
+    terms = tuple([tuple([tile(first + place, box) for place, box in boxes]) for first in firsts])
+    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
+    return trusted_tiling(shape, terms, ops.pop() if len(terms) > 1 else None)
+
+
+def _boxes(
+    shape: Ints, lengths: Ints, splits: Sequence[Splits], sharding: Sequence[int]
+) -> list[Box]:
+    """The box for each combination of coordinates along the axes that shard."""
+    offsets: list[list[int]] = []
+    sizes: list[list[int]] = []
+    for extent, of_dim in zip(shape, splits, strict=True):
+        starts, parts = shards(extent, lengths, of_dim)
+        index = combination_index(sharding, axes_of(of_dim), lengths)
+        offsets.append([starts[i] for i in index])
+        sizes.append([parts[i] for i in index])
+    if not shape:
+        return [Box((), ())]
+    return list(map(trusted_box, zip(*offsets, strict=True), zip(*sizes, strict=True)))
+
+
+def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:
+    """One chunk of ``dim`` for each entry of ``owners``, as ``torch.chunk`` splits.
+
+    A rank may own several chunks. An empty chunk is where it would be if the extent went on.
+
+    Raises:
+        ValueError: There is no owner, or no such dim.
+
+    Example:
+        >>> [str(box) for box in chunk_tiling((5, 2), 0, [0, 1, 0]).boxes_of(0)]
+        ['[0:2, 0:2]', '[4:5, 0:2]']
+    """
+    shape = tuple(map(int, shape))
+    dim = existing_dim(dim, shape)
+    starts = chunk_offsets(shape[dim], len(owners))
+    sizes = chunk_sizes(shape[dim], len(owners))
+    zeros = (0,) * len(shape)
+    tiles = [
+        trusted_tile(trusted_box(_with(zeros, dim, start), _with(shape, dim, size)), (int(owner),))
+        for start, size, owner in zip(starts, sizes, owners, strict=True)
+    ]
+    return trusted_tiling(shape, (tuple(tiles),))
+
+
+def existing_dim(dim: int, shape: Ints) -> int:
+    """The number, from 0 on, of a tensor dim that may count from the last.
+
+    Raises:
+        ValueError: There is no such dim.
+    """
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"a tensor of shape {shape} has no dim {dim}: its dims are {-len(shape)} to "
+            f"{len(shape) - 1}"
+        )
+    return dim % len(shape)
+
+
+def _with(numbers: Ints, dim: int, number: int) -> Ints:
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
+
+
+def _flat(mesh: Any) -> tuple[Ints, list[int]]:
+    """The mesh's shape, and its ranks in order."""
+    if not isinstance(mesh, (list, tuple)):
+        return (), [int(mesh)]
+    if not any(isinstance(part, (list, tuple)) for part in mesh):
+        return (len(mesh),), list(map(int, mesh))
+    lengths, ranks = zip(*map(_flat, mesh), strict=True)
+    if len(set(lengths)) != 1:
+        raise ValueError(f"a mesh has parts of one shape along each axis, got {set(lengths)}")
+    return (len(mesh), *lengths[0]), [rank for part in ranks for rank in part]
+
+
+def _check_mesh(ranks: list[int]) -> None:
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"a mesh has one or more ranks, none twice, got {ranks}")
