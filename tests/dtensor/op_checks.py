@@ -19,7 +19,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.debug import explain
-from tilework.dtensor.propagation.plain_inputs import digest
+from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -332,7 +332,7 @@ class _Close:
             with torch.no_grad():
                 got = got.full_tensor()
             if self.compare == "same":
-                digests = agree(lambda: digest(got))
+                digests = agree(lambda: content_hash(got))
                 assert len(set(digests)) == 1, f"{what} differs between ranks"
         if self.compare == "values":
             torch.testing.assert_close(

@@ -24,7 +24,7 @@ from tilework.mesh import DeviceMesh, current_mesh
 from tilework.tiled.tensor import TiledTensor
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class DTensor(DTensorBase):
@@ -41,7 +41,7 @@ class DTensor(DTensorBase):
     """
 
     _grad: DTensor | None = None
-    _run: ClassVar[Run]
+    _dispatch: ClassVar[Dispatch]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise TypeError(
@@ -54,7 +54,7 @@ class DTensor(DTensorBase):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        return DTensor._run(func, args, kwargs or {})
+        return DTensor._dispatch(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -66,7 +66,7 @@ class DTensor(DTensorBase):
             return wrap(args[0]._local_tensor.detach(), args[0]._spec)
         if torch.is_grad_enabled():
             return super().__torch_dispatch__(func, types, args, kwargs)
-        return DTensor._run(func, args, kwargs or {})
+        return DTensor._dispatch(func, args, kwargs or {})
 
     # -- to and from plain tensors -----------------------------------------------------------
 

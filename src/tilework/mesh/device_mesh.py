@@ -95,8 +95,8 @@ class DeviceMesh:
         self._crossing: dict[tuple[int, ...], ProcessGroup] = {}
         #: What higher layers keep for as long as the mesh: layouts of tensors on it, by content.
         self.specs: dict[Any, Any] = {}
-        #: Likewise: how operators on them run.
-        self.decisions: dict[Any, Any] = {}
+        #: Likewise: shardings of calls on them, by signature.
+        self.op_shardings: dict[Any, Any] = {}
         #: Whether this rank is in the mesh.
         self.here = self._coordinate is not None
 

@@ -46,10 +46,10 @@ def test_decisions_do_not_grow_while_a_program_repeats_itself() -> None:
 
         for i in range(3):
             step(i)
-        known, specs = len(mesh.decisions), len(mesh.specs)
+        known, specs = len(mesh.op_shardings), len(mesh.specs)
         for i in range(3, 23):
             step(i)
-        assert (len(mesh.decisions), len(mesh.specs)) == (known, specs)
+        assert (len(mesh.op_shardings), len(mesh.specs)) == (known, specs)
 
     run_ranks(2, program)
 

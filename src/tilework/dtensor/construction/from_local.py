@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tilework.comm.agreement import agree, check_equal
-from tilework.dtensor.propagation.plain_inputs import digest
+from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Shard
 from tilework.layout.placements import check_placements
@@ -95,7 +95,7 @@ def _facts(
             raise ValueError(
                 f"{placement} cuts a dim that a tensor of shape {list(local.shape)} does not have"
             )
-    values = digest(local) if run_check else ""
+    values = content_hash(local) if run_check else ""
     return tuple(local.shape), str(local.dtype), local.requires_grad, layout, values
 
 

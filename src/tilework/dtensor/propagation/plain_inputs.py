@@ -8,41 +8,46 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
-from tilework.dtensor.redistribution.redistribute import axes_group
+from tilework.comm.agreement import agree
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.layout import Replicate
 from tilework.mesh import DeviceMesh
 from tilework.tiled.tensor import TiledTensor
 
 
-def check_same(name: str, leaves: Sequence[Tensor], mesh: DeviceMesh) -> None:
-    """That plain tensors among ``leaves`` are the same on every rank of the mesh.
+def replicated_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
+    """The layout of a plain tensor that every rank of the mesh has."""
+    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape))
+
+
+def check_same(name: str, tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Raise if plain tensors among ``tensors`` differ between the ranks of the mesh.
 
     Collective over the mesh if there are any; each kind of call is verified when it first comes.
 
     Raises:
-        ValueError: They are not; on every rank.
+        ValueError: They differ; on every rank.
     """
-    plain = [leaf for leaf in leaves if not isinstance(leaf, TiledTensor)]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, TiledTensor)]
     if not plain or mesh.size() == 1 or not mesh.here:
         return
-    agree_equal(
-        lambda: {f"tensor {i}": _fingerprint(tensor) for i, tensor in enumerate(plain)},
-        axes_group(mesh, tuple(range(mesh.ndim))),
-        f"{name} got a plain tensor beside DTensors, which counts as replicated, but it differs "
-        f"between ranks:",
-        hint="; make it a DTensor with DTensor.from_local(tensor, mesh, placements) that say how "
-        "it lies",
-    )
+    group = mesh.axes_group(range(mesh.ndim))
+    mine = [(tuple(tensor.shape), str(tensor.dtype), content_hash(tensor)) for tensor in plain]
+    for rank, theirs in zip(group.global_ranks, agree(lambda: mine, group), strict=True):
+        if theirs != mine:
+            differing = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0
+            )
+            raise ValueError(
+                f"{name} got a plain tensor beside DTensors, which counts as replicated, but it "
+                f"differs between ranks: shape {list(plain[differing].shape)} and other values on "
+                f"rank {group.global_ranks[group.rank()]} than on rank {rank}; make it a DTensor "
+                f"with DTensor.from_local(tensor, mesh, placements) that say how it lies"
+            )
 
 
-def _fingerprint(tensor: Tensor) -> str:
-    """Shape, dtype and contents, for a person."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {list(tensor.shape)} (hash of values {digest(tensor)})"
-
-
-def digest(tensor: Tensor) -> str:
-    """What equal tensors have in common, and others hardly ever."""
+def content_hash(tensor: Tensor) -> str:
+    """A hash of the elements; empty for a tensor without memory, or one that is not strided."""
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return ""
     with torch.no_grad():

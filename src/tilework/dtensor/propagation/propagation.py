@@ -1,188 +1,211 @@
-"""What calls of an operator come to: its rule is asked, and the cheapest way is chosen."""
+"""Sharding propagation: from an operator's rule and its inputs' layouts to local calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.op_names import draws
 from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, Native, Placed, Rule
-from tilework.dtensor.propagation.plain_inputs import check_same
-from tilework.dtensor.propagation.pytree import (
-    Args,
-    Kwargs,
-    replaced,
-    replaced_one,
-    tensors_in,
-    whole_spec,
-)
+from tilework.dtensor.propagation.plain_inputs import check_same, replicated_spec
+from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
+
+#: The layout that an input must have, and the axes along which its gradient is then partial.
+InputLayout = tuple[DTensorSpec, Ints]
+
+
+class Call(NamedTuple):
+    """A call of an operator."""
+
+    func: Callable[..., Any]
+    args: Args
+    kwargs: Kwargs
+    #: Those among the arguments, in order: DTensors and plain ones.
+    tensors: Sequence[Tensor]
+    mesh: DeviceMesh
+
+    @property
+    def specs(self) -> list[DTensorSpec]:
+        """The layouts of its DTensors."""
+        return [tensor._spec for tensor in self.tensors if isinstance(tensor, DTensorBase)]
+
+    def on_meta(self) -> Any:
+        """The result for tensors without memory."""
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
+        args, kwargs = with_tensors(self.args, self.kwargs, iter(tensors))
+        with torch.no_grad():
+            return self.func(*args, **kwargs)
 
 
 @dataclass(eq=False, slots=True)
 class OpSharding:
-    """What calls of one kind come to."""
+    """The sharding of calls of one signature, as a mesh caches it."""
 
-    #: For each tensor, how it has to lie if that is not as it does, and the axes along which its
-    #: gradient comes in terms; None if it is taken as it is.
-    ways: list[tuple[DTensorSpec, Ints] | None]
-    #: How results lie; None: replicated, with shapes that are known afterwards.
+    #: For each tensor the layout that it must have; None if it is taken as it is.
+    inputs: list[InputLayout | None]
+    #: The layouts of results; None: replicated, with shapes that are known afterwards.
     outputs: list[DTensorSpec] | None
-    #: Called with the local tensors; None: the operator itself is, with its other arguments.
+    #: Called with the local tensors; None: the operator is called, with its other arguments.
     run: Callable[..., Any] | None = None
-    #: Whether all tensors are taken as they are, and nothing but the operator is called.
-    still: bool = False
-    #: Whether that is so where no tensor requires a gradient.
-    unmoved: bool = False
-    #: The layouts that it is kept by.
+    #: True if the operator runs on the local tensors as they are: always, or while none of them
+    #: requires a gradient. Never so on a rank outside the mesh.
+    as_is: bool = False
+    as_is_without_grad: bool = False
+    #: The layout of the only result, if nothing else is to be done with it.
+    output: DTensorSpec | None = None
+    #: The layouts in the cache's key, which has no more than their ids: kept alive here.
     specs: Sequence[DTensorSpec] = ()
-    #: Computes it all from the arguments as they are.
+    #: Computes it from the call's own arguments, by other operators on DTensors.
     composed: Callable[..., Any] | None = None
     #: For an operator that writes to its first argument: the result is computed anew, then written.
     rewrite: bool = False
-    #: Whether results share memory with the first argument in torch, and whether they cannot here.
+    #: True if results share memory with the first argument in torch; and if they are copies here.
     view: bool = False
     copied: bool = False
-    #: What ranks outside the mesh get: tensors without memory.
-    shown: Any = None
+    #: The result without memory, for ranks outside the mesh.
+    meta_result: Any = None
 
 
 class ShardingPropagator:
-    """Decides for one operator.
+    """Finds the shardings of one operator's calls.
 
     Args:
         name: Its canonical name.
-        in_place: Whether it writes to its first argument.
-        rule: What is known of it.
+        in_place: True if it writes to its first argument.
+        rule: Its rule; None: it is run on gathered tensors.
     """
 
     def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
         self.name, self.in_place, self.rule = name, in_place, rule
         self.draws = draws(name)
 
-    def decide(
-        self, func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor], mesh: DeviceMesh
-    ) -> OpSharding:
-        """What calls like this one come to. Collective if plain tensors are among them."""
-        decision = self._found(func, args, kwargs, leaves, mesh)
-        decision.view = self.name in copied_views.VIEWS and decision.composed is None
-        decision.copied = decision.view and _moves(decision, leaves)
-        decision.specs = [leaf._spec for leaf in leaves if isinstance(leaf, DTensor)]
-        return decision
+    def propagate(self, call: Call) -> OpSharding:
+        """The sharding of calls like this one. Collective if plain tensors are among theirs."""
+        sharding = self._sharding(call)
+        sharding.view = self.name in copied_views.VIEWS and sharding.composed is None
+        sharding.copied = sharding.view and _moves_elements(sharding, call.tensors)
+        sharding.specs = call.specs
+        if not call.mesh.here:
+            sharding.as_is = sharding.as_is_without_grad = False
+        if sharding.outputs and not (sharding.view or self.in_place):
+            sharding.output = sharding.outputs[0]
+        return sharding
 
-    def _found(
-        self, func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor], mesh: DeviceMesh
-    ) -> OpSharding:
-        check_same(self.name, leaves, mesh)
-        every = [
-            Arg(i, leaf._spec if isinstance(leaf, DTensor) else whole_spec(leaf, mesh), leaf.dtype)
-            for i, leaf in enumerate(leaves)
+    def _sharding(self, call: Call) -> OpSharding:
+        check_same(self.name, call.tensors, call.mesh)
+        args = [
+            Arg(
+                number,
+                tensor._spec
+                if isinstance(tensor, DTensorBase)
+                else replicated_spec(tensor, call.mesh),
+                tensor.dtype,
+            )
+            for number, tensor in enumerate(call.tensors)
         ]
-        answer = self._ask(args, kwargs, every)
+        answer = self._ask_rule(call, args)
         if isinstance(answer, Composed):
             return OpSharding([], None, composed=answer.run)
-        # Tensors without memory cost torch slow imports, at times: only where nothing else tells.
-        known = not (isinstance(answer, Native) and answer.shapes is None and _vague(answer))
-        shown = None if known and mesh.here else _shown(func, args, kwargs, leaves)
+        # Meta tensors cost torch slow imports, at times: only where nothing else tells shapes.
+        known = not (isinstance(answer, Native) and answer.shapes is None and _lacks_sizes(answer))
+        meta_result = None if known and call.mesh.here else _meta_result(call)
         if isinstance(answer, Placed):
-            ways: list[tuple[DTensorSpec, Ints] | None] = [
-                None if need == arg.spec else (need, ())
-                for need, arg in zip(answer.inputs, every, strict=True)
+            inputs: list[InputLayout | None] = [
+                None if needed == arg.spec else (needed, ())
+                for needed, arg in zip(answer.inputs, args, strict=True)
             ]
-            return OpSharding(ways, list(answer.outputs), answer.run, shown=shown)
+            return OpSharding(inputs, list(answer.outputs), answer.run, meta_result=meta_result)
         if answer is not None:
-            decision = self._native(answer, every, shown)
-            if decision is not None:
-                return decision
-        if self.rule is None or not _refused(func, args, kwargs, leaves):
-            dtypes = [arg.dtype for arg in every]
-            explain.gathers(self.name, [arg.spec for arg in every], dtypes)
-        return self._gathered(every, shown)
+            sharding = self._native(answer, args, meta_result)
+            if sharding is not None:
+                return sharding
+        if self.rule is None or not _is_refused(call):
+            dtypes = [arg.dtype for arg in args]
+            explain.gathers(self.name, [arg.spec for arg in args], dtypes)
+        return self._gathered(args, meta_result)
 
-    def _ask(self, args: Args, kwargs: Kwargs, every: Sequence[Arg]) -> Answer:
+    def _ask_rule(self, call: Call, args: Sequence[Arg]) -> Answer:
         if self.rule is None:
             return None
-        parts = iter(every)
-        told = replaced(args, parts)
-        named = {name: replaced_one(value, parts) for name, value in kwargs.items()}
+        positional, named = with_tensors(call.args, call.kwargs, iter(args))
         named.pop("out", None)  # it is None
         try:
-            return self.rule.answer(*told, **named)
+            return self.rule.answer(*positional, **named)
         except TypeError as error:
             if _raised_within(error, self.rule.answer):
                 raise
             return None  # called with arguments that the rule does not know
 
-    def _native(self, answer: Native, every: Sequence[Arg], shown: Any) -> OpSharding | None:
+    def _native(self, answer: Native, args: Sequence[Arg], meta_result: Any) -> OpSharding | None:
         shapes = answer.shapes
-        if shapes is None and shown is not None:
-            shapes = [tuple(one.shape) for one in tensors_in(shown)]
+        if shapes is None and meta_result is not None:
+            shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
             if len(shapes) != len(answer.map.outputs):
                 return None
-        if shapes is None and _vague(answer):
+        if shapes is None and _lacks_sizes(answer):
             return None
-        if [len(term) for term in answer.map.inputs] != [arg.ndim for arg in every]:
+        if [len(dims) for dims in answer.map.inputs] != [arg.ndim for arg in args]:
             return None  # a tensor where the rule takes a number
-        specs = [arg.spec for arg in every]
-        sizes = [arg.dtype.itemsize for arg in every]
+        specs = [arg.spec for arg in args]
+        sizes = [arg.dtype.itemsize for arg in args]
         fixed = (0,) if self.in_place else ()
-        choice = choose(answer.map, specs, sizes, shapes, fixed)
+        strategy = choose(answer.map, specs, sizes, shapes, fixed)
         rewrite = False
-        if choice is None and self.in_place:
-            choice, rewrite = choose(answer.map, specs, sizes, shapes), True
-        if choice is None or (self.in_place and choice.outputs[0].shape != specs[0].shape):
+        if strategy is None and self.in_place:
+            strategy, rewrite = choose(answer.map, specs, sizes, shapes), True
+        if strategy is None or (self.in_place and strategy.outputs[0].shape != specs[0].shape):
             return None
-        ways = _ways(choice, specs)
-        made = None if answer.run is None else answer.run(choice)
-        rewrite = rewrite or (self.in_place and made is not None)
-        still = made is None and not any(ways)
-        unmoved = made is None and list(choice.inputs) == specs
+        inputs = _input_layouts(strategy, specs)
+        run = None if answer.run is None else answer.run(strategy)
         return OpSharding(
-            ways,
-            list(choice.outputs),
-            made,
-            still=still,
-            unmoved=unmoved,
-            rewrite=rewrite,
-            shown=shown,
+            inputs,
+            list(strategy.outputs),
+            run,
+            as_is=run is None and not any(inputs),
+            as_is_without_grad=run is None and list(strategy.inputs) == specs,
+            rewrite=rewrite or (self.in_place and run is not None),
+            meta_result=meta_result,
         )
 
-    def _gathered(self, every: Sequence[Arg], shown: Any) -> OpSharding:
-        """The operator on whole tensors, which every rank gets."""
-        ways: list[tuple[DTensorSpec, Ints] | None] = [
-            None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in every
+    def _gathered(self, args: Sequence[Arg], meta_result: Any) -> OpSharding:
+        """The operator on full tensors, which every rank gets."""
+        inputs: list[InputLayout | None] = [
+            None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in args
         ]
-        rewrite = self.in_place and ways[0] is not None
-        still = not (any(ways) or self.draws)
-        return OpSharding(ways, None, still=still, rewrite=rewrite, shown=shown)
+        rewrite = self.in_place and inputs[0] is not None
+        as_is = not (any(inputs) or self.draws)
+        return OpSharding(inputs, None, as_is=as_is, rewrite=rewrite, meta_result=meta_result)
 
 
-def _ways(choice: Strategy, specs: Sequence[DTensorSpec]) -> list[tuple[DTensorSpec, Ints] | None]:
+def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[InputLayout | None]:
     return [
-        None if need == have and not axes else (need, axes)
-        for need, have, axes in zip(choice.inputs, specs, choice.partial_grads, strict=True)
+        None if needed == spec and not axes else (needed, axes)
+        for needed, spec, axes in zip(strategy.inputs, specs, strategy.partial_grads, strict=True)
     ]
 
 
-def _moves(decision: OpSharding, leaves: Sequence[Tensor]) -> bool:
-    """Whether elements have to be moved before the operator runs."""
+def _moves_elements(sharding: OpSharding, tensors: Sequence[Tensor]) -> bool:
+    """True if elements have to be moved before the operator runs."""
     return any(
-        way is not None and isinstance(leaf, DTensor) and way[0].tiling != leaf._spec.tiling
-        for leaf, way in zip(leaves, decision.ways, strict=True)
+        layout is not None
+        and isinstance(tensor, DTensorBase)
+        and layout[0].tiling != tensor._spec.tiling
+        for tensor, layout in zip(tensors, sharding.inputs, strict=True)
     )
 
 
 def _raised_within(error: TypeError, function: Any) -> bool:
-    """Whether an error came from a function's body, not from calling it."""
+    """True if an error came from a function's body, not from calling it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -191,36 +214,27 @@ def _raised_within(error: TypeError, function: Any) -> bool:
     return False
 
 
-def _vague(answer: Native) -> bool:
-    """Whether the factors do not tell how large each dim of each result is."""
+def _lacks_sizes(answer: Native) -> bool:
+    """True if the factors do not tell the size of each dim of each result."""
     return any(
         not dim or any(factor.whole for factor in dim) for out in answer.map.outputs for dim in out
     )
 
 
-def _shown(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:
-    """The result for tensors that have shapes only; None where torch cannot tell it so."""
+def _meta_result(call: Call) -> Any:
+    """The result without memory; None where torch cannot tell it so."""
     try:
-        return _on_shapes(func, args, kwargs, leaves)
-    except Exception:  # what is wrong with the call will be told where it is run
+        return call.on_meta()
+    except Exception:  # what is wrong with the call will be raised where it is run
         return None
 
 
-def _refused(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> bool:
-    """Whether torch refuses the call: it does not lack a rule, and will raise where it is run."""
+def _is_refused(call: Call) -> bool:
+    """True if torch refuses the call: it does not lack a rule, and will raise where it is run."""
     try:
-        _on_shapes(func, args, kwargs, leaves)
+        call.on_meta()
     except NotImplementedError:  # it has to see elements
         return False
     except Exception:
         return True
     return False
-
-
-def _on_shapes(func: Any, args: Args, kwargs: Kwargs, leaves: Sequence[Tensor]) -> Any:
-    """The result for tensors without memory."""
-    parts = iter([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
-    told = replaced(args, parts)
-    named = {name: replaced_one(value, parts) for name, value in kwargs.items()}
-    with torch.no_grad():
-        return func(*told, **named)

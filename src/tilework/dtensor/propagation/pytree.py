@@ -2,84 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.tensor import DTensor, wrap
-from tilework.layout import Replicate
-from tilework.mesh import DeviceMesh
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def whole_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
-    """The layout of a plain tensor that every rank has."""
-    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape))
+def with_tensors(args: Args, kwargs: Kwargs, tensors: Iterator[Any]) -> tuple[list[Any], Kwargs]:
+    """The arguments of a call with ``tensors`` in place of theirs, in order."""
+    return (
+        [_substituted(arg, tensors) for arg in args],
+        {name: _substituted(arg, tensors) for name, arg in kwargs.items()},
+    )
 
 
-def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor as a DTensor, replicated."""
-    return wrap(tensor, whole_spec(tensor, mesh))
-
-
-def replaced_one(value: Any, parts: Any) -> Any:
-    """The same argument with tensors replaced, in order."""
+def _substituted(value: Any, tensors: Iterator[Any]) -> Any:
     if isinstance(value, Tensor):
-        return next(parts)
+        return next(tensors)
     kind = value.__class__
     if kind is list or kind is tuple:
-        return kind([replaced_one(one, parts) for one in value])
+        return kind([_substituted(item, tensors) for item in value])
     if kind is dict:
-        return {name: replaced_one(one, parts) for name, one in value.items()}
+        return {name: _substituted(item, tensors) for name, item in value.items()}
     return value
 
 
-def replaced(values: Sequence[Any], parts: Any) -> list[Any]:
-    """The same arguments with tensors replaced, in order."""
-    return [replaced_one(value, parts) for value in values]
-
-
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(result: Any) -> list[Tensor]:
     """All tensors of a result, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [found for one in value for found in tensors_in(one)]
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in tensors_in(item)]
     return []
 
 
-def rebuilt(value: Any, parts: Any) -> Any:
-    """A result with its tensors replaced, in order."""
-    if isinstance(value, Tensor):
-        return next(parts)
-    if isinstance(value, list):
-        return [rebuilt(one, parts) for one in value]
-    if isinstance(value, tuple):
-        made = [rebuilt(one, parts) for one in value]
-        if type(value) is tuple:
-            return tuple(made)
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    return value
-
-
-def wrapped(result: Any, outputs: list[DTensorSpec] | None, mesh: DeviceMesh) -> Any:
-    """A local result as DTensors."""
-    found = tensors_in(result)
-    if not found:
-        return result
-    if outputs is None:
-        outputs = [whole_spec(one, mesh) for one in found]
-    if not torch.is_grad_enabled():  # torch's views still say that they require a gradient
-        found = [one.detach() if one.requires_grad else one for one in found]
-    return rebuilt(
-        result,
-        iter([
-            wrap(one, spec) if one.layout is torch.strided else one
-            for one, spec in zip(found, outputs, strict=True)
-        ]),
-    )  # fmt: skip
+def rebuilt(result: Any, tensors: Iterator[Any]) -> Any:
+    """A result with ``tensors`` in place of its own, in order."""
+    if isinstance(result, Tensor):
+        return next(tensors)
+    if isinstance(result, list):
+        return [rebuilt(item, tensors) for item in result]
+    if isinstance(result, tuple):
+        items = [rebuilt(item, tensors) for item in result]
+        if type(result) is tuple:
+            return tuple(items)
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+    return result

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch.call import into
 from tilework.dtensor.dispatch.op_names import special
-from tilework.dtensor.propagation.pytree import replicated
+from tilework.dtensor.dispatch.results import replicated, write_out
 from tilework.dtensor.random.generator import fill_part, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
@@ -76,7 +75,7 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     found = func(*map(_whole, args), **{name: _whole(one) for name, one in kwargs.items()})
     if out is None:
         return replicated(found, mesh)
-    into(out, replicated(found, mesh), func.__name__)
+    write_out(out, replicated(found, mesh), func.__name__)
     return out
 
 

@@ -28,7 +28,7 @@ def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             if any(isinstance(arg, DTensor) for arg in args):
-                return DTensor._run(function, args, {})
+                return DTensor._dispatch(function, args, {})
             return function(*args)
 
         return call  # type: ignore[return-value]

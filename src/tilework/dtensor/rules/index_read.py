@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.pytree import replicated
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import Span, operator, tied
 from tilework.dtensor.rules.reshaping import common_shape, dim_at

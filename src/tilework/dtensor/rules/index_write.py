@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.pytree import replicated, tensors_in
+from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import Span, operator
 from tilework.dtensor.rules.index_read import Indices, found, front_of, narrowed_to, spread

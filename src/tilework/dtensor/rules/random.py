@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch.call import write
 from tilework.dtensor.dispatch.op_names import body_of, special
+from tilework.dtensor.dispatch.results import replicated, write
 from tilework.dtensor.propagation.op_table import Answer, Composed, rule
-from tilework.dtensor.propagation.pytree import replicated
 from tilework.dtensor.random.generator import draw_alike, fill_part, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor

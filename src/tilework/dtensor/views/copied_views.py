@@ -52,7 +52,7 @@ def viewed(
     else:
         named = dict(kwargs)
         base, rest = named.pop("input"), ()
-    if not hasattr(base, "_view_of"):
+    if not isinstance(base, DTensorBase):
         return result  # of a plain tensor, which counts as replicated
     if base._view_of is None and not copied:
         return result
@@ -65,8 +65,8 @@ def viewed(
         if copied and name in _COPY_AT_NEED:
             result._view_of.base_strides = base.stride()  # type: ignore[attr-defined]
         return result
-    for i, one in enumerate(result):
-        mark(one, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
+    for i, item in enumerate(result):
+        mark(item, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
     return result
 
 

@@ -1,0 +1,100 @@
+"""The key of a call: everything that its sharding depends on, in a list of hashable things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.propagation.op_table import Rule
+from tilework.dtensor.propagation.pytree import Kwargs
+from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.views import copied_views
+from tilework.mesh import DeviceMesh
+
+NUMBERS = frozenset({int, float, bool, complex})
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+#: Ends a sequence in a key.
+_END = object()
+
+
+def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: bool) -> bool:
+    """True if there is no tensor in an argument, which is added to the key, its tensors to theirs.
+
+    Args:
+        arg: The argument.
+        key: The key so far.
+        tensors: The call's tensors so far.
+        values_matter: True if the values of numbers belong to the key, not only their types.
+    """
+    kind = arg.__class__
+    if kind is DTensor:
+        if arg._view_of is not None:
+            copied_views.refresh(arg)
+        tensors.append(arg)
+        key.append(id(arg._spec))
+        key.append(arg._local_tensor.dtype)
+        return False
+    key.append(kind)
+    if kind in NUMBERS:
+        if values_matter:
+            key.append(arg)
+        return True
+    if kind in _SEQUENCES:
+        plain = [add_to_key(item, key, tensors, values_matter) for item in arg]
+        key.append(_END)
+        return all(plain)
+    if isinstance(arg, Tensor):
+        tensors.append(arg)
+        key.append(arg.shape)
+        key.append(arg.dtype)
+        return False
+    if kind is dict:
+        plain = [add_to_key(x, key, tensors, values_matter) for item in arg.items() for x in item]
+        key.append(_END)
+        return all(plain)
+    if kind is slice:  # slices have no hash, and a tensor in one stands for a number
+        ends = (arg.start, arg.stop, arg.step)
+        arg = tuple([end if end is None else index(end) for end in ends])
+    key.append(arg)
+    return True
+
+
+def parameter_names(name: str, rule: Rule | None) -> tuple[str, ...]:
+    """The names of an operator's arguments in their order, as its rule and torch have them."""
+    if rule is None:
+        return ()
+    packet: Any = getattr(torch.ops.aten, name, None)
+    schemas = [getattr(packet, o)._schema for o in packet.overloads()] if packet else []
+    names = [argument.name for schema in schemas for argument in schema.arguments]
+    return tuple(dict.fromkeys([*signature(rule.answer).parameters, "input", *names]))
+
+
+def in_order(kwargs: Kwargs, names: Sequence[str]) -> Kwargs:
+    """Arguments in the order of ``names``, others last: rules count tensors by their place."""
+    return {name: kwargs[name] for name in names if name in kwargs} | kwargs
+
+
+def mesh_of(tensors: Sequence[Tensor]) -> DeviceMesh:
+    """The mesh of a call's DTensors.
+
+    Raises:
+        ValueError: They are on different meshes.
+    """
+    mesh: DeviceMesh | None = None
+    for tensor in tensors:
+        if tensor.__class__ is DTensor:
+            its = tensor._spec.mesh
+            if mesh is None:
+                mesh = its
+            elif its is not mesh and its != mesh:
+                raise ValueError(
+                    f"DTensors on different meshes meet in one operator: {mesh} and {its}; "
+                    f"redistribute one of them, or make it plain with full_tensor()"
+                )
+    assert mesh is not None
+    return mesh

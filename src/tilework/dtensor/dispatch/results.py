@@ -1,0 +1,126 @@
+"""Results of operators: made DTensors, written in place, or written to ``out=``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.autograd import gradients
+from tilework.dtensor.propagation.plain_inputs import replicated_spec
+from tilework.dtensor.propagation.propagation import OpSharding
+from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.layout import Placement, Shard
+from tilework.mesh import DeviceMesh
+
+
+def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor as a replicated DTensor."""
+    return wrap(tensor, replicated_spec(tensor, mesh))
+
+
+def wrapped(result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh) -> Any:
+    """A local result as DTensors of these layouts; None: replicated."""
+    tensors = tensors_in(result)
+    if not tensors:
+        return result
+    if outputs is None:
+        outputs = [replicated_spec(tensor, mesh) for tensor in tensors]
+    if not torch.is_grad_enabled():  # torch's views still say that they require a gradient
+        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    return rebuilt(
+        result,
+        iter([
+            wrap(tensor, spec) if tensor.layout is torch.strided else tensor
+            for tensor, spec in zip(tensors, outputs, strict=True)
+        ]),
+    )  # fmt: skip
+
+
+def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:
+    """The result on a rank outside the mesh: DTensors of the right shapes without elements."""
+    if sharding.meta_result is None:
+        raise RuntimeError(
+            f"the result of {name} depends on elements, and this rank is outside the mesh that has "
+            f"them: ask mesh.get_coordinate() first, which is None here"
+        )
+    tensors = tensors_in(sharding.meta_result)
+    outputs = sharding.outputs or [replicated_spec(tensor, mesh) for tensor in tensors]
+    return rebuilt(
+        sharding.meta_result,
+        iter([
+            wrap(torch.empty(0, dtype=tensor.dtype), spec)
+            for tensor, spec in zip(tensors, outputs, strict=True)
+        ]),
+    )  # fmt: skip
+
+
+# -- results that are written ----------------------------------------------------------------
+
+
+def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str) -> None:
+    """Write the local tensor ``value`` of layout ``spec`` to ``target``, in the target's layout."""
+    if spec.shape != target._spec.shape:
+        raise RuntimeError(
+            f"{name} would write a result of shape {list(spec.shape)} to a tensor of shape "
+            f"{list(target.shape)}"
+        )
+    target._local_tensor.copy_(redistribute_local(value, spec, target._spec))
+
+
+def replicated_like(target: DTensor, full: Tensor) -> DTensor:
+    """A full result of another shape as a DTensor, laid out as ``target`` is if that can be."""
+    tensor = replicated(full, target._spec.mesh)
+    if tensor.ndim != target.ndim:
+        return tensor
+    return tensor.redistribute(placements=[_even(one) for one in target.placements])
+
+
+def _even(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The result of a call with ``out=``: computed, then written there."""
+    out = kwargs.pop("out")
+    result = func(*args, **kwargs)
+    if isinstance(out, Tensor):
+        write_out(out, result, name)
+        return out
+    for target, value in zip(out, result, strict=True):
+        write_out(target, value, name)
+    if name.endswith("_copy"):  # unbind_copy and split_copy, which return nothing
+        return None
+    kind = getattr(torch.return_types, f"{type(result).__name__}_out", type(out))
+    return kind(out)
+
+
+def write_out(out: Any, value: Any, name: str) -> None:
+    """Write a result to the tensor that was passed as ``out=``."""
+    if not isinstance(out, DTensor) or not isinstance(value, DTensor):
+        raise TypeError(
+            f"{name} with out= needs a DTensor there if its inputs are DTensors, got "
+            f"{type(out).__name__}"
+        )
+    if not torch.can_cast(value.dtype, out.dtype):
+        raise RuntimeError(
+            f"result type {value.dtype} of {name} can't be cast to the desired output type "
+            f"{out.dtype}"
+        )
+    if out.requires_grad or (value.requires_grad and torch.is_grad_enabled()):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, "
+            f"but one of the arguments requires grad"
+        )
+    if out.shape != value.shape:
+        replacement = (
+            value.redistribute(placements=out.placements) if out.ndim == value.ndim else value
+        )
+        gradients.set_data(out, replacement.to(out.dtype))
+        return
+    write(out, value._local_tensor, value._spec, name)
