@@ -14,7 +14,8 @@ import torch
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, grid, numbered, on
 from tilework import sharded
-from tilework.sharded import ChunkShardingSpec, ShardedTensor, ShardingSpec, moves
+from tilework.sharded import ChunkShardingSpec, ShardedTensor, ShardingSpec
+from tilework.sharded.to_device import to_current_device
 
 SPECS = [chunks(0, [0, 1]), chunks(0, [1, 0, 1]), chunks(0, [1]), grid([1, 3], [2, 1], [0, 1])]
 
@@ -143,7 +144,8 @@ def test_nonsense() -> None:
 @pytest.fixture
 def second_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank's current device of the kind "meta" has the index 1."""
-    monkeypatch.setattr(moves, "_current", lambda kind: torch.device(kind, 1))
+    device = "tilework.sharded.to_device._current_device"
+    monkeypatch.setattr(device, lambda kind: torch.device(kind, 1))
 
 
 @pytest.mark.usefixtures("second_of_its_kind")
@@ -175,17 +177,17 @@ def test_another_ranks_device_is_refused_with_a_warning() -> None:
 def test_to_the_current_device_always_makes_a_tensor() -> None:
     def program(rank: int) -> None:
         st = cut(numbered([4, 3]), chunks(0, [0, 1]), rank)
-        here = moves.to_current(st, "cpu", None, False, torch.preserve_format, None)
+        here = to_current_device(st, "cpu", None, False, torch.preserve_format, None)
         check_moved(here, st, torch.float32, "cpu")
         assert here.local_tensor() is st.local_tensor()
-        there = moves.to_current(st, "meta", "meta", True, torch.contiguous_format, None)
+        there = to_current_device(st, "meta", "meta", True, torch.contiguous_format, None)
         check_moved(there, st, torch.float32, "meta")
         group = dist.new_group()
-        elsewhere = moves.to_current(st, "cpu", None, False, torch.preserve_format, group)
+        elsewhere = to_current_device(st, "cpu", None, False, torch.preserve_format, group)
         assert elsewhere.process_group is group
         for other in ("meta:3", 3, "cpu"):
             with pytest.raises(ValueError, match="moves to each rank's current device"):
-                moves.to_current(st, "meta", other, False, torch.preserve_format, None)
+                to_current_device(st, "meta", other, False, torch.preserve_format, None)
 
     on(2, program)
 

@@ -14,7 +14,6 @@ from tilework.sharded.creation import (
     zeros,
 )
 from tilework.sharded.device import RemoteDevice
-from tilework.sharded.formatting import show
 from tilework.sharded.from_full_tensor import from_full_tensor
 from tilework.sharded.metadata import (
     Shard,
@@ -30,6 +29,7 @@ from tilework.sharded.plan import Sharder, ShardingPlan, ShardingPlanner, shard_
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
 from tilework.sharded.serialization import load_with_process_group
 from tilework.sharded.sharding import PartialCoverError, shard_parameter, shard_tensor
+from tilework.sharded.show import show
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import NonMember
 from tilework.layout import Tiling
 from tilework.sharded import checks
-from tilework.sharded.formatting import as_text, one_line
-from tilework.sharded.metadata import Geometry, Shard, ShardedTensorMetadata, ShardMetadata
+from tilework.sharded.formatting import Overview, as_text, headline, overview
+from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
 from tilework.tiled.tensor import TiledTensor
@@ -23,26 +25,33 @@ BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
 
 class ShardedTensorBase(TiledTensor):
-    """Shards, and the metadata of the whole tensor. Knows no group, so it never communicates."""
+    """Shards, and the metadata of the full tensor. Has no group, and never communicates."""
 
     _sharding_spec: ShardingSpec
     _metadata: ShardedTensorMetadata
+    _shard_map: ShardMap
     _local_shards: list[Shard]
+    #: None in this class alone; handlers of operators are called with it.
+    _process_group: ProcessGroup | NonMember | None = None
 
     @classmethod
-    def _from_metadata(
+    def _assemble(
         cls: type[BaseT],
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
-        shards: Iterable[Shard],
+        shards: list[Shard],
+        shard_map: ShardMap,
+        group: ProcessGroup | NonMember | None,
     ) -> BaseT:
-        """Make one of what is known to fit together."""
-        properties, shards = metadata.tensor_properties, list(shards)
+        """A tensor of what is known to fit together."""
+        properties = metadata.tensor_properties
         device = shards[0].tensor.device if shards else _common_device(metadata)
         self = cls._wrap(metadata.size, properties.dtype, device, properties.requires_grad)
         self._sharding_spec = spec
         self._metadata = metadata
+        self._shard_map = shard_map
         self._local_shards = shards
+        self._process_group = group
         return self
 
     @classmethod
@@ -58,26 +67,26 @@ class ShardedTensorBase(TiledTensor):
         ranks is the caller's word.
 
         Args:
-            local_shards: Those that are here; may be all of them.
-            sharded_tensor_metadata: The whole tensor.
-            sharding_spec: How it is cut; inferred from the metadata if None.
+            local_shards: This rank's; may be all of them.
+            sharded_tensor_metadata: The full tensor's.
+            sharding_spec: The spec that gives these shards; inferred from the metadata if None.
 
         Raises:
-            ValueError: There are no shards, they overlap or leave a gap, the spec cuts otherwise,
+            ValueError: There are no shards, they overlap or leave a gap, the spec gives others,
                 or the layout is not strided.
         """
         metadata = sharded_tensor_metadata
         checks.check_metadata(metadata)
         checks.check_listed(local_shards, metadata)
         spec = checks.spec_of(metadata, sharding_spec)
-        return cls._from_metadata(spec, metadata, local_shards)
+        return cls._assemble(spec, metadata, list(local_shards), _map_by_placements(metadata), None)
 
     def metadata(self) -> ShardedTensorMetadata:
-        """The whole tensor's shards, size and properties; the same on every rank."""
+        """The size, the properties and all shards of the full tensor; the same on every rank."""
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """How the tensor is cut."""
+        """The spec that gives the shards."""
         return self._sharding_spec
 
     def local_shards(self) -> list[Shard]:
@@ -85,7 +94,7 @@ class ShardedTensorBase(TiledTensor):
         return self._local_shards
 
     def local_tensor(self) -> Tensor:
-        """The one shard of this rank.
+        """This rank's only shard.
 
         Raises:
             NotImplementedError: It holds none or several: see :meth:`local_shards`.
@@ -102,13 +111,10 @@ class ShardedTensorBase(TiledTensor):
 
     @property
     def tiling(self) -> Tiling:
-        places = [shard.placement for shard in self._metadata.shards_metadata]
-        ranks = [None if place is None else place.rank() for place in places]
-        owners = [-1 if rank is None else rank for rank in ranks]
-        return Geometry(self._metadata, owners).tiling
+        return self._shard_map.tiling
 
     def like(self: BaseT, tensors: Iterable[Tensor], **properties: Any) -> BaseT:
-        """A tensor cut as this one, of other local tensors. Local; not collective.
+        """A tensor sharded as this one, of other local tensors. Local; not collective.
 
         Args:
             tensors: One for each of :meth:`local_shards`, of the same size; any dtype or device.
@@ -129,53 +135,51 @@ class ShardedTensorBase(TiledTensor):
         ]
         metadata = self._metadata
         changed = replace(metadata.tensor_properties, **properties)
-        return self._again(shards, replace(metadata, tensor_properties=changed))
+        return self._sharded_alike(shards, replace(metadata, tensor_properties=changed))
 
-    def _again(self: BaseT, shards: list[Shard], metadata: ShardedTensorMetadata) -> BaseT:
-        """Cut and placed as this one; nothing needs to be checked again."""
-        made = type(self)._from_metadata(self._sharding_spec, metadata, shards)
-        made._inherit(self)
-        return made
-
-    def _inherit(self, other: ShardedTensorBase) -> None:
-        """Take over what tensors that are cut and placed alike have in common."""
+    def _sharded_alike(self: BaseT, shards: list[Shard], metadata: ShardedTensorMetadata) -> BaseT:
+        """A tensor sharded and placed as this one; unchecked."""
+        return self._assemble(
+            self._sharding_spec, metadata, shards, self._shard_map, self._process_group
+        )
 
     def _set_properties(self, **properties: Any) -> None:
         changed = replace(self._metadata.tensor_properties, **properties)
         self._metadata = replace(self._metadata, tensor_properties=changed)
 
     def is_pinned(self) -> bool:  # type: ignore[override]
-        """Whether the shards were asked to be in pinned memory."""
+        """True if the shards were asked to be in pinned memory."""
         return self._metadata.tensor_properties.pin_memory
-
-    def _group(self) -> Any:
-        """What handlers are given as the process group."""
-        return None
 
     def __hash__(self) -> int:
         return id(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return one_line(self)
+        return f"{type(self).__name__}({headline(self._overview())})"
 
     def __str__(self) -> str:
-        return as_text(self)
+        return as_text(self._overview(f"{type(self).__name__} "))
+
+    def _overview(self, name: str = "") -> Overview:
+        group = self._process_group
+        idle = () if group is None else {*group.global_ranks} - {*self.tiling.ranks}
+        return overview(self._metadata, self._sharding_spec, name, idle)
 
     def __format__(self, format_spec: str) -> str:
         return format(str(self), format_spec)
 
     def __copy__(self: BaseT) -> BaseT:
-        made = self._again(list(self._local_shards), self._metadata)
-        mark_parameter(made, _is_parameter(self))
-        return made
+        copied = self._sharded_alike(list(self._local_shards), self._metadata)
+        mark_parameter(copied, _is_parameter(self))
+        return copied
 
     def __deepcopy__(self: BaseT, memo: dict[int, Any]) -> BaseT:
         if id(self) not in memo:
             shards = [Shard(copy.deepcopy(s.tensor, memo), s.metadata) for s in self._local_shards]
-            made = memo[id(self)] = self._again(shards, self._metadata)
-            mark_parameter(made, _is_parameter(self))
-        found: BaseT = memo[id(self)]
-        return found
+            memo[id(self)] = self._sharded_alike(shards, self._metadata)
+            mark_parameter(memo[id(self)], _is_parameter(self))
+        copied: BaseT = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         shards = [(shard.tensor, shard.metadata) for shard in self._local_shards]
@@ -190,7 +194,7 @@ class ShardedTensorBase(TiledTensor):
         handler = None if first is None else find_handler(func, first._sharding_spec)
         if first is None or handler is None:
             raise checks.unsupported(func, args, kwargs)
-        return handler(types, args, kwargs, first._group())
+        return handler(types, args, kwargs, first._process_group)
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -212,13 +216,21 @@ def rebuild_base(
     """The tensor that was saved."""
     checks.check_metadata(metadata)
     local = [Shard(tensor, shard) for tensor, shard in shards]
-    made = ShardedTensorBase._from_metadata(spec, metadata, local)
-    mark_parameter(made, is_parameter)
-    return made
+    shard_map = _map_by_placements(metadata)
+    tensor = ShardedTensorBase._assemble(spec, metadata, local, shard_map, None)
+    mark_parameter(tensor, is_parameter)
+    return tensor
+
+
+def _map_by_placements(metadata: ShardedTensorMetadata) -> ShardMap:
+    """The owners that placements name; -1 for a worker or a device alone."""
+    places = [shard.placement for shard in metadata.shards_metadata]
+    ranks = [None if place is None else place.rank() for place in places]
+    return ShardMap(metadata, [-1 if rank is None else rank for rank in ranks])
 
 
 def _common_device(metadata: ShardedTensorMetadata) -> torch.device:
-    """The kind of device of all shards; the CPU where they differ."""
+    """The type of device of all shards; the CPU where they differ."""
     places = [shard.placement for shard in metadata.shards_metadata]
     kinds = {place.device().type for place in places if place is not None}
     return torch.device(kinds.pop() if len(kinds) == 1 else "cpu")

@@ -1,10 +1,9 @@
-"""Tensors of what each rank brings: all tell each other, so that what is wrong raises on all."""
+"""Sharded tensors of each rank's local shards, compared so that all ranks make it or all raise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from tilework.comm.agreement import Facts, agree_equal, check_equal
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
 from tilework.sharded import checks
+from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.metadata import (
     Items,
     Shard,
@@ -25,52 +25,52 @@ from tilework.sharded.specs import (
     ShardingSpec,
     infer_sharding_spec_from_shards_metadata,
 )
+from tilework.sharded.wrap import assemble
+
+BaseT = TypeVar("BaseT", bound=ShardedTensorBase)
 
 _MISMATCH = "ShardedTensor {name} property does not match from different ranks!"
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What a tensor is made of."""
+def from_local_shards(
+    cls: type[BaseT],
+    local_shards: Sequence[Shard],
+    global_size: Sequence[Any],
+    group: AnyGroup,
+    init_rrefs: bool,
+) -> BaseT:
+    """See :meth:`ShardedTensor.init_from_local_shards`; RRefs are made by the caller."""
 
-    spec: ShardingSpec
-    metadata: ShardedTensorMetadata
-    shards: list[Shard]
-
-
-def join_shards(
-    local_shards: Sequence[Shard], global_size: Sequence[Any], group: AnyGroup, init_rrefs: bool
-) -> Joined:
-    """See :meth:`ShardedTensor.init_from_local_shards`."""
-
-    def make() -> dict[str, Any]:
+    def facts() -> Facts:
         check_rrefs(init_rrefs, group)
         size = checks.flat_size(global_size)
         return {"global_size": list(size), **_facts(local_shards, group)}
 
-    ranks, said = _gather(make, "init_from_local_shards", group)
-    size, properties = torch.Size(said[0]["global_size"]), _common(ranks, said)
-    shards = Items(ShardMetadata(*shard) for facts in said for shard in facts["shards"])
+    ranks, by_rank = _agree_facts(facts, "init_from_local_shards", group)
+    size, properties = torch.Size(by_rank[0]["global_size"]), _common_properties(ranks, by_rank)
+    shards = Items(ShardMetadata(*shard) for facts in by_rank for shard in facts["shards"])
     metadata = ShardedTensorMetadata(shards, size, properties)
     checks.check_metadata(metadata)
     spec = infer_sharding_spec_from_shards_metadata(shards)
     if isinstance(spec, ChunkShardingSpec):
-        metadata = spec.build_metadata(size, properties)  # the same as of any tensor cut so
-    owned = checks.own_shards(local_shards, metadata, places(group, metadata.shards_metadata))
-    return Joined(spec, metadata, owned)
+        metadata = spec.build_metadata(size, properties)  # the same as of any tensor of this spec
+    placed = places(group, metadata.shards_metadata)
+    owned = checks.own_shards(local_shards, metadata, placed)
+    return assemble(cls, spec, metadata, placed, owned, group)
 
 
-def join_tensor(
+def from_local_tensor(
+    cls: type[BaseT],
     local_tensor: Tensor | None,
     spec: ShardingSpec,
     global_size: Sequence[Any],
     group: AnyGroup,
     init_rrefs: bool,
-) -> Joined:
-    """See :meth:`ShardedTensor.init_from_local_tensor`."""
+) -> BaseT:
+    """See :meth:`ShardedTensor.init_from_local_tensor`; RRefs are made by the caller."""
     shards: list[Shard] = []
 
-    def make() -> dict[str, Any]:
+    def facts() -> Facts:
         check_rrefs(init_rrefs, group)
         if local_tensor is not None and not local_tensor.is_contiguous():
             raise ValueError(
@@ -80,12 +80,13 @@ def join_tensor(
         size = checks.flat_size(global_size)
         metadata = checks.metadata_by(spec, size, TensorProperties())
         shards.extend(_only_shard(local_tensor, metadata, group))
-        told = {"global_size": list(size), "sharding_spec": checks.describe(metadata)}
-        return {**told, **_facts(shards, group)}
+        layout = {"global_size": list(size), "sharding_spec": checks.describe(metadata)}
+        return {**layout, **_facts(shards, group)}
 
-    ranks, said = _gather(make, "init_from_local_tensor", group)
-    metadata = spec.build_metadata(said[0]["global_size"], _common(ranks, said))
-    return Joined(spec, metadata, shards)
+    ranks, by_rank = _agree_facts(facts, "init_from_local_tensor", group)
+    metadata = spec.build_metadata(by_rank[0]["global_size"], _common_properties(ranks, by_rank))
+    placed = places(group, metadata.shards_metadata)
+    return assemble(cls, spec, metadata, placed, shards, group)
 
 
 def _only_shard(
@@ -93,18 +94,18 @@ def _only_shard(
 ) -> list[Shard]:
     rank = get_rank()
     placed = zip(metadata.shards_metadata, places(group, metadata.shards_metadata), strict=True)
-    mine = [shard for shard, (owner, _) in placed if owner == rank]
-    if len(mine) != (tensor is not None):
+    own = [shard for shard, (owner, _) in placed if owner == rank]
+    if len(own) != (tensor is not None):
         raise ValueError(
-            f"the spec gives rank {rank} {len(mine)} shards, but local_tensor is "
+            f"the spec gives rank {rank} {len(own)} shards, but local_tensor is "
             f"{'None' if tensor is None else 'one'}: use init_from_local_shards for several, and "
             f"None for none"
         )
-    return [] if tensor is None else [Shard(tensor, mine[0])]
+    return [] if tensor is None else [Shard(tensor, own[0])]
 
 
 def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
-    """What this rank tells the others of its shards, once it has checked them."""
+    """This rank's shards and their common properties, once they are checked."""
     rank = get_rank()
     if not isinstance(local_shards, Sequence) or not all(
         isinstance(s, Shard) for s in local_shards
@@ -119,42 +120,47 @@ def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
                 f"Local shard metadata's rank does not match with the rank in its process group! "
                 f"{shard.metadata.placement} is not rank {rank}"
             )
-        found = checks.named(TensorProperties.create_from_tensor(shard.tensor))
-        first = first or found
+        properties = checks.named(TensorProperties.create_from_tensor(shard.tensor))
+        first = first or properties
         for name, value in first.items():
-            if found[name] != value:
+            if properties[name] != value:
                 raise ValueError(
                     f"Local shards' tensor {name} property need to be the same on rank:{rank}! "
-                    f"Found one with {name}={value}, another with {name}={found[name]}"
+                    f"Found one with {name}={value}, another with {name}={properties[name]}"
                 )
-    parts = [shard.metadata for shard in local_shards]
-    shards = [(tuple(s.shard_offsets), tuple(s.shard_sizes), str(s.placement)) for s in parts]
+    described = [shard.metadata for shard in local_shards]
+    shards = [(tuple(s.shard_offsets), tuple(s.shard_sizes), str(s.placement)) for s in described]
     return {"properties": first, "shards": shards}
 
 
-def _gather(make: Any, operation: str, group: AnyGroup) -> tuple[list[int], Sequence[Facts]]:
+def _agree_facts(
+    facts: Callable[[], Facts], operation: str, group: AnyGroup
+) -> tuple[list[int], Sequence[Facts]]:
     """The ranks of the group and the facts of each, the same but for those of its own shards."""
-    found = resolve(group)
-    if isinstance(found, NonMember):
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
         raise ValueError(
             f"{operation}: rank {get_rank()} is not in the group of ranks "
-            f"{list(found.global_ranks)}, and cannot know what they bring: call it there only"
+            f"{list(resolved.global_ranks)}, and cannot know what they bring: call it there only"
         )
-    said = agree_equal(make, group, _MISMATCH, own=("properties", "shards"))
-    return get_process_group_ranks(group), said
+    by_rank = agree_equal(facts, group, _MISMATCH, own=("properties", "shards"))
+    return get_process_group_ranks(group), by_rank
 
 
-def _common(ranks: Sequence[int], said: Sequence[Facts]) -> TensorProperties:
+def _common_properties(ranks: Sequence[int], by_rank: Sequence[Facts]) -> TensorProperties:
     """The properties of all shards of all ranks."""
-    known = [(rank, facts["properties"]) for rank, facts in zip(ranks, said, strict=True)]
-    known = [(rank, properties) for rank, properties in known if properties]
+    known = {
+        rank: facts["properties"]
+        for rank, facts in zip(ranks, by_rank, strict=True)
+        if facts["properties"]
+    }
     if not known:
         raise ValueError(
             f"ShardedTensor have no local shards on all ranks: at least one of ranks {list(ranks)} "
             f"must bring one"
         )
-    _, first = known[0]
-    check_equal([facts for _, facts in known], [rank for rank, _ in known], _MISMATCH)
+    check_equal(list(known.values()), list(known), _MISMATCH)
+    first = next(iter(known.values()))
     return TensorProperties(
         getattr(torch, first["dtype"].removeprefix("torch.")),
         requires_grad=first["requires_grad"],

@@ -7,13 +7,10 @@ whatever is communicated, forward and backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tilework.sharded.base import ShardedTensorBase
+from tilework.sharded.base import ShardedTensorBase
 
 
 def graph_tiles(tensor: ShardedTensorBase) -> list[Tensor]:

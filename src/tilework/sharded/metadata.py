@@ -190,13 +190,14 @@ class ShardedTensorMetadata:
         return ShardedTensorMetadata, (shards, tuple(self.size), self.tensor_properties)
 
 
-class Geometry:
-    """Who holds which shard, by checked metadata. Tensors cut and placed alike share one.
+class ShardMap:
+    """The owner of each shard of checked metadata. Tensors sharded alike share one.
+
 
     Args:
         metadata: The tensor's.
         owners: The global rank of each shard.
-        results: What is known of operators' results, shared by all tensors made of one.
+        results: Cached layouts of operators' results, shared by all tensors made of one.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Geometry:
 
     @cached_property
     def tiling(self) -> Tiling:
-        """The same as boxes; made when it is first asked for."""
+        """The shards as tiles; made when it is first asked for."""
         shards = zip(self.metadata.shards_metadata, self.owners, strict=True)
         tiles = [trusted_tile(shard.box, (owner,)) for shard, owner in shards]
         return trusted_tiling(tuple(self.metadata.size), (tuple(tiles),))

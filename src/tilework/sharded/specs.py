@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from tilework.sharded.metadata import (
     trusted_shard,
 )
 
-if TYPE_CHECKING:
-    from tilework.sharded.tensor import ShardedTensor
-
 #: For so many sizes a spec keeps the shards that it made.
 _SIZES_KEPT = 16
 
@@ -38,8 +35,8 @@ _SIZES_KEPT = 16
 class ShardingSpec(ABC):
     """How tensors are cut. Two that are equal cut every tensor alike."""
 
-    #: :func:`tilework.sharded.shard_tensor` puts itself here: it is made of specs.
-    _shard_tensor: ClassVar[Callable[..., ShardedTensor]]
+    #: :func:`tilework.sharded.shard_tensor`, set where it is defined: tensors are made of specs.
+    _shard_tensor: ClassVar[Callable[..., Any]]
 
     @abstractmethod
     def build_metadata(
@@ -55,10 +52,8 @@ class ShardingSpec(ABC):
         """The same cuts, with all shards on ``device`` of the ranks that have them."""
         return _Moved(self, device)
 
-    def shard(
-        self, tensor: Tensor, src_rank: int = 0, process_group: AnyGroup = None
-    ) -> ShardedTensor:
-        """``tensor`` of ``src_rank``, cut so. See :func:`tilework.sharded.shard_tensor`."""
+    def shard(self, tensor: Tensor, src_rank: int = 0, process_group: AnyGroup = None) -> Any:
+        """A ShardedTensor of ``src_rank``'s values. See :func:`tilework.sharded.shard_tensor`."""
         return self._shard_tensor(tensor, self, src_rank, process_group)
 
 

@@ -1,4 +1,4 @@
-"""ShardedTensor: each rank holds some shards of one tensor, and knows where the others are."""
+"""ShardedTensor: shards of one tensor on the ranks of a group, and what moves them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilework.comm.world import AnyGroup, get_rank
-from tilework.sharded import checks, from_local_shards, moves, serialization
-from tilework.sharded.base import mark_parameter, rebuild_base
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import AnyGroup, NonMember, get_rank
+from tilework.sharded import checks, from_local_shards, gather, reshard, serialization, to_device
+from tilework.sharded.base import ShardedTensorBase, mark_parameter, rebuild_base
 from tilework.sharded.device import RemoteDevice
 from tilework.sharded.graph import graph_tiles, keep_stand_in
-from tilework.sharded.grouped import GroupedTensor
 from tilework.sharded.metadata import (
     Items,
     Shard,
@@ -28,13 +28,14 @@ from tilework.sharded.specs import (
     EnumerableShardingSpec,
     ShardingSpec,
 )
+from tilework.sharded.wrap import assemble
 
 if TYPE_CHECKING:
     from tilework.rpc import RRef
     from tilework.sharded.remote import RemoteShards
 
 
-class ShardedTensor(GroupedTensor):
+class ShardedTensor(ShardedTensorBase):
     """A tensor in shards on the ranks of a process group.
 
     Making one is collective in the sense that every rank must make it, with the same arguments;
@@ -42,16 +43,16 @@ class ShardedTensor(GroupedTensor):
     too: they hold no shards.
 
     Args:
-        sharding_spec: How the tensor is cut, and who gets which shard.
-        size: Its shape, as numbers or one sequence.
+        sharding_spec: The shards and their owners.
+        size: The shape, as numbers or one sequence.
         dtype: torch's default dtype if None.
         layout: Only torch.strided.
         requires_grad: Whether autograd records what is done with the shards.
         pin_memory: Whether the shards are to be in pinned memory, where an accelerator can
             make use of that.
         memory_format: Only torch.contiguous_format.
-        process_group: Whose ranks hold the shards; the default group if None. Placements name
-            global ranks.
+        process_group: The group whose ranks hold the shards; the default group if None.
+            Placements name global ranks.
         init_rrefs: Whether to make RRefs to all shards for :meth:`remote_shards`; collective
             over the default group, whose ranks must be RPC workers: blocks, and what is wrong on
             one rank raises on all.
@@ -71,6 +72,7 @@ class ShardedTensor(GroupedTensor):
         [torch.Size([3, 4]), torch.Size([2, 4])]
     """
 
+    _process_group: ProcessGroup | NonMember
     _init_rrefs = False
     _remote: RemoteShards | None = None
 
@@ -96,38 +98,30 @@ class ShardedTensor(GroupedTensor):
             metadata = checks.metadata_by(sharding_spec, checks.flat_size(size), properties)
             placed = places(process_group, metadata.shards_metadata)
             shards = checks.new_shards(metadata, placed, get_rank(), fill)
-            return cls._assembled(sharding_spec, metadata, placed, shards, process_group)
+            return assemble(cls, sharding_spec, metadata, placed, shards, process_group)
 
-        return cls._made(make, init_rrefs)
+        return cls._with_rrefs(make, init_rrefs)
 
     # A class with __new__ alone would pass its arguments on to Tensor.__init__.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     @classmethod
-    def _made(cls, make: Callable[[], ShardedTensor], init_rrefs: bool) -> ShardedTensor:
-        """What ``make()`` returns, which must not communicate; with RRefs if asked for."""
+    def _with_rrefs(cls, make: Callable[[], ShardedTensor], init_rrefs: bool) -> ShardedTensor:
+        """The tensor that ``make()`` returns without communicating; with RRefs if asked for."""
         if not init_rrefs:
             return make()
         # All ranks or none come to the exchange.
-        made = checks.agree_on(make, lambda st: checks.describe(st.metadata()), "the tensor", None)
-        made._share()
-        return made
+        tensor = checks.agree_on(
+            make, lambda st: checks.describe(st.metadata()), "the tensor", None
+        )
+        tensor._share_rrefs()
+        return tensor
 
-    def _share(self) -> None:
+    def _share_rrefs(self) -> None:
         from tilework.sharded import remote
 
         self._init_rrefs, self._remote = True, remote.share(self._local_shards)
-
-    @classmethod
-    def _of_joined(
-        cls, joined: from_local_shards.Joined, group: AnyGroup, init_rrefs: bool
-    ) -> ShardedTensor:
-        placed = places(group, joined.metadata.shards_metadata)
-        made = cls._assembled(joined.spec, joined.metadata, placed, joined.shards, group)
-        if init_rrefs:
-            made._share()
-        return made
 
     @classmethod
     def init_from_local_shards(
@@ -137,21 +131,25 @@ class ShardedTensor(GroupedTensor):
         process_group: AnyGroup = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """A tensor of the shards that each rank has.
+        """A tensor of each rank's local shards.
 
         Collective over the group; blocks. What is wrong on one rank raises on all.
 
         Args:
             local_shards: This rank's, which are used as they are; may be empty on some ranks.
-            global_size: The whole tensor's shape, the same on every rank.
+            global_size: The full tensor's shape, the same on every rank.
             process_group: The group; the default group if None.
             init_rrefs: See :class:`ShardedTensor`.
 
         Raises:
             ValueError: Shards do not fit this rank, each other, the size, or those of other ranks.
         """
-        joined = from_local_shards.join_shards(local_shards, global_size, process_group, init_rrefs)
-        return cls._of_joined(joined, process_group, init_rrefs)
+        tensor = from_local_shards.from_local_shards(
+            cls, local_shards, global_size, process_group, init_rrefs
+        )
+        if init_rrefs:
+            tensor._share_rrefs()
+        return tensor
 
     @classmethod
     def init_from_local_tensor(
@@ -162,7 +160,7 @@ class ShardedTensor(GroupedTensor):
         process_group: AnyGroup = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """A tensor of the one shard that each rank has, cut as ``sharding_spec`` says.
+        """A tensor of the one shard of each rank, sharded by ``sharding_spec``.
 
         Collective over the group; blocks. What is wrong on one rank raises on all.
 
@@ -170,17 +168,19 @@ class ShardedTensor(GroupedTensor):
             local_tensor: This rank's shard, contiguous; it is used as it is. None on ranks that
                 the spec gives none.
             sharding_spec: Gives each rank of the group at most one shard.
-            global_size: The whole tensor's shape, the same on every rank.
+            global_size: The full tensor's shape, the same on every rank.
             process_group: The group; the default group if None.
             init_rrefs: See :class:`ShardedTensor`.
 
         Raises:
             ValueError: The spec does not fit, or the tensor is not the shard that it names.
         """
-        joined = from_local_shards.join_tensor(
-            local_tensor, sharding_spec, global_size, process_group, init_rrefs
+        tensor = from_local_shards.from_local_tensor(
+            cls, local_tensor, sharding_spec, global_size, process_group, init_rrefs
         )
-        return cls._of_joined(joined, process_group, init_rrefs)
+        if init_rrefs:
+            tensor._share_rrefs()
+        return tensor
 
     @classmethod
     def from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order
@@ -208,9 +208,19 @@ class ShardedTensor(GroupedTensor):
             placed = places(process_group, metadata.shards_metadata)
             shards = checks.own_shards(local_shards, metadata, placed)
             spec = checks.spec_of(metadata, sharding_spec)
-            return cls._assembled(spec, metadata, placed, shards, process_group)
+            return assemble(cls, spec, metadata, placed, shards, process_group)
 
-        return cls._made(make, init_rrefs)
+        return cls._with_rrefs(make, init_rrefs)
+
+    @property
+    def process_group(self) -> ProcessGroup | NonMember:
+        """The group whose ranks hold the shards."""
+        return self._process_group
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The global rank of each of the metadata's shards."""
+        return self._shard_map.owners
 
     def gather(  # type: ignore[override]
         self,
@@ -219,7 +229,7 @@ class ShardedTensor(GroupedTensor):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Collect the whole tensor on one rank.
+        """Gather the full tensor on one rank.
 
         Collective over the group; blocks. Ranks outside it do nothing.
 
@@ -233,18 +243,18 @@ class ShardedTensor(GroupedTensor):
             ValueError: ``out`` is missing on ``dst``, has another shape or is given elsewhere, or
                 ``dst`` is not in the group. Raised on every rank.
         """
-        moves.gather(self, dst, out, enforce_dtype, dtype)
+        gather.gather(self, dst, out, enforce_dtype, dtype)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor as a plain one, on every rank of the group.
+        """The full tensor as a plain one, on every rank of the group.
 
         Collective over the group; blocks. Differentiable: the result is one value that all ranks
-        hold, so each shard's gradient is its part of the result's.
+        hold, so each shard's gradient is its slice of the result's.
         """
-        return moves.full_tensor(self)
+        return gather.full_tensor(self)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Cut this tensor anew, in place; return it.
+        """Reshard this tensor in place; return it.
 
         Collective over the group; blocks. Each rank receives only what it lacks. Takes memory for
         the new shards and one bounded buffer. The new shards of a leaf are leaves, without
@@ -258,7 +268,7 @@ class ShardedTensor(GroupedTensor):
             ValueError: It is no spec, or does not fit the tensor or the group; the tensor stays
                 as it was.
         """
-        return self._reshard(resharding_spec, through_autograd=not graph_tiles(self)[0].is_leaf)
+        return self._reshard_(resharding_spec, through_autograd=not graph_tiles(self)[0].is_leaf)
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """As :meth:`reshard`, but another tensor; gradients flow back to this one.
@@ -266,21 +276,16 @@ class ShardedTensor(GroupedTensor):
         Collective over the group, and so is backward through the result. Its ``remote_shards`` are
         not there.
         """
-        made = self._again(self._local_shards, self._metadata)
-        if not made._local_shards:
-            keep_stand_in(made, graph_tiles(self)[0])
-        return made._reshard(resharding_spec, through_autograd=self.requires_grad)
+        alias = self._sharded_alike(self._local_shards, self._metadata)
+        if not alias._local_shards:
+            keep_stand_in(alias, graph_tiles(self)[0])
+        return alias._reshard_(resharding_spec, through_autograd=self.requires_grad)
 
-    def _reshard(self, spec: ShardingSpec, through_autograd: bool) -> ShardedTensor:
-        metadata, geometry, shards, stand_in = moves.reshard(
-            self, spec, through_autograd and torch.is_grad_enabled()
-        )
-        self._sharding_spec, self._metadata, self._geometry = spec, metadata, geometry
-        self._local_shards = shards
-        if stand_in is not None:
-            keep_stand_in(self, stand_in)
+    def _reshard_(self, spec: ShardingSpec, through_autograd: bool) -> ShardedTensor:
+        through_autograd = through_autograd and torch.is_grad_enabled()
+        reshard.reshard(self, spec, init_rrefs=self._init_rrefs, through_autograd=through_autograd)
         if self._init_rrefs:
-            self._share()
+            self._share_rrefs()
         return self
 
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
@@ -310,7 +315,7 @@ class ShardedTensor(GroupedTensor):
         Raises:
             RuntimeError: A memory format other than contiguous or preserved.
         """
-        return moves.to(self, *args, **kwargs)
+        return to_device.to(self, *args, **kwargs)
 
     def cpu(
         self,
@@ -318,7 +323,7 @@ class ShardedTensor(GroupedTensor):
         process_group: AnyGroup = None,
     ) -> ShardedTensor:
         """This tensor in CPU memory; itself if it is there. See :meth:`to`."""
-        return moves.to(self, "cpu", memory_format=memory_format, process_group=process_group)
+        return to_device.to(self, "cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
         self,
@@ -334,7 +339,9 @@ class ShardedTensor(GroupedTensor):
         Raises:
             ValueError: ``device`` is not this rank's current CUDA device.
         """
-        return moves.to_current(self, "cuda", device, non_blocking, memory_format, process_group)
+        return to_device.to_current_device(
+            self, "cuda", device, non_blocking, memory_format, process_group
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
@@ -357,13 +364,13 @@ def _rebuild(
     def make() -> ShardedTensor:
         group = serialization.find_seat(seat)
         checks.check_metadata(metadata)
-        found, cut, local = serialization.as_loaded(metadata, spec, shards, place.device)
-        placed = places(group, found.shards_metadata)
-        return ShardedTensor._assembled(cut, found, placed, local, group)
+        loaded, new_spec, local = serialization.as_loaded(metadata, spec, shards, place.device)
+        placed = places(group, loaded.shards_metadata)
+        return assemble(ShardedTensor, new_spec, loaded, placed, local, group)
 
-    made = ShardedTensor._made(make, init_rrefs)
-    mark_parameter(made, is_parameter)
-    return made
+    tensor = ShardedTensor._with_rrefs(make, init_rrefs)
+    mark_parameter(tensor, is_parameter)
+    return tensor
 
 
 # What torch.load accepts with weights_only=True, besides tensors and containers.

@@ -13,10 +13,10 @@ from tilework.comm.world import get_rank
 from tilework.layout import Box
 from tilework.layout.box import Ints
 from tilework.sharded.metadata import (
-    Geometry,
     Items,
     Shard,
     ShardedTensorMetadata,
+    ShardMap,
     ShardMetadata,
 )
 from tilework.sharded.ops.tiles import emptied, graph_tiles, keep_stand_in
@@ -26,6 +26,7 @@ from tilework.sharded.specs import (
     infer_sharding_spec_from_shards_metadata,
 )
 from tilework.sharded.tensor import ShardedTensor
+from tilework.sharded.wrap import wrap_shards
 from tilework.tiled.box_propagation import LocalOp, NotLocal, propagate_boxes
 from tilework.tiled.factors import FactorMap
 
@@ -43,26 +44,26 @@ class ResultLayout:
         size: Its shape.
         spec: How it is sharded.
         shards: All its shards.
-        geometry: Which rank holds which.
+        shard_map: Which rank holds which.
         numbers: For each tile of the other tensor the number of its result; None if it has none.
     """
 
     size: torch.Size
     spec: ShardingSpec
     shards: Items[ShardMetadata]
-    geometry: Geometry
+    shard_map: ShardMap
     numbers: tuple[int | None, ...]
 
 
 def cached(tensor: ShardedTensor, key: Hashable, make: Callable[[], T]) -> T:
     """What ``make`` returns, which depends only on the key and on how the tensor lies."""
-    geometry, shards = tensor._geometry, tensor._metadata.shards_metadata
-    entry = geometry.results.get((geometry, key))
-    # Placements may differ in tensors of one geometry: those that were moved to another device.
+    shard_map, shards = tensor._shard_map, tensor._metadata.shards_metadata
+    entry = shard_map.results.get((shard_map, key))
+    # Placements may differ in tensors of one shard_map: those that were moved to another device.
     if entry is None or entry[0] is not shards:
-        if len(geometry.results) >= _MOST_KEPT:
-            geometry.results.clear()
-        entry = geometry.results[geometry, key] = shards, make()
+        if len(shard_map.results) >= _MOST_KEPT:
+            shard_map.results.clear()
+        entry = shard_map.results[shard_map, key] = shards, make()
     found: T = entry[1]
     return found
 
@@ -112,9 +113,9 @@ def layout_of_boxes(
             shards.append(ShardMetadata(box.offsets, box.sizes, shard.placement))
             owners.append(owner)
     whole = replace(metadata, shards_metadata=Items(shards), size=torch.Size(size))
-    geometry = Geometry(whole, owners, tensor._geometry.results)
+    shard_map = ShardMap(whole, owners, tensor._shard_map.results)
     return ResultLayout(
-        whole.size, _spec_of(whole), whole.shards_metadata, geometry, tuple(numbers)
+        whole.size, _spec_of(whole), whole.shards_metadata, shard_map, tuple(numbers)
     )
 
 
@@ -156,7 +157,7 @@ def of_tiles(
         tensor._metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
     )
     metadata = ShardedTensorMetadata(layout.shards, layout.size, properties)
-    made = tensor.relaid(layout.spec, metadata, layout.geometry, local)
+    made = wrap_shards(tensor, layout.spec, metadata, layout.shard_map, local)
     if not local:
         keep_stand_in(made, first)
     return made

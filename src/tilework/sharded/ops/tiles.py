@@ -17,6 +17,7 @@ from tilework.sharded.checks import unsupported
 from tilework.sharded.graph import graph_tiles as graph_tiles
 from tilework.sharded.graph import keep_stand_in as keep_stand_in
 from tilework.sharded.tensor import ShardedTensor
+from tilework.sharded.wrap import wrap_results
 
 OTHER_LAYOUT = (
     "both must be cut alike, on the same ranks: reshard one to the other's sharding_spec()"
@@ -46,7 +47,9 @@ def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
 def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
     """A tensor cut as ``operand``, of what came of its :func:`graph_tiles`."""
     kind = results[0].device.type
-    return operand.of_results(results, None if kind == operand.device.type else torch.device(kind))
+    return wrap_results(
+        operand, results, None if kind == operand.device.type else torch.device(kind)
+    )
 
 
 def settle(operand: ShardedTensor) -> ShardedTensor:
