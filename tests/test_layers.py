@@ -36,7 +36,6 @@ LATE_IMPORTS = {
     "tilework.sharded.remote": "loads RPC and ZeroMQ, and only remote shards need them",
     "tilework.comm.backends": "each is imported with its first group; torch's engines are slow",
     "tilework.interop": "re-exported by a package below it",
-    "tilework.dtensor.dispatch.op_names": "forgets handlers when a rule is registered",
 }
 
 

@@ -1,4 +1,4 @@
-"""Rules of a user's own."""
+"""``register_rule``: rules of a user's own operators."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tilework.dtensor import (
     register_rule,
     strict,
 )
-from tilework.dtensor.dispatch.op_names import forget
-from tilework.dtensor.propagation.op_table import RULES
+from tilework.dtensor.dispatch.handlers import forget_handler
 from tilework.testing import run_ranks
+from tilework.tiled import op_table
 
 
 @torch.library.custom_op("own::weighted", mutates_args=())
@@ -61,12 +61,10 @@ def _(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def rules() -> Iterator[None]:
-    before = dict(RULES)
     yield
-    for own in set(RULES) - set(before):
-        del RULES[own]
-        forget(own)
-    RULES.update(before)
+    for own in (torch.ops.own.weighted, torch.ops.own.largest, torch.ops.own.ordered):
+        op_table.forget(own)
+        forget_handler(own)
 
 
 @pytest.mark.usefixtures("rules")
@@ -144,7 +142,7 @@ def test_a_new_rule_takes_the_place_of_the_old_at_once() -> None:
 def test_what_is_no_line_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         register_rule(torch.ops.own.ordered, text)
-    assert torch.ops.own.ordered not in RULES
+    assert not op_table.find(torch.ops.own.ordered)[0].has_rule
 
 
 GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))

@@ -19,7 +19,7 @@ from tilework.tiled.box_propagation import (
     propagate_boxes,
     within,
 )
-from tilework.tiled.factors import Factor, FactorMap, Pattern, broadcast, factors_of, term
+from tilework.tiled.factors import Factor, FactorMap, Pattern, broadcast, dim_factors, factors_of
 from tilework.tiled.regroup import regrouped
 
 
@@ -86,13 +86,13 @@ def test_elementwise_with_broadcasting(data: st.DataObject) -> None:
     """Operands that lie alike are local; broadcast ones are where their tiles fit."""
     tiling = data.draw(shapes().flatmap(tilings))
     factors, dims = broadcast([tiling.shape, tiling.shape])
-    mapped = FactorMap(tuple(dims), (term(factors),))
+    mapped = FactorMap(tuple(dims), (dim_factors(factors),))
     assert isinstance(check(mapped, [tiling, tiling], torch.add), LocalOp)
     other = data.draw(tilings(tiling.shape))
     check(mapped, [tiling, other], torch.add)
     narrow = data.draw(tilings(tuple(data.draw(st.sampled_from([1, n])) for n in tiling.shape)))
     factors, dims = broadcast([tiling.shape, narrow.shape])
-    check(FactorMap(tuple(dims), (term(factors),)), [tiling, narrow], torch.add)
+    check(FactorMap(tuple(dims), (dim_factors(factors),)), [tiling, narrow], torch.add)
 
 
 @examples()
@@ -102,10 +102,10 @@ def test_a_dim_that_is_needed_whole_must_not_be_sharded(data: st.DataObject) -> 
     dim = data.draw(st.integers(0, len(tiling.shape) - 1))
     for kept in (True, False):
         rows = [
-            Factor(size, whole=at == dim) if kept or at != dim else None
+            Factor(size, unshardable=at == dim) if kept or at != dim else None
             for at, size in enumerate(tiling.shape)
         ]
-        mapped = FactorMap((term(rows),), (term(rows),))
+        mapped = FactorMap((dim_factors(rows),), (dim_factors(rows),))
         found = check(mapped, [tiling], lambda x: x.flip(dim))
         if dim in sharded_dims(tiling):
             assert found == NotLocal(Obstacle.UNSHARDABLE, 0, dim)
@@ -119,7 +119,7 @@ def test_a_reduced_dim_must_not_be_sharded(data: st.DataObject) -> None:
     tiling = data.draw(shapes(1, 1).flatmap(tilings))
     dim = data.draw(st.integers(0, len(tiling.shape) - 1))
     factors = factors_of(tiling.shape)
-    mapped = FactorMap((term(factors),), (term(factors[:dim] + factors[dim + 1 :]),))
+    mapped = FactorMap((dim_factors(factors),), (dim_factors(factors[:dim] + factors[dim + 1 :]),))
     found = check(mapped, [tiling], lambda x: x.sum(dim))
     expected = NotLocal(Obstacle.REDUCED, 0, dim) if dim in sharded_dims(tiling) else found
     assert found == expected
@@ -131,7 +131,7 @@ def test_permutations_are_always_local(data: st.DataObject) -> None:
     tiling = data.draw(shapes().flatmap(tilings))
     order = data.draw(st.permutations(range(len(tiling.shape))))
     factors = factors_of(tiling.shape)
-    mapped = FactorMap((term(factors),), (term([factors[d] for d in order]),))
+    mapped = FactorMap((dim_factors(factors),), (dim_factors([factors[d] for d in order]),))
     assert isinstance(check(mapped, [tiling], lambda x: x.permute(order)), LocalOp)
 
 
@@ -143,7 +143,7 @@ def test_other_shapes(data: st.DataObject) -> None:
     shape, size = data.draw(st.sampled_from(several)), data.draw(st.sampled_from(several))
     tiling = data.draw(tilings(shape))
     befores, afters = regrouped(shape, size)
-    mapped = FactorMap((tuple(befores),), (tuple(afters),), moves=True)
+    mapped = FactorMap((tuple(befores),), (tuple(afters),), rearranges=True)
     found = check(mapped, [tiling], lambda x: x.reshape(size), lambda x, box: x.reshape(box.sizes))
     if isinstance(found, NotLocal):
         assert found.obstacle in (Obstacle.UNALIGNED, Obstacle.SCATTERED, Obstacle.UNSHARDABLE)
@@ -153,7 +153,7 @@ def test_other_shapes(data: st.DataObject) -> None:
 def test_an_empty_tile_of_a_dim_of_size_1_stays_empty() -> None:
     tiles = [Tile(Box((0, 0), (1, 4)), (0,)), Tile(Box((1, 0), (0, 4)), (1,))]
     befores, afters = regrouped((1, 4), (4,))
-    mapped = FactorMap((tuple(befores),), (tuple(afters),), moves=True)
+    mapped = FactorMap((tuple(befores),), (tuple(afters),), rearranges=True)
     found = propagate_boxes(mapped, [Tiling.of_tiles((1, 4), tiles)])
     assert isinstance(found, LocalOp)
     assert [box.sizes for box in found.boxes()] == [(4,), (0,)]
@@ -185,10 +185,12 @@ def test_outer_product_of_rows() -> None:
 def test_putting_together_along_a_dim_that_is_whole(data: st.DataObject) -> None:
     tiling = data.draw(shapes(1, 1).flatmap(tilings))
     dim = data.draw(st.integers(0, len(tiling.shape) - 1))
-    inputs = [Factor(n, whole=at == dim) for at, n in enumerate(tiling.shape)]
+    inputs = [Factor(n, unshardable=at == dim) for at, n in enumerate(tiling.shape)]
     out = list(inputs)
-    out[dim] = Factor(2 * tiling.shape[dim], whole=True)
-    mapped = FactorMap((term(inputs), term(inputs)), (term(out),), moves=True)
+    out[dim] = Factor(2 * tiling.shape[dim], unshardable=True)
+    mapped = FactorMap(
+        (dim_factors(inputs), dim_factors(inputs)), (dim_factors(out),), rearranges=True
+    )
     found = check(mapped, [tiling, tiling], lambda *x: torch.cat(x, dim))
     assert isinstance(found, NotLocal) == (dim in sharded_dims(tiling))
 

@@ -7,10 +7,10 @@ from tilework.dtensor.construction.creation import empty, full, ones, rand, rand
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
 from tilework.dtensor.debug.formatting import show
-from tilework.dtensor.dispatch import call, tensor_attributes
+from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module
-from tilework.dtensor.propagation.op_table import register_rule
+from tilework.dtensor.propagation.register_rule import register_rule
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
 from tilework.dtensor.tensor import DTensor
@@ -48,7 +48,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, optimizers, tensor_attributes, rules, compiler_disable
+del call, compiler_disable, foreach, optimizers, rules, tensor_attributes
 
 
 def __getattr__(name: str) -> Any:

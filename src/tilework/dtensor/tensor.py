@@ -16,7 +16,7 @@ from tilework.dtensor.base import DTensorBase, wrap_as
 from tilework.dtensor.construction.from_local import joined_spec
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
-from tilework.dtensor.dispatch.op_names import HANDLERS
+from tilework.dtensor.dispatch.handlers import HANDLERS
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Placement, Replicate

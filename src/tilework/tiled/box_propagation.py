@@ -162,12 +162,12 @@ def _restrict(
 def _keeps_elements(mapped: FactorMap, tiling: Tiling) -> bool:
     """True if results have each element once, so that those of an empty tile are empty."""
     results = [math.prod(shape_of(dims)) for dims in mapped.outputs]
-    return mapped.moves and results == [math.prod(tiling.shape)]
+    return mapped.rearranges and results == [math.prod(tiling.shape)]
 
 
 def _obstacle(mapped: FactorMap, factor: Factor) -> Obstacle | None:
     """The obstacle if tiles have different parts of a factor; None if there is none."""
-    if factor.whole:
+    if factor.unshardable:
         return Obstacle.UNSHARDABLE
     for dims in mapped.outputs:
         dim = next((dim for dim in dims if factor in dim), None)

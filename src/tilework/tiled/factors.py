@@ -1,4 +1,4 @@
-"""Factor maps: what an operator does to dims, in a line; the language that rules are written in."""
+"""Factor maps: the loops (factors) that the dims of an operator's tensors run over, as text."""
 
 from __future__ import annotations
 
@@ -9,66 +9,73 @@ from dataclasses import dataclass, field
 
 
 class Factor:
-    """One loop of an operator: dims of inputs and outputs that have it are cut together.
+    """A loop of an operator: dims of inputs and outputs that run over it are sharded together.
 
-    Compared by identity. An axis of the mesh may cut one factor, or none.
+    Compared by identity. A mesh axis may shard one factor, or none.
 
     Args:
-        size: How many elements it runs over.
+        size: The number of elements that it runs over.
         name: For messages.
-        whole: Whether each rank needs all of it: it is never cut.
-        reduce_op: What combines the ranks' results if it is cut and an output lacks it; None if
-            nothing can.
+        unshardable: Whether each rank needs all of it.
+        reduce_op: The reduction of the ranks' results if it is sharded and an output lacks it;
+            None if there is none.
     """
 
-    __slots__ = ("name", "reduce_op", "size", "whole")
+    __slots__ = ("name", "reduce_op", "size", "unshardable")
 
     def __init__(
-        self, size: int, name: str = "", *, whole: bool = False, reduce_op: str | None = "sum"
+        self,
+        size: int,
+        name: str = "",
+        *,
+        unshardable: bool = False,
+        reduce_op: str | None = "sum",
     ) -> None:
-        self.size, self.name, self.whole, self.reduce_op = size, name, whole, reduce_op
+        self.size, self.name = size, name
+        self.unshardable, self.reduce_op = unshardable, reduce_op
 
     def __repr__(self) -> str:
-        return f"{self.name or 'factor'}={self.size}{'!' if self.whole else ''}"
+        return f"{self.name or 'factor'}={self.size}{'!' if self.unshardable else ''}"
 
 
-#: What a dim runs over: factors, the outermost first. None at all for a dim that is repeated
-#: (broadcast), and for one that is never cut.
+#: The factors that a dim runs over, the outermost first. None at all for a dim that is broadcast,
+#: and for one that is never sharded.
 Dim = tuple[Factor, ...]
+#: The factors of each dim of a tensor.
 DimFactors = tuple[Dim, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class FactorMap:
-    """What one call of an operator does to dims.
+    """The factors of all tensors of a call.
 
     Args:
-        inputs: For each tensor among the arguments, in their order, what its dims run over.
+        inputs: For each tensor among the arguments, in their order, the factors of its dims.
         outputs: For each tensor of the result, likewise.
         linear: Sets of inputs (their numbers) in which the operator is linear, all of a set
-            together: if these are sums over ranks and the others are not, the result is such a sum.
-        moves: Whether it only moves, repeats or drops elements: then any Partial passes.
-        added: Inputs that are added to what is summed over factors that no output has: where such
-            a factor is cut, one rank adds them.
+            together: if these are partial sums and the others are not, the result is one.
+        rearranges: Whether it only moves, repeats or drops elements: then any Partial passes.
+        addends: Inputs that are added to what is summed over factors that no output has: where
+            such a factor is sharded, one rank adds them.
     """
 
     inputs: tuple[DimFactors, ...]
     outputs: tuple[DimFactors, ...]
     linear: tuple[frozenset[int], ...] = ()
-    moves: bool = False
-    added: frozenset[int] = frozenset()
+    rearranges: bool = False
+    addends: frozenset[int] = frozenset()
 
     def reduces(self, factor: Factor) -> bool:
-        """Whether no output has a factor."""
+        """True if no output has a factor."""
         return not any(factor in dim for out in self.outputs for dim in out)
 
     def __str__(self) -> str:
-        def told(terms: Sequence[DimFactors]) -> str:
+        def written(tensors: Sequence[DimFactors]) -> str:
             return ", ".join(
-                " ".join("(" + " ".join(map(str, dim)) + ")" for dim in term) for term in terms
+                " ".join("(" + " ".join(map(str, dim)) + ")" for dim in dims) for dims in tensors
             )
 
-        return f"{told(self.inputs)} -> {told(self.outputs)}"
+        return f"{written(self.inputs)} -> {written(self.outputs)}"
 
 
 def factors_of(shape: Sequence[int], names: str = "") -> list[Factor]:
@@ -76,15 +83,15 @@ def factors_of(shape: Sequence[int], names: str = "") -> list[Factor]:
     return [Factor(size, names[i : i + 1] or f"d{i}") for i, size in enumerate(shape)]
 
 
-def term(dims: Sequence[Factor | Dim | None]) -> DimFactors:
-    """A term from factors, tuples of them, and None for dims without any."""
+def dim_factors(dims: Sequence[Factor | Dim | None]) -> DimFactors:
+    """The factors of each dim, from single factors, tuples of them, and None for dims without."""
     return tuple(
         () if dim is None else (dim,) if isinstance(dim, Factor) else tuple(dim) for dim in dims
     )
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors of the shape that shapes are broadcast to, and what each one's dims run over.
+    """The factors of the shape that shapes are broadcast to, and those of the dims of each.
 
     Example:
         >>> factors, (a, b) = broadcast([(4, 1), (3,)])
@@ -98,14 +105,14 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFa
             if size != 1:
                 sizes[at] = size
     factors = factors_of(sizes)
-    terms: list[DimFactors] = [
+    dims_of_each: list[DimFactors] = [
         tuple(
             (factors[at],) if size == sizes[at] else ()
             for at, size in enumerate(shape, ndim - len(shape))
         )
         for shape in shapes
     ]
-    return factors, terms
+    return factors, dims_of_each
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -117,8 +124,8 @@ def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     factors, _ = broadcast(shapes)
     sizes = tuple(factor.size for factor in factors)
     for shape in shapes:
-        for size, whole in zip(reversed(shape), reversed(sizes), strict=False):
-            if size not in (1, whole):
+        for size, broadcast_size in zip(reversed(shape), reversed(sizes), strict=False):
+            if size not in (1, broadcast_size):
                 raise ValueError(f"shapes {list(map(tuple, shapes))} do not broadcast together")
     return sizes
 
@@ -133,7 +140,7 @@ class _Token:
     name: str
     many: bool
     """Whether it stands for any number of dims, the last of which are aligned and broadcast."""
-    whole: bool
+    unshardable: bool
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,10 @@ class _Slot:
 class Pattern:
     """A factor map for any shapes, as text: ``b* i, o i, o? -> b* o``.
 
-    Terms are separated by commas: one for each tensor argument, in their order, then after ``->``
-    one for each tensor of the result. A term names what each dim runs over. ``b*`` stands for any
-    number of dims, which are broadcast as torch does it; ``i!`` for a dim that each rank needs
-    whole; a term that ends in ``?`` for an argument that may be None, all of whose dims are
-    broadcast.
+    Tensors are separated by commas: each tensor argument, in their order, then after ``->`` each
+    tensor of the result. For a tensor the factor of each dim is named. ``b*`` stands for any number
+    of dims, which are broadcast as torch does it; ``i!`` for a dim that is unshardable; a tensor
+    that ends in ``?`` for an argument that may be None, all of whose dims are broadcast.
 
     A factor that no output has is reduced: by a sum, unless ``reduce_ops`` says otherwise.
 
@@ -217,7 +223,7 @@ class Pattern:
                 Factor(
                     size,
                     name if len(its) == 1 else f"{name}{i}",
-                    whole=name in self._whole,
+                    unshardable=name in self._unshardable,
                     reduce_op=self.reduce_ops.get(name, "sum"),
                 )
                 for i, size in enumerate(its)
@@ -225,27 +231,27 @@ class Pattern:
             for name, its in sizes.items()
         }
         inputs = [
-            self._term(slot, span, factors)
+            self._dims(slot, span, factors)
             for slot, span in zip(slots, spans, strict=True)
             if span is not None
         ]
         outputs = [
-            term([factor for token in slot.tokens for factor in factors[token.name]])
+            dim_factors([factor for token in slot.tokens for factor in factors[token.name]])
             for slot in self.outputs
         ]
         return FactorMap(tuple(inputs), tuple(outputs))
 
     @property
-    def _whole(self) -> set[str]:
+    def _unshardable(self) -> set[str]:
         return {
             token.name
             for slot in (*self.inputs, *self.outputs)
             for token in slot.tokens
-            if token.whole
+            if token.unshardable
         }
 
     def _spans(self, slot: _Slot, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
-        """Which sizes each token of a term stands for."""
+        """The sizes that each token of a tensor stands for."""
         many = [token for token in slot.tokens if token.many]
         rest = len(shape) - (len(slot.tokens) - len(many))
         if rest < 0 or (rest > 0 and not many):
@@ -260,11 +266,11 @@ class Pattern:
         return spans
 
     def _sizes(self, spans: Sequence[list[tuple[str, list[int]]] | None]) -> dict[str, list[int]]:
-        """The sizes of each name's factors, broadcast over the terms."""
-        found: dict[str, list[int]] = {}
+        """The sizes of each name's factors, broadcast over the tensors."""
+        known_sizes: dict[str, list[int]] = {}
         for span in spans:
             for name, sizes in span or ():
-                known = found.setdefault(name, [])
+                known = known_sizes.setdefault(name, [])
                 known[:0] = [1] * (len(sizes) - len(known))
                 for at, size in enumerate(sizes, len(known) - len(sizes)):
                     if size != 1:
@@ -275,10 +281,10 @@ class Pattern:
                         known[at] = size
         for slot in self.outputs:
             for token in slot.tokens:
-                found.setdefault(token.name, [])
-        return found
+                known_sizes.setdefault(token.name, [])
+        return known_sizes
 
-    def _term(
+    def _dims(
         self, slot: _Slot, span: list[tuple[str, list[int]]], factors: Mapping[str, list[Factor]]
     ) -> DimFactors:
         dims: list[Factor | None] = []
@@ -290,7 +296,7 @@ class Pattern:
                         f"{name!r} in {self.text!r} has sizes {factor.size} and {size}"
                     )
                 dims.append(factor if factor.size == size else None)
-        return term(dims)
+        return dim_factors(dims)
 
 
 def _slot(part: str, text: str) -> _Slot:
@@ -298,16 +304,16 @@ def _slot(part: str, text: str) -> _Slot:
     optional = part.endswith("?")
     tokens = []
     for word in part.removesuffix("?").split():
-        found = _TOKEN.match(word)
-        if found is None:
+        match = _TOKEN.match(word)
+        if match is None:
             raise ValueError(
                 f"{word!r} in {text!r} is not a name, a name with * (any number of dims) or a name "
                 f"with ! (needed whole)"
             )
-        tokens.append(_Token(found[1], found[2] == "*", found[2] == "!"))
+        tokens.append(_Token(match[1], match[2] == "*", match[2] == "!"))
     return _Slot(tuple(tokens), optional)
 
 
 def volume(dim: Dim) -> int:
-    """How many elements a dim has."""
+    """The number of elements of a dim."""
     return math.prod(factor.size for factor in dim)

@@ -80,7 +80,7 @@ def _take_whole(befores: _Side, afters: _Side) -> None:
 def _whole(side: _Side) -> int:
     """Pass what is left of a dim; how much it was."""
     size = side.rest
-    side.take(Factor(size, "rest", whole=True))
+    side.take(Factor(size, "rest", unshardable=True))
     return size
 
 
@@ -93,6 +93,6 @@ def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim]
         (Factor(size, f"d{i}", reduce_op=None),) for i, size in enumerate(old[:same])
     ]
     return (
-        factors + [(Factor(size, "rest", whole=True),) for size in old[same:]],
-        factors + [(Factor(size, "rest", whole=True),) for size in new[same:]],
+        factors + [(Factor(size, "rest", unshardable=True),) for size in old[same:]],
+        factors + [(Factor(size, "rest", unshardable=True),) for size in new[same:]],
     )

@@ -28,8 +28,7 @@ from tilework.dtensor.dispatch.call_key import (
     mesh_of,
     parameter_names,
 )
-from tilework.dtensor.dispatch.foreach import FUSED, foreach
-from tilework.dtensor.dispatch.op_names import GETTERS, HANDLERS, SPECIAL, body_of, canonical
+from tilework.dtensor.dispatch.handlers import HANDLERS
 from tilework.dtensor.dispatch.results import (
     call_with_out,
     replicated,
@@ -38,7 +37,7 @@ from tilework.dtensor.dispatch.results import (
     wrapped,
     write,
 )
-from tilework.dtensor.propagation.op_table import RULES, Rule
+from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
 from tilework.dtensor.propagation.pytree import Args, Kwargs, with_tensors
@@ -48,6 +47,7 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
+from tilework.tiled.op_table import Handler, OpEntry, find
 
 _grad_enabled = torch.is_grad_enabled
 #: A mesh that has cached so many shardings forgets all.
@@ -62,24 +62,17 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return handler(func, args, kwargs)
 
 
-def _handler(func: Any) -> Callable[[Any, Args, Kwargs], Any]:
-    name, in_place = canonical(func)
-    if name.startswith("_foreach_") or f"{name}_" in FUSED:
-        return foreach
-    rule = RULES.get(func) or RULES.get(getattr(func, "overloadpacket", func))
-    if rule is None:
-        if (special := SPECIAL.get(name + "_" if in_place else name)) is not None:
-            return special
-        if (getter := GETTERS.get(name)) is not None:
-            return lambda func, args, kwargs: getter(args[0])
-        if name.endswith((".__get__", ".__set__")):
-            return _of_local
-        rule = RULES.get(name)
-    body = None if in_place else body_of(func)
+def _handler(func: Any) -> Handler:
+    entry, in_place = find(func)
+    if entry.dtensor_handler is not None:
+        return entry.dtensor_handler
+    if entry.name.endswith((".__get__", ".__set__")):
+        return _of_local
+    body = None if in_place or entry.is_opaque else without_override_checks(func)
     # With inplace= it calls one of two operators, of which each has a rule.
-    if body is not None and (rule is None or "inplace" in body.__code__.co_varnames):
+    if body is not None and (not entry.has_rule or "inplace" in body.__code__.co_varnames):
         return lambda func, args, kwargs: body(*args, **kwargs)
-    return Operator(name, in_place, rule)
+    return Operator(entry, in_place)
 
 
 def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -94,16 +87,15 @@ class Operator:
     """One operator on DTensors.
 
     Args:
-        name: Its canonical name.
+        entry: Everything that is known of it.
         in_place: True if it writes to its first argument.
-        rule: Its rule; None: it is run on gathered tensors.
     """
 
-    def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
-        self.name, self.in_place = name, in_place
-        self.propagator = ShardingPropagator(name, in_place, rule)
-        self._values_matter = rule is None or rule.values_matter
-        self._parameters = parameter_names(name, rule)
+    def __init__(self, entry: OpEntry, in_place: bool) -> None:
+        self.entry, self.name, self.in_place = entry, entry.name, in_place
+        self.propagator = ShardingPropagator(entry, in_place)
+        self._values_matter = entry.values_matter
+        self._parameters = parameter_names(entry)
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs and kwargs.get("out") is not None:
@@ -226,9 +218,8 @@ class Operator:
         first = 1 if self.in_place and result is not None else 0
         for number, tensor in enumerate(call.tensors[first:], first):
             layout, local = sharding.inputs[number], locals_[number]
-            # Running statistics are written to without being counted as written to.
-            uncounted = "batch_norm" in self.name and not tensor.requires_grad
-            if layout is not None and (uncounted or version_of(local) != versions[number]):
+            silent = number in sharding.silent_writes and not tensor.requires_grad
+            if layout is not None and (silent or version_of(local) != versions[number]):
                 assert isinstance(tensor, DTensor)
                 write(tensor, local, layout[0], self.name)
         return result
@@ -248,7 +239,7 @@ class Operator:
             result = wrapped(result, outputs, call.mesh)
         if sharding.view:
             return copied_views.viewed(
-                result, sharding.copied, call.func, self.name, call.args, call.kwargs
+                result, sharding.copied, call.func, self.entry.may_copy, call.args, call.kwargs
             )
         return result
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Rule
 from tilework.dtensor.propagation.pytree import Kwargs
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
+from tilework.tiled.op_table import OpEntry, aten_parameters
 
 NUMBERS = frozenset({int, float, bool, complex})
 _SEQUENCES = frozenset({list, tuple, torch.Size})
@@ -64,14 +64,13 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
     return True
 
 
-def parameter_names(name: str, rule: Rule | None) -> tuple[str, ...]:
-    """The names of an operator's arguments in their order, as its rule and torch have them."""
-    if rule is None:
+def parameter_names(entry: OpEntry) -> tuple[str, ...]:
+    """The names of an operator's arguments in their order, as its rules and torch have them."""
+    rules = [rule for rule in (entry.decomposition, entry.rule) if rule is not None]
+    if not rules:
         return ()
-    packet: Any = getattr(torch.ops.aten, name, None)
-    schemas = [getattr(packet, o)._schema for o in packet.overloads()] if packet else []
-    names = [argument.name for schema in schemas for argument in schema.arguments]
-    return tuple(dict.fromkeys([*signature(rule.answer).parameters, "input", *names]))
+    names = [name for rule in rules for name in signature(rule).parameters]
+    return tuple(dict.fromkeys([*names, "input", *aten_parameters(entry.name)]))
 
 
 def in_order(kwargs: Kwargs, names: Sequence[str]) -> Kwargs:

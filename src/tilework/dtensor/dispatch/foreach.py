@@ -11,27 +11,21 @@ from torch import Tensor
 from tilework.comm.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.dispatch.op_names import special
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.tiled.op_table import dtensor_handler, entry_of
 
-_NAMES = """
-    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp
-    expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round
-    rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero
-"""
-#: Those that do the same to each element. Others are run tensor by tensor.
-ELEMENTWISE = frozenset(_NAMES.split())
-#: What is called for each tensor, where that has another name.
+#: The operator of each tensor, where that has another name.
 _SINGLE = {
     "norm": torch.linalg.vector_norm,
     "powsum": lambda x, power, **kwargs: x.abs().pow(power).sum(**kwargs),
 }
 #: Steps of optimizers on lists of parameters, gradients and states.
-FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
+_FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
 
 
+@dtensor_handler(*_FUSED, *(name for name in dir(torch) if name.startswith("_foreach_")))
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of lists on DTensors.
 
@@ -40,7 +34,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
-    layouts = _layouts(lists) if name in FUSED or _plain_name(name) in ELEMENTWISE else None
+    is_elementwise = name in _FUSED or entry_of(_plain_name(name)).is_elementwise
+    layouts = _layouts(lists) if is_elementwise else None
     if layouts is None:
         return _one_by_one(name, args, kwargs)
     result = func(
@@ -57,7 +52,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-@special("_amp_foreach_non_finite_check_and_unscale_")
+@dtensor_handler("_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale gradients in place, as ``GradScaler`` does; all ranks learn what one rank finds."""
     grads, found, scale = args

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
-from tilework.dtensor.dispatch.op_names import special
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
+from tilework.tiled.op_table import dtensor_handler
 
 
-@special("size")
+@dtensor_handler("size")
 def _size(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *dim = args
     dim = dim[0] if dim else kwargs.get("dim")
     return tensor._spec.size if dim is None else tensor._spec.size[dim]
 
 
-@special("dim", "ndimension")
+@dtensor_handler("dim", "ndimension")
 def _dim(func: Any, args: Any, kwargs: Any) -> int:
     return len(args[0]._spec.shape)
 
 
-@special("numel", "nelement")
+@dtensor_handler("numel", "nelement")
 def _numel(func: Any, args: Any, kwargs: Any) -> int:
     return math.prod(args[0]._spec.shape)
 
 
-@special("__len__")
+@dtensor_handler("__len__")
 def _len(func: Any, args: Any, kwargs: Any) -> int:
     (tensor,) = args
     if not tensor._spec.shape:
@@ -38,12 +40,12 @@ def _len(func: Any, args: Any, kwargs: Any) -> int:
     return int(tensor._spec.shape[0])
 
 
-@special("__hash__")
+@dtensor_handler("__hash__")
 def _hash(func: Any, args: Any, kwargs: Any) -> int:
     return id(args[0])
 
 
-@special("stride")
+@dtensor_handler("stride")
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *dim = args
     strides = strides_of(tensor)
@@ -62,12 +64,12 @@ def strides_of(tensor: DTensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
-@special("is_contiguous")
+@dtensor_handler("is_contiguous")
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(func(args[0]._local_tensor, *args[1:], **kwargs))
 
 
-@special(
+@dtensor_handler(
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device"),
     *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
 )
@@ -75,7 +77,7 @@ def _of_part(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*[local_graph.plain(arg) for arg in args], **kwargs)
 
 
-@special("detach")
+@dtensor_handler("detach", is_view=True)
 def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
     if tensor._view_of is None:
@@ -86,7 +88,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     return made
 
 
-@special("detach_")
+@dtensor_handler("detach_")
 def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
     tensor._local_tensor = tensor._local_tensor.detach_()
@@ -94,7 +96,7 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     return tensor  # type: ignore[no-any-return]
 
 
-@special("backward")
+@dtensor_handler("backward")
 def _backward(func: Any, args: Any, kwargs: Any) -> None:
     if func is torch.autograd.backward:
         gradients.autograd_backward(*args, **kwargs)
@@ -102,38 +104,38 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
         DTensor.backward(*args, **kwargs)
 
 
-@special("register_hook")
+@dtensor_handler("register_hook")
 def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     return DTensor.register_hook(*args, **kwargs)
 
 
-@special("requires_grad_")
+@dtensor_handler("requires_grad_")
 def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
     return DTensor.requires_grad_(*args, **kwargs)
 
 
-@special("grad")
+@dtensor_handler("grad")
 def _grad(func: Any, args: Any, kwargs: Any) -> Any:
     return gradients.autograd_grad(*args, **kwargs)
 
 
-@special("is_same_size")
+@dtensor_handler("is_same_size")
 def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(args[0].shape == args[1].shape)
 
 
-@special("__repr__")
+@dtensor_handler("__repr__")
 def _repr(func: Any, args: Any, kwargs: Any) -> str:
     return repr(args[0])
 
 
-@special("__format__")
+@dtensor_handler("__format__")
 def _format(func: Any, args: Any, kwargs: Any) -> str:
     tensor, spec = args
     return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
 
 
-@special(
+@dtensor_handler(
     *("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
     *("_make_dual", "make_dual", "share_memory_"),
 )
@@ -143,3 +145,19 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
         f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
         f"it plain with full_tensor(), or take this rank's part with to_local()"
     )
+
+
+# -- properties that are operators -----------------------------------------------------------
+
+
+def _property(name: str, read: Callable[[Tensor], Any]) -> None:
+    dtensor_handler(f"{name}.__get__")(lambda func, args, kwargs: read(args[0]))
+
+
+_property("T", lambda x: x.permute(tuple(range(x.dim()))[::-1]))
+_property("mT", lambda x: x.transpose(-2, -1))
+_property("H", lambda x: x.transpose(0, 1).conj() if x.dim() == 2 else x.conj())
+_property("mH", lambda x: x.transpose(-2, -1).conj())
+_property("real", torch.real)
+_property("imag", torch.imag)
+_property("nbytes", lambda x: x.numel() * x.element_size())

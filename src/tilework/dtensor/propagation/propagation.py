@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
-from tilework.dtensor.dispatch.op_names import draws
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, Native, Placed, Rule
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import check_same, replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
+from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
+from tilework.tiled.op_table import OpEntry, aten_parameters
 
 #: The layout that an input must have, and the axes along which its gradient is then partial.
 InputLayout = tuple[DTensorSpec, Ints]
@@ -72,6 +72,8 @@ class OpSharding:
     #: True if results share memory with the first argument in torch; and if they are copies here.
     view: bool = False
     copied: bool = False
+    #: Numbers of the tensors that it writes to without torch counting it as a write.
+    silent_writes: frozenset[int] = frozenset()
     #: The result without memory, for ranks outside the mesh.
     meta_result: Any = None
 
@@ -80,20 +82,20 @@ class ShardingPropagator:
     """Finds the shardings of one operator's calls.
 
     Args:
-        name: Its canonical name.
+        entry: Everything that is known of it.
         in_place: True if it writes to its first argument.
-        rule: Its rule; None: it is run on gathered tensors.
     """
 
-    def __init__(self, name: str, in_place: bool, rule: Rule | None) -> None:
-        self.name, self.in_place, self.rule = name, in_place, rule
-        self.draws = draws(name)
+    def __init__(self, entry: OpEntry, in_place: bool) -> None:
+        self.entry, self.in_place = entry, in_place
+        self.name, self.draws = entry.name, entry.draws
 
     def propagate(self, call: Call) -> OpSharding:
         """The sharding of calls like this one. Collective if plain tensors are among theirs."""
         sharding = self._sharding(call)
-        sharding.view = self.name in copied_views.VIEWS and sharding.composed is None
+        sharding.view = self.entry.is_view and sharding.composed is None
         sharding.copied = sharding.view and _moves_elements(sharding, call.tensors)
+        sharding.silent_writes = self._silent_writes(call)
         sharding.specs = call.specs
         if not call.mesh.here:
             sharding.as_is = sharding.as_is_without_grad = False
@@ -104,7 +106,7 @@ class ShardingPropagator:
     def _sharding(self, call: Call) -> OpSharding:
         check_same(self.name, call.tensors, call.mesh)
         args = [
-            Arg(
+            DTensorArg(
                 number,
                 tensor._spec
                 if isinstance(tensor, DTensorBase)
@@ -114,39 +116,58 @@ class ShardingPropagator:
             for number, tensor in enumerate(call.tensors)
         ]
         answer = self._ask_rule(call, args)
-        if isinstance(answer, Composed):
+        if isinstance(answer, Decomposition):
             return OpSharding([], None, composed=answer.run)
         # Meta tensors cost torch slow imports, at times: only where nothing else tells shapes.
-        known = not (isinstance(answer, Native) and answer.shapes is None and _lacks_sizes(answer))
+        known = not (
+            isinstance(answer, LocalCall) and answer.shapes is None and _lacks_sizes(answer)
+        )
         meta_result = None if known and call.mesh.here else _meta_result(call)
-        if isinstance(answer, Placed):
+        if isinstance(answer, PlacedCall):
             inputs: list[InputLayout | None] = [
                 None if needed == arg.spec else (needed, ())
                 for needed, arg in zip(answer.inputs, args, strict=True)
             ]
             return OpSharding(inputs, list(answer.outputs), answer.run, meta_result=meta_result)
-        if answer is not None:
-            sharding = self._native(answer, args, meta_result)
+        if isinstance(answer, LocalCall):
+            sharding = self._local_call(answer, args, meta_result)
             if sharding is not None:
                 return sharding
-        if self.rule is None or not _is_refused(call):
+        if not self.entry.has_rule or not _is_refused(call):
             dtypes = [arg.dtype for arg in args]
             explain.gathers(self.name, [arg.spec for arg in args], dtypes)
         return self._gathered(args, meta_result)
 
-    def _ask_rule(self, call: Call, args: Sequence[Arg]) -> Answer:
-        if self.rule is None:
-            return None
+    def _silent_writes(self, call: Call) -> frozenset[int]:
+        """The numbers of the tensors that are written to without torch counting it."""
+        if not self.entry.silent_writes:
+            return frozenset()
+        by_name = {**dict(zip(aten_parameters(self.name), call.args, strict=False)), **call.kwargs}
+        written = [by_name.get(name) for name in self.entry.silent_writes]
+        return frozenset(
+            number for number, x in enumerate(call.tensors) if any(x is arg for arg in written)
+        )
+
+    def _ask_rule(self, call: Call, args: Sequence[DTensorArg]) -> RuleResult:
+        """The result of the decomposition, else of the rule; None if neither knows the call."""
         positional, named = with_tensors(call.args, call.kwargs, iter(args))
         named.pop("out", None)  # it is None
-        try:
-            return self.rule.answer(*positional, **named)
-        except TypeError as error:
-            if _raised_within(error, self.rule.answer):
-                raise
-            return None  # called with arguments that the rule does not know
+        for rule in (self.entry.decomposition, self.entry.rule):
+            if rule is None:
+                continue
+            try:
+                result = rule(*positional, **named)
+            except TypeError as error:
+                if _raised_within(error, rule):
+                    raise
+                continue  # called with arguments that the rule does not know
+            if result is not None:
+                return result
+        return None
 
-    def _native(self, answer: Native, args: Sequence[Arg], meta_result: Any) -> OpSharding | None:
+    def _local_call(
+        self, answer: LocalCall, args: Sequence[DTensorArg], meta_result: Any
+    ) -> OpSharding | None:
         shapes = answer.shapes
         if shapes is None and meta_result is not None:
             shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
@@ -177,7 +198,7 @@ class ShardingPropagator:
             meta_result=meta_result,
         )
 
-    def _gathered(self, args: Sequence[Arg], meta_result: Any) -> OpSharding:
+    def _gathered(self, args: Sequence[DTensorArg], meta_result: Any) -> OpSharding:
         """The operator on full tensors, which every rank gets."""
         inputs: list[InputLayout | None] = [
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in args
@@ -214,10 +235,12 @@ def _raised_within(error: TypeError, function: Any) -> bool:
     return False
 
 
-def _lacks_sizes(answer: Native) -> bool:
+def _lacks_sizes(answer: LocalCall) -> bool:
     """True if the factors do not tell the size of each dim of each result."""
     return any(
-        not dim or any(factor.whole for factor in dim) for out in answer.map.outputs for dim in out
+        not dim or any(factor.unshardable for factor in dim)
+        for out in answer.map.outputs
+        for dim in out
     )
 
 

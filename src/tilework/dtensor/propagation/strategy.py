@@ -74,7 +74,7 @@ class Strategy:
         """The axes that shard a factor, the outermost first."""
         return axes_of(_splits(factor, self.roles, self.order))
 
-    def part(self, factor: Factor) -> tuple[int, int]:
+    def local_range(self, factor: Factor) -> tuple[int, int]:
         """Offset and size of this rank's shard of a factor; an empty one outside the mesh."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
@@ -82,8 +82,12 @@ class Strategy:
         splits = _splits(factor, self.roles, self.order)
         return shard_at(factor.size, self.mesh.shape, splits, coordinate)
 
+    def is_sharded(self, factor: Factor) -> bool:
+        """True if some axis shards a factor."""
+        return any(isinstance(role, ShardFactor) and role.factor is factor for role in self.roles)
+
     @cached_property
-    def leaves_empty(self) -> bool:
+    def has_empty_shards(self) -> bool:
         """True if some rank's shard of an input has no elements."""
         coordinates = list(itertools.product(*map(range, self.mesh.shape)))
         return any(
@@ -92,7 +96,7 @@ class Strategy:
 
     def local_size(self, dim: Dim) -> int:
         """The number of elements that this rank has of a dim."""
-        return math.prod([self.part(factor)[1] for factor in dim])
+        return math.prod([self.local_range(factor)[1] for factor in dim])
 
 
 def choose(
@@ -150,7 +154,7 @@ def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[R
             dim = dims[placement.dim]
             # The outermost factor that has elements to split: a shard of it is a range of the dim.
             factor = next((each for each in dim if each.size != 1), dim[0] if dim else None)
-            if factor is None or factor.whole:
+            if factor is None or factor.unshardable:
                 continue
             sizes = _factor_sizes(placement, spec, axis, dim, factor)
             roles += [ShardFactor(factor, sizes), ShardFactor(factor)]
@@ -165,7 +169,7 @@ def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[R
 
 def _partial_together(mapped: FactorMap, reduce_op: str) -> Sequence[frozenset[int]]:
     """The sets of inputs that may be partial together."""
-    if mapped.moves:
+    if mapped.rearranges:
         return [frozenset(range(len(mapped.inputs)))]
     return mapped.linear if reduce_op in ("sum", "avg") else ()
 
@@ -275,7 +279,7 @@ class _Assignment:
     def _without(self, number: int | None, factor: Factor) -> Placement:
         """The placement of an input that lacks a sharded factor, or (``number=None``) an output."""
         mapped = self._mapped
-        if number is not None and not (number in mapped.added and mapped.reduces(factor)):
+        if number is not None and not (number in mapped.addends and mapped.reduces(factor)):
             return Replicate()
         if factor.reduce_op is None:
             raise _Infeasible

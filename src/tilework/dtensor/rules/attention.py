@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.layout import Shard
-from tilework.tiled.factors import Dim, Factor, broadcast, term, volume
+from tilework.tiled.factors import Dim, Factor, broadcast, dim_factors, volume
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
@@ -30,40 +31,46 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Answer:
+) -> RuleResult:
     tensors = [query, key, value]
     if any(one.ndim < 2 + enable_gqa for one in tensors) or (is_causal and attn_mask is not None):
         return None  # torch says what is wrong
     if dropout_p > 0 or _keys_are_apart(query, key, value):
-        return Composed(attention_in_steps)
+        return Decomposition(attention_in_steps)
     leading = _heads(tensors) if enable_gqa else _batch(tensors)
     if leading is None:
         return None
     out, (of_query, of_key, of_value) = leading
-    length, keys = Factor(query.shape[-2], "length"), Factor(key.shape[-2], "keys", whole=True)
-    depth, width = Factor(query.shape[-1], "depth", whole=True), Factor(value.shape[-1], "width")
+    length, keys = (
+        Factor(query.shape[-2], "length"),
+        Factor(key.shape[-2], "keys", unshardable=True),
+    )
+    depth, width = (
+        Factor(query.shape[-1], "depth", unshardable=True),
+        Factor(value.shape[-1], "width"),
+    )
     inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
         query: [*of_query, length, depth],
         key: [*of_key, keys, depth],
         value: [*of_value, keys, width],
     }
     if attn_mask is not None:
-        inputs[attn_mask] = aligned(attn_mask.shape, term([*out, length, keys]))
+        inputs[attn_mask] = aligned(attn_mask.shape, dim_factors([*out, length, keys]))
 
-    def run(choice: Strategy) -> Callable[..., Tensor] | None:
+    def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
         # What runs is of one kind on all ranks: their gradients have to come in one order.
-        if is_causal and choice.axes(length):
-            offset, size = choice.part(length)
-            of_part = attention_in_steps if choice.leaves_empty else _attend
+        if is_causal and ranges.is_sharded(length):
+            offset, size = ranges.local_range(length)
+            of_part = attention_in_steps if ranges.has_empty_shards else _attend
             return partial(_causal, of_part, offset, size, scale=scale, enable_gqa=enable_gqa)
-        if not choice.leaves_empty:
+        if not ranges.has_empty_shards:
             return None
         return partial(attention_in_steps, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    return native(inputs, [[*out, length, width]], linear=[[value]], run=run)
+    return local_call(inputs, [[*out, length, width]], linear=[[value]], run=run)
 
 
-def _keys_are_apart(query: Arg, key: Arg, value: Arg) -> bool:
+def _keys_are_apart(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
     """Whether keys are cut, and queries are few and whole: they cost less than keys to move."""
     cutting = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, MakeRun, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import tied
 from tilework.tiled.factors import Dim, Factor, factors_of
+from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _torch: Any = torch
 _nn: Any = torch._C._nn
@@ -24,7 +24,7 @@ def on_parts(
     function: Callable[..., Any],
     given: Mapping[str, Any],
     dtypes: Sequence[torch.dtype | None] = (None,),
-    local: Callable[[Strategy], Mapping[str, Any]] = lambda choice: {},
+    local: Callable[[LocalRanges], Mapping[str, Any]] = lambda ranges: {},
     bias: str = "",
 ) -> MakeRun:
     """Runs an operator on parts of its tensors, of which torch takes none that is empty.
@@ -37,9 +37,9 @@ def on_parts(
         bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
     """
 
-    def make(choice: Strategy) -> Callable[..., Any]:
-        here = {**given, **local(choice)}
-        specs = choice.outputs
+    def make(ranges: LocalRanges) -> Callable[..., Any]:
+        here = {**given, **local(ranges)}
+        specs = ranges.outputs
 
         def run(*tensors: Tensor) -> Any:
             values = {
@@ -101,7 +101,7 @@ def _window(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
     if not apart or kernel < 1 or size % kernel:
         return (), ()
     window = Factor(size // kernel, "windows")
-    return (window, Factor(kernel, whole=True)), (window,)
+    return (window, Factor(kernel, unshardable=True)), (window,)
 
 
 # -- convolutions ----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def _convolution(function: Any, spatial: int, names: str) -> None:
     defaults = {name: int(name not in ("padding", "output_padding")) for name in names.split()}
     transposed = "output_padding" in defaults
 
-    def answer(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Answer:
+    def answer(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> RuleResult:
         given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         groups = given["groups"]
         lead = input.ndim - spatial - 1
@@ -131,15 +131,15 @@ def _convolution(function: Any, spatial: int, names: str) -> None:
         }
         if bias is not None:
             inputs[bias] = [(group, o)]
-        return native(
+        return local_call(
             inputs,
             [[*batch, (group, o), *(after for _, after in dims)]],
             linear=[[input, bias], [weight, bias]],
-            added=[bias],
+            addends=[bias],
             run=on_parts(
                 function,
                 {"input": input, "weight": weight, "bias": bias, **given},
-                local=lambda choice: {"groups": choice.part(group)[1]},
+                local=lambda ranges: {"groups": ranges.local_range(group)[1]},
                 bias="bias",
             ),
         )
@@ -177,7 +177,7 @@ for _n in (1, 2, 3):
 def _columns(function: Any, names: str, back: bool) -> None:
     """Register what makes a column of each window, or the sum of such columns."""
 
-    def answer(input: Any, *args: Any, **kwargs: Any) -> Answer:
+    def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
         given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
         kernel = each(given.get("kernel_size"), 2)
         lead = input.ndim - (2 if back else 3)
@@ -187,12 +187,12 @@ def _columns(function: Any, names: str, back: bool) -> None:
         if back and input.shape[lead] % window:
             return None
         c = Factor(input.shape[lead] // window if back else input.shape[lead], "c")
-        column: Dim = (c, Factor(window, whole=True))
+        column: Dim = (c, Factor(window, unshardable=True))
         batch = factors_of(input.shape[:lead])
         ends = [*batch, c, None, None], [*batch, column, None]
         before, after = ends[::-1] if back else ends
         run = on_parts(function, {"input": input, **given})
-        return native({input: before}, [after], linear=[[input]], run=run)
+        return local_call({input: before}, [after], linear=[[input]], run=run)
 
     rule(function)(answer)
 
@@ -205,22 +205,22 @@ _columns(_nn.col2im, "output_size kernel_size dilation padding stride", back=Tru
 
 
 @rule("pixel_shuffle")
-def _pixel_shuffle(input: Any, upscale_factor: int) -> Answer:
+def _pixel_shuffle(input: Any, upscale_factor: int) -> RuleResult:
     if input.ndim < 3 or upscale_factor < 1 or input.shape[-3] % upscale_factor**2:
         return None
     *batch, many, height, width = input.shape
     *lead, c, h, w = factors_of([*batch, many // upscale_factor**2, height, width])
-    r, s = [Factor(upscale_factor, whole=True) for _ in "rs"]
-    return native(
+    r, s = [Factor(upscale_factor, unshardable=True) for _ in "rs"]
+    return local_call(
         {input: [*lead, (c, r, s), h, w]},
         [[*lead, c, (h, r), (w, s)]],
-        moves=True,
+        rearranges=True,
         run=on_parts(_torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}),
     )
 
 
 @rule("pixel_unshuffle")
-def _pixel_unshuffle(input: Any, downscale_factor: int) -> Answer:
+def _pixel_unshuffle(input: Any, downscale_factor: int) -> RuleResult:
     if input.ndim < 3 or downscale_factor < 1:
         return None
     *batch, many, height, width = input.shape
@@ -229,11 +229,11 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Answer:
     *lead, c, h, w = factors_of(
         [*batch, many, height // downscale_factor, width // downscale_factor]
     )
-    r, s = [Factor(downscale_factor, whole=True) for _ in "rs"]
-    return native(
+    r, s = [Factor(downscale_factor, unshardable=True) for _ in "rs"]
+    return local_call(
         {input: [*lead, c, (h, r), (w, s)]},
         [[*lead, (c, r, s), h, w]],
-        moves=True,
+        rearranges=True,
         run=on_parts(
             _torch.pixel_unshuffle, {"input": input, "downscale_factor": downscale_factor}
         ),
@@ -241,10 +241,10 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Answer:
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
-def _channel_shuffle(input: Any, groups: int) -> Answer:
+def _channel_shuffle(input: Any, groups: int) -> RuleResult:
     if input.ndim < 3 or groups < 1 or input.shape[1] % groups:
         return None
     n, *spatial = factors_of((input.shape[0], *input.shape[2:]))
     dims = [n, None, *spatial]
     run = on_parts(_torch.channel_shuffle, {"input": input, "groups": groups})
-    return native({input: dims}, [dims], moves=True, run=run)
+    return local_call({input: dims}, [dims], rearranges=True, run=run)

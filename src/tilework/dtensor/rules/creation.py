@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch.op_names import special
 from tilework.dtensor.dispatch.results import replicated, write_out
 from tilework.dtensor.random.generator import fill_part, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.tiled.op_table import dtensor_handler
 
 
-@special("zeros_like", "ones_like", "empty_like", "full_like")
+@dtensor_handler("zeros_like", "ones_like", "empty_like", "full_like")
 def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
     """Lies as the other; replicated where that is partial."""
     tensor, *others = _first(args, kwargs, "input")
@@ -27,7 +27,7 @@ def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[A
     return args if args else (kwargs.pop(name),)
 
 
-@special("rand_like", "randn_like", "randint_like")
+@dtensor_handler("rand_like", "randn_like", "randint_like")
 def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *bounds = _first(args, kwargs, "input")
     generator = kwargs.pop("generator", None)
@@ -43,7 +43,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(local.requires_grad_(requires_grad), spec)
 
 
-@special("new_zeros", "new_ones", "new_empty", "new_full")
+@dtensor_handler("new_zeros", "new_ones", "new_empty", "new_full")
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     """Lies as the other if it has its shape, else every rank has it all."""
     tensor, *others = args
@@ -57,14 +57,14 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(func(tensor._local_tensor, spec.local_shape, *others, **kwargs), spec)
 
 
-@special("new_tensor", "new_empty_strided")
+@dtensor_handler("new_tensor", "new_empty_strided")
 def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *others = args
     found = func(tensor._local_tensor, *others, **kwargs)
     return replicated(found, tensor._spec.mesh)
 
 
-@special("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
+@dtensor_handler("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
 def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     """A creation function with DTensors for numbers or for ``out``."""
     out = kwargs.pop("out", None)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import Span, operator, settled
 from tilework.dtensor.rules.losses import MEAN, NONE, SUM, reduced
 from tilework.tiled.factors import Factor, factors_of
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _nn: Any = torch._C._nn
 _NAMES = {NONE: "none", MEAN: "mean", SUM: "sum"}
@@ -56,14 +56,16 @@ def _uncut(*args: Any) -> bool:
 
 
 @rule(_nn.nll_loss_nd)
-def _nll_loss(input: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Answer:
+def _nll_loss(
+    input: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> RuleResult:
     if not _valid(input, weight) or not _has_indices(input, target):
         return None
     if reduction == MEAN and _uncut(input, target, weight):
         whole = {arg: [None] * arg.ndim for arg in (input, target, weight) if arg is not None}
-        return native(whole, [[]])
+        return local_call(whole, [[]])
     if reduction == MEAN:
-        return Composed(_mean_nll)
+        return Decomposition(_mean_nll)
     return _nll_terms(input, target, weight, ignore_index, reduction)
 
 
@@ -78,15 +80,17 @@ def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return (loss / weight).to(dtype)
 
 
-def _nll_terms(input: Any, target: Any, weight: Any, ignore_index: int, reduction: int) -> Answer:
+def _nll_terms(
+    input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
+) -> RuleResult:
     """The losses' terms on ranks with parts of the classes; of a mean, both sums."""
     loops = _Loops(input)
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
         dims[weight] = [loops.classes]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        span = Span(choice, loops.classes)
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        span = Span(ranges, loops.classes)
 
         def terms(*tensors: Tensor) -> Tensor:
             x, t = tensors[input.number], tensors[target.number]
@@ -100,8 +104,10 @@ def _nll_terms(input: Any, target: Any, weight: Any, ignore_index: int, reductio
         return terms
 
     if reduction == MEAN:
-        return native(dims, [[None]], run=run, shapes=[(2,)])
-    return native(dims, [loops.elements if reduction == NONE else []], run=run, linear=[[input]])
+        return local_call(dims, [[None]], run=run, shapes=[(2,)])
+    return local_call(
+        dims, [loops.elements if reduction == NONE else []], run=run, linear=[[input]]
+    )
 
 
 def _local_classes(
@@ -158,16 +164,16 @@ def _cross_entropy(
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
-) -> Answer:
+) -> RuleResult:
     indices = target.shape != input.shape
     if not _valid(input, weight) or (indices and not _has_indices(input, target)):
         return None
-    if input.is_cut(_class_dim(input)):
-        return Composed(_split_cross_entropy)
+    if input.is_sharded(_class_dim(input)):
+        return Decomposition(_split_cross_entropy)
     if indices and reduction == MEAN and not _uncut(input, target, weight):
-        return Composed(_mean_cross_entropy)
+        return Decomposition(_mean_cross_entropy)
     loops = _Loops(input)
-    loops.classes.whole = True
+    loops.classes.unshardable = True
     dims = {input: loops.input, target: loops.elements if indices else loops.input}
     if weight is not None:
         dims[weight] = [loops.classes]
@@ -195,13 +201,13 @@ def _mean_cross_entropy(
 
 def _entropy_sums(
     input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
-) -> Answer:
+) -> RuleResult:
     loops = _Loops(input)
-    loops.classes.whole = True
+    loops.classes.unshardable = True
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
         dims[weight] = [loops.classes]
-    return native(dims, [[None]], shapes=[(2,)])
+    return local_call(dims, [[None]], shapes=[(2,)])
 
 
 @operator(_entropy_sums)
@@ -249,7 +255,7 @@ def _split_cross_entropy(
 
 def _class_sums_rule(
     input: Any, top: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
-) -> Answer:
+) -> RuleResult:
     loops = _Loops(input)
     at = _class_dim(input)
     indices = target.shape != input.shape
@@ -262,8 +268,8 @@ def _class_sums_rule(
         dims[weight] = [loops.classes]
     rows = 4 if indices else 3
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        span = Span(choice, loops.classes)
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        span = Span(ranges, loops.classes)
 
         def sums(*tensors: Tensor) -> Tensor:
             x, t = tensors[input.number], tensors[target.number]
@@ -279,7 +285,7 @@ def _class_sums_rule(
         return sums
 
     shape = (rows, *(factor.size for factor in loops.elements))
-    return native(dims, [[None, *loops.elements]], run=run, shapes=[shape])
+    return local_call(dims, [[None, *loops.elements]], run=run, shapes=[shape])
 
 
 def _sums_of_indices(
@@ -333,14 +339,14 @@ def _class_sums(
     raise NotImplementedError("its rule computes it")
 
 
-def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int) -> Answer:
+def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int) -> RuleResult:
     elements = factors_of(sums.shape[1:])
     dims: dict[Arg, Any] = {sums: [None, *elements]}
     if target is not None:
         dims[target] = elements
     if reduction == MEAN:
-        return native(dims, [[None]], shapes=[(2,)])
-    return native(dims, [elements if reduction == NONE else []])
+        return local_call(dims, [[None]], shapes=[(2,)])
+    return local_call(dims, [elements if reduction == NONE else []])
 
 
 @operator(_class_losses_rule)

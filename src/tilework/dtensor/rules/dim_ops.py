@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import tied
 from tilework.dtensor.rules.reduction_args import dims_of, left_of, reduced, reduction
 from tilework.dtensor.spec import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast, factors_of
+from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 
 def _loops(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
@@ -25,64 +25,66 @@ def _loops_of(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | Non
     return [None if at in whole else one for at, one in enumerate(factors)]
 
 
-def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> Answer:
+def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleResult:
     """Rows along ``dim`` become others, of whatever length."""
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
     factors = _loops(input.shape, dims)
-    return native({input: factors}, [factors] * results, linear=[[input]] if linear else [])
+    return local_call({input: factors}, [factors] * results, linear=[[input]] if linear else [])
 
 
 @rule("logcumsumexp")
-def _logcumsumexp(input: Arg, dim: int) -> Answer:
+def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
     return _kept(input, dim, 1)
 
 
 @rule("cummax", "cummin")
-def _cummax(input: Arg, dim: int) -> Answer:
+def _cummax(input: Arg, dim: int) -> RuleResult:
     return _kept(input, dim, 2)
 
 
 @rule("sort")
-def _sort(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+def _sort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     # The forms are (dim, descending) and (*, stable, dim, descending).
     dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
     return _kept(input, dim, 2)
 
 
 @rule("argsort")
-def _argsort(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+def _argsort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
     return _kept(input, dim, 1)
 
 
 @rule("msort")
-def _msort(input: Arg) -> Answer:
+def _msort(input: Arg) -> RuleResult:
     return _kept(input, 0, 1)
 
 
 @rule("topk")
-def _topk(input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Answer:
+def _topk(
+    input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> RuleResult:
     return _kept(input, dim, 2)
 
 
 @reduction("kthvalue")
-def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Answer:
+def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _selected(input, dim, keepdim)
 
 
 @reduction("mode")
-def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> Answer:
+def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _selected(input, dim, keepdim)
 
 
 @reduction("median", "nanmedian")
-def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> Answer:
+def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     return None if dim is None else _selected(input, dim, keepdim)
 
 
-def _selected(input: Arg, dim: int, keepdim: bool) -> Answer:
+def _selected(input: Arg, dim: int, keepdim: bool) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, keepdim, None, results=2)
 
@@ -98,7 +100,7 @@ def _quantiles(name: str) -> None:
         keepdim: bool = False,
         *,
         interpolation: str = "linear",
-    ) -> Answer:
+    ) -> RuleResult:
         dims = dims_of(input.ndim, dim)
         if dims is None or dim is None:
             return None
@@ -106,9 +108,9 @@ def _quantiles(name: str) -> None:
         left = left_of(factors, dims, keepdim)
         levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
 
-        def make(choice: Strategy) -> Callable[..., Tensor]:
+        def make(ranges: LocalRanges) -> Callable[..., Tensor]:
             sizes = [
-                1 if at in dims else choice.part(one)[1]
+                1 if at in dims else ranges.local_range(one)[1]
                 for at, one in enumerate(factors)
                 if keepdim or at not in dims
             ]
@@ -120,7 +122,7 @@ def _quantiles(name: str) -> None:
         inputs = {input: _loops_of(factors, dims)}
         if isinstance(q, Arg):
             inputs[q] = levels
-        return native(inputs, [[*levels, *left]], run=make)
+        return local_call(inputs, [[*levels, *left]], run=make)
 
 
 _quantiles("quantile")
@@ -128,7 +130,9 @@ _quantiles("nanquantile")
 
 
 @rule("diff")
-def _diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Answer:
+def _diff(
+    input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
@@ -136,20 +140,20 @@ def _diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: An
     factors = _loops(input.shape, dims)
     if any(one.ndim != input.ndim for one in given):
         return None
-    return native(dict.fromkeys(given, factors), [factors], linear=[given])
+    return local_call(dict.fromkeys(given, factors), [factors], linear=[given])
 
 
 @rule("trapezoid", "trapz")
-def _trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Answer:
+def _trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> RuleResult:
     return _integrated(y, x, dim, keeps=False)
 
 
 @rule("cumulative_trapezoid")
-def _cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Answer:
+def _cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> RuleResult:
     return _integrated(y, x, dim, keeps=True)
 
 
-def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> Answer:
+def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
     dims = dims_of(y.ndim, dim)
     if dims is None:
         return None
@@ -164,13 +168,13 @@ def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> Answer:
     inputs = {y: [None if gone & set(one) else one for one in terms[0]]}
     if isinstance(x, Arg):
         inputs[x] = [None if gone & set(one) else one for one in terms[1]] if for_each else [None]
-    return native(inputs, [out], linear=[[y]])
+    return local_call(inputs, [out], linear=[[y]])
 
 
 @rule("gradient")
 def _gradient(
     input: Arg, *, spacing: Any = 1, dim: int | Sequence[int] | None = None, edge_order: int = 1
-) -> Answer:
+) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
@@ -179,7 +183,7 @@ def _gradient(
     for one in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
         if isinstance(one, Arg):
             inputs[one] = [None] * one.ndim
-    return native(inputs, [loops] * len(dims), linear=[[input]])
+    return local_call(inputs, [loops] * len(dims), linear=[[input]])
 
 
 @rule("searchsorted")
@@ -191,25 +195,25 @@ def _searchsorted(
     right: bool = False,
     side: Any = None,
     sorter: Any = None,
-) -> Answer:
+) -> RuleResult:
     # Sequences in a row for each row of values, or one for all.
     rows = _loops(sorted_sequence.shape[:-1])
     given = {sorted_sequence: [*rows, None]}
     if isinstance(sorter, Arg):
         given[sorter] = [*rows, None]
     if not isinstance(input, Arg):
-        return native(given, [[]])
+        return local_call(given, [[]])
     if rows and input.ndim != sorted_sequence.ndim:
         return None
     dims = given[input] = [*rows, *_loops(input.shape[-1:])] if rows else _loops(input.shape)
-    return native(given, [dims])
+    return local_call(given, [dims])
 
 
 @rule("bucketize")
 def _bucketize(
     input: Any, boundaries: Arg, *, out_int32: bool = False, right: bool = False
-) -> Answer:
+) -> RuleResult:
     if not isinstance(input, Arg):
-        return native({boundaries: [None]}, [[]])
+        return local_call({boundaries: [None]}, [[]])
     dims = _loops(input.shape)
-    return native({input: dims, boundaries: [None]}, [dims])
+    return local_call({input: dims, boundaries: [None]}, [dims])

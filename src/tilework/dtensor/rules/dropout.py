@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Composed, rule
 from tilework.dtensor.random.generator import fill_part, next_key
 from tilework.dtensor.random.philox import Bernoulli
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Replicate, Shard
+from tilework.tiled.op_rules import Decomposition, RuleResult
+from tilework.tiled.op_table import rule
 
 #: What SELU comes to far below zero, negated; see the paper on self-normalising networks.
 _ALPHA = 1.7580993408473766
@@ -89,15 +90,15 @@ def _native_dropout(input: DTensor, p: float, train: bool | None) -> tuple[Tenso
     return input * (mask * (1 / (1 - p) if p < 1 else 0.0)), mask.bool()
 
 
-def _composed(name: str, run: Callable[..., Any]) -> None:
-    def answer(input: Any, p: float, train: bool | None) -> Answer:
-        return Composed(run)
+def _composed(name: str, run: Callable[..., Any], **facts: Any) -> None:
+    def answer(input: Any, p: float, train: bool | None) -> RuleResult:
+        return Decomposition(run)
 
-    rule(name, values_matter=False)(answer)
+    rule(name, values_matter=False, **facts)(answer)
 
 
 _composed("dropout", _dropout(features=False))
-_composed("feature_dropout", _dropout(features=True))
+_composed("feature_dropout", _dropout(features=True), is_random=True)
 _composed("alpha_dropout", _alpha_dropout(features=False))
-_composed("feature_alpha_dropout", _alpha_dropout(features=True))
+_composed("feature_alpha_dropout", _alpha_dropout(features=True), is_random=True)
 _composed("native_dropout", _native_dropout)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import register, rule
 from tilework.tiled.pointwise import pointwise_names
 
 #: Elementwise too, but without torch's tag, or spelled differently.
@@ -54,15 +55,15 @@ def pointwise(
     given: Sequence[Arg],
     *,
     linear: Sequence[Sequence[Any]] = (),
-    moves: bool = False,
+    rearranges: bool = False,
     results: int = 1,
-) -> Answer:
+) -> RuleResult:
     """The answer of an operator on these tensors that only broadcasts.
 
     Args:
         given: All tensors of the call.
         linear: As for :func:`native`; sets that contain something else than tensors do not count.
-        moves: As for :func:`native`.
+        rearranges: As for :func:`native`.
         results: How many tensors it gives.
     """
     shapes = [arg.shape for arg in given]
@@ -73,7 +74,7 @@ def pointwise(
     factors, terms = broadcast(shapes)
     sets = [one for one in linear if all(map(_may_be_in_terms, one))]
     inputs = dict(zip(given, terms, strict=True))
-    return native(inputs, [factors] * results, linear=sets, moves=moves)
+    return local_call(inputs, [factors] * results, linear=sets, rearranges=rearranges)
 
 
 def _may_be_in_terms(value: Any) -> bool:
@@ -83,80 +84,81 @@ def _may_be_in_terms(value: Any) -> bool:
 @rule(
     *sorted((pointwise_names() | set(_UNTAGGED.split())) - set(_OTHERS.split())),
     values_matter=False,
+    is_elementwise=True,
 )
-def elementwise(*args: Any, **kwargs: Any) -> Answer:
+def elementwise(*args: Any, **kwargs: Any) -> RuleResult:
     """Any operator that only broadcasts."""
     return pointwise(tensors(*args, *kwargs.values()))
 
 
-@rule(*_LINEAR.split())
-def _linear(input: Arg) -> Answer:
+@rule(*_LINEAR.split(), is_elementwise=True)
+def _linear(input: Arg) -> RuleResult:
     return pointwise([input], linear=[[input]])
 
 
-@rule(*_SAME.split())
-def _same(input: Arg, *options: Any, **named: Any) -> Answer:
-    return pointwise([input], moves=True)
+@rule(*_SAME.split(), is_elementwise=True)
+def _same(input: Arg, *options: Any, **named: Any) -> RuleResult:
+    return pointwise([input], rearranges=True)
 
 
-@rule("add", "sub", "rsub", "__rsub__", values_matter=False)
-def _sum(input: Any, other: Any, alpha: Any = 1) -> Answer:
+@rule("add", "sub", "rsub", "__rsub__", values_matter=False, is_elementwise=True)
+def _sum(input: Any, other: Any, alpha: Any = 1) -> RuleResult:
     return pointwise(tensors(input, other), linear=[[input, other]])
 
 
-@rule("mul", values_matter=False)
-def _product(input: Any, other: Any) -> Answer:
+@rule("mul", values_matter=False, is_elementwise=True)
+def _product(input: Any, other: Any) -> RuleResult:
     given = tensors(input, other)
     return pointwise(given, linear=[[arg] for arg in given])
 
 
-@rule("div", values_matter=False)
-def _quotient(input: Any, other: Any, rounding_mode: str | None = None) -> Answer:
+@rule("div", values_matter=False, is_elementwise=True)
+def _quotient(input: Any, other: Any, rounding_mode: str | None = None) -> RuleResult:
     return pointwise(tensors(input, other), linear=[[input]] if rounding_mode is None else [])
 
 
-@rule("lerp", values_matter=False)
-def _lerp(input: Arg, end: Arg, weight: Any) -> Answer:
+@rule("lerp", values_matter=False, is_elementwise=True)
+def _lerp(input: Arg, end: Arg, weight: Any) -> RuleResult:
     return pointwise(tensors(input, end, weight), linear=[[input, end]])
 
 
-@rule("addcmul", values_matter=False)
-def _add_product(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Answer:
+@rule("addcmul", values_matter=False, is_elementwise=True)
+def _add_product(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> RuleResult:
     sets = [[input, tensor1], [input, tensor2]]
     return pointwise(tensors(input, tensor1, tensor2, value), linear=sets)
 
 
-@rule("addcdiv", values_matter=False)
-def _add_quotient(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Answer:
+@rule("addcdiv", values_matter=False, is_elementwise=True)
+def _add_quotient(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> RuleResult:
     return pointwise(tensors(input, tensor1, tensor2, value), linear=[[input, tensor1]])
 
 
-@rule("where", values_matter=False)
-def _where(*args: Any, **kwargs: Any) -> Answer:
+@rule("where", values_matter=False, is_elementwise=True)
+def _where(*args: Any, **kwargs: Any) -> RuleResult:
     if len(args) + len(kwargs) == 1:
-        return Composed(lambda condition: torch.nonzero(condition, as_tuple=True))
+        return Decomposition(lambda condition: torch.nonzero(condition, as_tuple=True))
     given = tensors(*args, *kwargs.values())
     # The condition is bool; it comes first in the function and second in the method.
     values = [arg for arg in given if arg.dtype is not torch.bool]
     return pointwise(given, linear=[values] if len(values) == 2 else [])
 
 
-@rule("frexp")
-def _frexp(input: Arg) -> Answer:
+@rule("frexp", is_elementwise=True)
+def _frexp(input: Arg) -> RuleResult:
     return pointwise([input], results=2)
 
 
-@rule("copy", values_matter=False)
-def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> Answer:
-    return pointwise([self, src], moves=_holds(self.dtype, src.dtype))
+@rule("copy", values_matter=False, is_elementwise=True)
+def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> RuleResult:
+    return pointwise([self, src], rearranges=_holds(self.dtype, src.dtype))
 
 
 # -- types and devices -----------------------------------------------------------------------
 
 
-def _cast(input: Arg, dtype: torch.dtype) -> Answer:
+def _cast(input: Arg, dtype: torch.dtype) -> RuleResult:
     # Rounding the terms of a sum is not rounding the sum.
-    return pointwise([input], moves=_holds(dtype, input.dtype))
+    return pointwise([input], rearranges=_holds(dtype, input.dtype))
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -175,16 +177,16 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 for _name, _dtype in _CASTS.items():
 
-    @rule(_name)
-    def _as(input: Arg, memory_format: Any = None, *, dtype: torch.dtype = _dtype) -> Answer:
+    @rule(_name, is_elementwise=True)
+    def _as(input: Arg, memory_format: Any = None, *, dtype: torch.dtype = _dtype) -> RuleResult:
         return _cast(input, dtype)
 
 
 @rule("to")
-def _to(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+def _to(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     given = [*args, *kwargs.values()]
     if tensors(*given):
-        return Composed(_to_other)
+        return Decomposition(_to_other)
     return _cast(input, next((x for x in given if isinstance(x, torch.dtype)), input.dtype))
 
 
@@ -193,53 +195,57 @@ def _to_other(input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: An
 
 
 @rule("type_as")
-def _type_as(input: Arg, other: Arg) -> Answer:
-    return Composed(lambda input, other: input.to(other.dtype))
+def _type_as(input: Arg, other: Arg) -> RuleResult:
+    return Decomposition(lambda input, other: input.to(other.dtype))
 
 
 @rule("type")
-def _type(input: Arg, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Answer:
+def _type(input: Arg, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> RuleResult:
     if dtype is None:
-        return Composed(lambda input, *args, **kwargs: input._local_tensor.type())
-    return pointwise([input], moves=dtype is input.dtype)
+        return Decomposition(lambda input, *args, **kwargs: input._local_tensor.type())
+    return pointwise([input], rearranges=dtype is input.dtype)
 
 
-@rule("view_as_real")
-def _view_as_real(input: Arg) -> Answer:
+for _name in ("real", "imag"):
+    register(_name, is_view=True)
+
+
+@rule("view_as_real", is_view=True)
+def _view_as_real(input: Arg) -> RuleResult:
     factors, (dims,) = broadcast([input.shape])
-    return native({input: dims}, [[*factors, None]], linear=[[input]])
+    return local_call({input: dims}, [[*factors, None]], linear=[[input]])
 
 
-@rule("view_as_complex")
-def _view_as_complex(input: Arg) -> Answer:
+@rule("view_as_complex", is_view=True)
+def _view_as_complex(input: Arg) -> RuleResult:
     factors, (dims,) = broadcast([input.shape[:-1]])
-    return native({input: [*dims, None]}, [factors], linear=[[input]])
+    return local_call({input: [*dims, None]}, [factors], linear=[[input]])
 
 
 # -- activations that know more than one element ----------------------------------------------
 
 
 @rule("glu")
-def _glu(input: Arg, dim: int = -1) -> Answer:
+def _glu(input: Arg, dim: int = -1) -> RuleResult:
     factors, _ = broadcast([input.shape])
     dims: list[Factor | Dim | None] = [*factors]
     dims[dim] = None
-    return native({input: dims}, [dims])
+    return local_call({input: dims}, [dims])
 
 
 @rule("prelu")
-def _prelu(input: Arg, weight: Arg) -> Answer:
+def _prelu(input: Arg, weight: Arg) -> RuleResult:
     factors, (dims,) = broadcast([input.shape])
     shared = weight.ndim == 0 or weight.shape[0] == 1 or input.ndim < 2
     channels: list[Factor | None] = [None] * weight.ndim if shared else [factors[1]]
-    return native({input: dims, weight: channels}, [factors])
+    return local_call({input: dims, weight: channels}, [factors])
 
 
-@rule("rrelu")
+@rule("rrelu", is_random=True)
 def _rrelu(
     input: Arg, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
-) -> Answer:
-    return Composed(_drawn_slopes) if training else pointwise([input])
+) -> RuleResult:
+    return Decomposition(_drawn_slopes) if training else pointwise([input])
 
 
 def _drawn_slopes(
@@ -253,7 +259,7 @@ def _drawn_slopes(
 @rule("fake_quantize_per_channel_affine")
 def _fake_quantize(
     input: Arg, scale: Arg, zero_point: Arg, axis: int, quant_min: int, quant_max: int
-) -> Answer:
+) -> RuleResult:
     factors, (dims,) = broadcast([input.shape])
     channel = [factors[axis]]
-    return native({input: dims, scale: channel, zero_point: channel}, [factors])
+    return local_call({input: dims, scale: channel, zero_point: channel}, [factors])

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import Span, tied
 from tilework.tiled.factors import Factor, factors_of
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 
 @rule(torch.embedding)
@@ -26,16 +26,16 @@ def _embedding(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Answer:
+) -> RuleResult:
     if weight.ndim != 2:
         return None
     # How often a row was looked up counts over all indices.
-    rows = Factor(weight.shape[0], "rows", whole=scale_grad_by_freq)
+    rows = Factor(weight.shape[0], "rows", unshardable=scale_grad_by_freq)
     features = Factor(weight.shape[1], "features")
-    places = [Factor(size, whole=scale_grad_by_freq) for size in indices.shape]
+    places = [Factor(size, unshardable=scale_grad_by_freq) for size in indices.shape]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        mine = Span(choice, rows)
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        mine = Span(ranges, rows)
         padding = mine.place(padding_idx)
         padding = -1 if padding is None else padding
 
@@ -51,7 +51,7 @@ def _embedding(
 
         return look_up
 
-    return native(
+    return local_call(
         {weight: [rows, features], indices: places},
         [[*places, features]],
         linear=[[weight]],
@@ -60,12 +60,12 @@ def _embedding(
 
 
 @rule("embedding_renorm")
-def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Answer:
+def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> RuleResult:
     rows = Factor(weight.shape[0], "rows")
-    dims = [rows, Factor(weight.shape[1], whole=True)]
+    dims = [rows, Factor(weight.shape[1], unshardable=True)]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        mine = Span(choice, rows)
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        mine = Span(ranges, rows)
 
         def renorm(*tensors: Tensor) -> Tensor:
             table = tensors[weight.number].detach().clone()
@@ -74,8 +74,8 @@ def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: flo
 
         return renorm
 
-    places = [Factor(size, whole=True) for size in indices.shape]
-    return native({weight: dims, indices: places}, [dims], run=run)
+    places = [Factor(size, unshardable=True) for size in indices.shape]
+    return local_call({weight: dims, indices: places}, [dims], run=run)
 
 
 # -- bags ------------------------------------------------------------------------------------
@@ -94,24 +94,26 @@ def _embedding_bag(
     per_sample_weights: Any = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> Answer:
+) -> RuleResult:
     if max_norm is not None:
-        return Composed(_renormed_bag)
+        return Decomposition(_renormed_bag)
     known = mode in ("sum", "mean", "max") and (per_sample_weights is None or mode == "sum")
     flat = input.ndim == 1
     if not known or weight.ndim != 2 or input.ndim not in (1, 2) or flat != (offsets is not None):
         return None
     # Of maxima those of parts of the rows could be combined, but a bag may have none here.
-    rows = Factor(weight.shape[0], "rows", whole=scale_grad_by_freq or mode == "max")
+    rows = Factor(weight.shape[0], "rows", unshardable=scale_grad_by_freq or mode == "max")
     features = Factor(weight.shape[1], "features")
-    last = Factor(input.shape[-1], whole=True)
-    places = [last] if flat else [Factor(input.shape[0], "bags", whole=scale_grad_by_freq), last]
+    last = Factor(input.shape[-1], unshardable=True)
+    places = (
+        [last] if flat else [Factor(input.shape[0], "bags", unshardable=scale_grad_by_freq), last]
+    )
     bags = offsets.shape[0] - include_last_offset if flat else input.shape[0]
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        mine = Span(choice, rows)
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        mine = Span(ranges, rows)
 
         def look_up(*tensors: Tensor) -> Tensor:
             wanted, table = tensors[input.number], tensors[weight.number]
@@ -144,12 +146,12 @@ def _embedding_bag(
 
     inputs: dict[Arg, Any] = {input: places, weight: [rows, features]}
     if offsets is not None:
-        inputs[offsets] = [Factor(offsets.shape[0], whole=True)]
+        inputs[offsets] = [Factor(offsets.shape[0], unshardable=True)]
     if per_sample_weights is not None:
         inputs[per_sample_weights] = places
     linear = [] if mode == "max" else [[weight]]
     out = [None if flat else places[0], features]
-    return native(inputs, [out], linear=linear, run=run, shapes=[(bags, weight.shape[1])])
+    return local_call(inputs, [out], linear=linear, run=run, shapes=[(bags, weight.shape[1])])
 
 
 def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -185,12 +187,12 @@ def _renormed_bag(
 
 
 @rule("one_hot")
-def _one_hot(tensor: Any, num_classes: int = -1) -> Answer:
+def _one_hot(tensor: Any, num_classes: int = -1) -> RuleResult:
     if num_classes < 0:
-        return Composed(_one_hot_of_all)
+        return Decomposition(_one_hot_of_all)
     factors = factors_of(tensor.shape)
     shape = (*tensor.shape, num_classes)
-    return native({tensor: factors}, [[*factors, None]], shapes=[shape])
+    return local_call({tensor: factors}, [[*factors, None]], shapes=[shape])
 
 
 def _one_hot_of_all(tensor: Tensor, num_classes: int = -1) -> Tensor:

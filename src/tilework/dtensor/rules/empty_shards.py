@@ -9,19 +9,21 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tilework.dtensor.propagation.strategy import Strategy
+from tilework.tiled.op_rules import LocalRanges
 
 
-def on_nothing_too(function: Callable[..., Any]) -> Callable[[Strategy], Callable[..., Any] | None]:
+def on_nothing_too(
+    function: Callable[..., Any],
+) -> Callable[[LocalRanges], Callable[..., Any] | None]:
     """For ``op_table.native``: ``function`` of any parts of a whole.
 
     It is called with the local tensors. Dims that are cut have the same places in all results as
     in the first tensor.
     """
 
-    def run(choice: Strategy) -> Callable[..., Any] | None:
-        whole = all(0 not in spec.shape for spec in choice.inputs)
-        return partial(_with_stand_ins, function) if whole and choice.leaves_empty else None
+    def run(ranges: LocalRanges) -> Callable[..., Any] | None:
+        whole = all(0 not in spec.shape for spec in ranges.inputs)
+        return partial(_with_stand_ins, function) if whole and ranges.has_empty_shards else None
 
     return run
 

@@ -9,27 +9,26 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.elementwise import pointwise
 from tilework.dtensor.rules.helpers import operator, settled
-from tilework.dtensor.rules.reduction_args import any_cut, dims_of, left_of, reduced, reduction
+from tilework.dtensor.rules.reduction_args import any_sharded, dims_of, left_of, reduced, reduction
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 
 # -- operators of parts ------------------------------------------------------------------------
 
 
-def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> Answer:
-    def make(choice: Strategy, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResult:
+    def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
         fold: Callable[..., Tensor] = getattr(torch, name)
-        if all(choice.part(factors[dim])[1] for dim in dims):
+        if all(ranges.local_range(factors[dim])[1] for dim in dims):
             return lambda part: fold(part, dims, keepdim)
         # A part without elements has no extreme, but must not decide.
         worst = _bound(input.dtype, least=name == "amax")
         shape = [
-            1 if dim in dims else choice.part(factor)[1]
+            1 if dim in dims else ranges.local_range(factor)[1]
             for dim, factor in enumerate(factors)
             if keepdim or dim not in dims
         ]
@@ -53,12 +52,12 @@ def _bound(dtype: torch.dtype, *, least: bool) -> Any:
     return info.min if least else info.max
 
 
-def _first_rule(input: Arg, best: Arg, dim: int) -> Answer:
+def _first_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
     kept = left_of(factors, (dim,), True)
 
-    def make(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
-        offset, size = choice.part(factors[dim])
+    def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
+        offset, size = ranges.local_range(factors[dim])
         none = input.shape[dim]
 
         def run(part: Tensor, best: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ def _first_rule(input: Arg, best: Arg, dim: int) -> Answer:
 
         return run
 
-    return native({input: factors, best: kept}, [kept], run=make)
+    return local_call({input: factors, best: kept}, [kept], run=make)
 
 
 @operator(_first_rule)
@@ -78,11 +77,11 @@ def _first(input: Tensor, best: Tensor, dim: int) -> Tensor:
     return _same(input, best).max(dim, keepdim=True)[1]
 
 
-def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> Answer:
+def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
 
-    def make(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
-        parts = [choice.part(factor) for factor in factors]
+    def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
+        parts = [ranges.local_range(factor) for factor in factors]
 
         def run(part: Tensor, best: Tensor) -> Tensor:
             hits = _same(part, best).reshape(-1)
@@ -96,7 +95,7 @@ def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> Answer:
 
         return run
 
-    return native({input: factors, best: []}, [[None] * ndim], run=make)
+    return local_call({input: factors, best: []}, [[None] * ndim], run=make)
 
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -199,34 +198,34 @@ def _register(name: str) -> None:
     kind = getattr(torch.return_types, name)
 
     @reduction(fold)
-    def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> Answer:
+    def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
         dims = dims_of(input.ndim, dim)
         if dims is None or not all(input.shape[one] for one in dims):
             return None
-        if not any_cut(input, dims):
+        if not any_sharded(input, dims):
             return reduced(input, dims, keepdim, None)
-        return Composed(lambda input, *_, **__: _best(input, fold, dims, keepdim))
+        return Decomposition(lambda input, *_, **__: _best(input, fold, dims, keepdim))
 
     @reduction(name)
-    def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Answer:
+    def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
         if isinstance(dim, Arg) or isinstance(other, Arg):
             return pointwise([one for one in (input, dim, other) if isinstance(one, Arg)])
         dims = dims_of(input.ndim, dim)
         if dims is None or not all(input.shape[one] for one in dims):
             return None
         results = 1 if dim is None else 2
-        if not any_cut(input, dims):
+        if not any_sharded(input, dims):
             return reduced(input, dims, keepdim, None, results=results)
         if dim is None:
-            return Composed(lambda input: _best(input, fold, dims, False, nan_too=True))
-        return Composed(lambda input, *_, **__: kind(_best_at(input, fold, dims[0], keepdim)))
+            return Decomposition(lambda input: _best(input, fold, dims, False, nan_too=True))
+        return Decomposition(lambda input, *_, **__: kind(_best_at(input, fold, dims[0], keepdim)))
 
     @reduction(f"arg{name}")
-    def argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> Answer:
+    def argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
         dims = dims_of(input.ndim, dim)
         if dims is None or not all(input.shape[one] for one in dims):
             return None
-        if not any_cut(input, dims):
+        if not any_sharded(input, dims):
             return reduced(input, dims, keepdim, None)
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:
@@ -236,7 +235,7 @@ def _register(name: str) -> None:
             best = extreme(value, fold, dims, False)
             return _first_of_all(value, best, value.ndim if keepdim else 0)
 
-        return Composed(run)
+        return Decomposition(run)
 
 
 _register("max")
@@ -244,11 +243,11 @@ _register("min")
 
 
 @reduction("aminmax")
-def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> Answer:
+def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None or not all(input.shape[one] for one in dims):
         return None
-    if not any_cut(input, dims):
+    if not any_sharded(input, dims):
         return reduced(input, dims, keepdim, None, results=2)
 
     def run(input: Tensor, **_: Any) -> Any:
@@ -256,4 +255,4 @@ def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> An
         pair = _best(input, "amin", dims, keepdim), _best(input, "amax", dims, keepdim)
         return torch.return_types.aminmax(pair)
 
-    return Composed(run)
+    return Decomposition(run)

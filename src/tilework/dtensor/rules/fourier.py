@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, native, rule
 from tilework.dtensor.rules.empty_shards import on_nothing_too
 from tilework.tiled.factors import Factor, factors_of
+from tilework.tiled.op_rules import Arg, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 
@@ -20,30 +21,34 @@ def _listed(given: Any) -> Sequence[int]:
     return [given] if isinstance(given, int) else given
 
 
-def _transformed(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> Answer:
+def _transformed(
+    input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]
+) -> RuleResult:
     """Dims keep their places; how large they become is what torch says."""
     factors = factors_of(input.shape)
     for dim in dims:
-        factors[dim].whole = True
+        factors[dim].unshardable = True
     run = on_nothing_too(function)
-    return native({input: factors}, [factors], linear=[[input]], run=run)
+    return local_call({input: factors}, [factors], linear=[[input]], run=run)
 
 
 def _register(kind: str) -> None:
     one, two, many = (getattr(torch.fft, kind + dims) for dims in ("", "2", "n"))
 
     @rule(f"fft_{kind}")
-    def _along_one(input: Any, n: Any = None, dim: int = -1, norm: str | None = None) -> Answer:
+    def _along_one(input: Any, n: Any = None, dim: int = -1, norm: str | None = None) -> RuleResult:
         return _transformed(input, [dim], partial(one, n=n, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}2")
     def _along_two(
         input: Any, s: Any = None, dim: Any = (-2, -1), norm: str | None = None
-    ) -> Answer:
+    ) -> RuleResult:
         return _transformed(input, _listed(dim), partial(two, s=s, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}n")
-    def _along_many(input: Any, s: Any = None, dim: Any = None, norm: str | None = None) -> Answer:
+    def _along_many(
+        input: Any, s: Any = None, dim: Any = None, norm: str | None = None
+    ) -> RuleResult:
         last = range(-(input.ndim if s is None else len(_listed(s))), 0)
         dims = last if dim is None else _listed(dim)
         return _transformed(input, dims, partial(many, s=s, dim=dim, norm=norm))
@@ -54,11 +59,11 @@ for _kind in _KINDS:
 
 
 @rule("fft_fftshift", "fft_ifftshift")
-def _shift(input: Any, dim: Any = None) -> Answer:
+def _shift(input: Any, dim: Any = None) -> RuleResult:
     factors = factors_of(input.shape)
     for one in range(input.ndim) if dim is None else _listed(dim):
-        factors[one].whole = True
-    return native({input: factors}, [factors], moves=True)
+        factors[one].unshardable = True
+    return local_call({input: factors}, [factors], rearranges=True)
 
 
 @rule("stft")
@@ -71,11 +76,11 @@ def _stft(
     *args: Any,
     return_complex: bool | None = None,
     **kwargs: Any,
-) -> Answer:
+) -> RuleResult:
     if return_complex is not True:
         return None
     *batch, samples = factors_of(input.shape)
-    samples.whole = True
+    samples.unshardable = True
     inputs: dict[Arg, Sequence[Factor | None]] = {input: [*batch, samples]}
     if isinstance(window, Arg):
         inputs[window] = [None]
@@ -85,7 +90,7 @@ def _stft(
         return torch.stft(input, n_fft, window=window, **kwargs)
 
     run = None if args else on_nothing_too(function)
-    return native(inputs, [[*batch, None, None]], linear=[[input]], run=run)
+    return local_call(inputs, [[*batch, None, None]], linear=[[input]], run=run)
 
 
 @rule("istft")
@@ -100,7 +105,7 @@ def _istft(
     onesided: bool | None = None,
     length: int | None = None,
     return_complex: bool = False,
-) -> Answer:
+) -> RuleResult:
     *batch, _, frames = input.shape
     factors = factors_of(batch)
     inputs: dict[Arg, Sequence[Factor | None]] = {input: [*factors, None, None]}
@@ -117,4 +122,4 @@ def _istft(
 
     run = None if return_complex else on_nothing_too(function)
     shapes = [(*batch, samples)]
-    return native(inputs, [[*factors, None]], linear=[[input]], run=run, shapes=shapes)
+    return local_call(inputs, [[*factors, None]], linear=[[input]], run=run, shapes=shapes)

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import RULES, Rule, RuleFunction
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import LocalRanges, RuleFunction
+from tilework.tiled.op_table import register
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -23,7 +23,7 @@ def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
     """
 
     def put(function: FunctionT) -> FunctionT:
-        RULES[function] = Rule(answer)
+        register(function, rule=answer)
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
@@ -39,10 +39,10 @@ def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 class Span:
     """The part of a factor that this rank has, for look-ups by index."""
 
-    def __init__(self, choice: Strategy, factor: Factor) -> None:
-        self.start, self.count = choice.part(factor)
+    def __init__(self, ranges: LocalRanges, factor: Factor) -> None:
+        self.start, self.count = ranges.local_range(factor)
         self.total = factor.size
-        self.all = not choice.axes(factor)
+        self.all = not ranges.is_sharded(factor)
 
     def place(self, index: int | None) -> int | None:
         """Where an index is within the part; None if it is elsewhere."""

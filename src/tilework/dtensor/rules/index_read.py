@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import Span, operator, tied
 from tilework.dtensor.rules.reshaping import common_shape, dim_at
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import DimFactors, Factor, broadcast
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 #: For each dim the tensor that indexes it, or None for one that is taken as it is.
 Indices = Sequence[Any]
@@ -58,7 +58,7 @@ def spread(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
 # -- indexing's own operator -----------------------------------------------------------------
 
 
-def _taken_at(input: Arg, indices: Indices) -> Answer:
+def _taken_at(input: Arg, indices: Indices) -> RuleResult:
     dims = factors_read(input)
     factors, terms = spread(indices)
     at = front_of(indices)
@@ -66,11 +66,11 @@ def _taken_at(input: Arg, indices: Indices) -> Answer:
     out[at:at] = factors
     given = [index for index in indices if index is not None]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        spans = [Span(choice, f) for f, i in zip(dims, indices, strict=True) if i is not None]
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        spans = [Span(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None]
         return lambda x, *places: _read(x, _placed(indices, places), spans, at)
 
-    return native(
+    return local_call(
         {input: dims, **dict(zip(given, terms, strict=True))}, [out], linear=[[input]], run=run
     )
 
@@ -137,8 +137,8 @@ def _get(x: Tensor, at: Sequence[Any]) -> Tensor:
 
 
 @rule("index_select")
-def _index_select(input: Arg, dim: int, index: Arg) -> Answer:
-    return Composed(_select_at)
+def _index_select(input: Arg, dim: int, index: Arg) -> RuleResult:
+    return Decomposition(_select_at)
 
 
 def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -150,20 +150,20 @@ def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 @rule("gather")
-def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> Answer:
+def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> RuleResult:
     if not input.ndim or input.ndim != index.ndim:
         return None
     dim = dim_at(dim, input.ndim)
     if any(index.shape[i] > input.shape[i] for i in range(input.ndim) if i != dim):
         return None
     if any(index.shape[i] < input.shape[i] for i in range(input.ndim) if i != dim):
-        return Composed(_gather_among)
+        return Decomposition(_gather_among)
     factors = factors_read(input)
     wanted = list(factors)
     wanted[dim] = Factor(index.shape[dim], "wanted")
 
-    def run(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
-        span = Span(choice, factors[dim])
+    def run(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
+        span = Span(ranges, factors[dim])
 
         def look_up(x: Tensor, places: Tensor) -> Tensor:
             if span.all:
@@ -175,7 +175,7 @@ def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> A
 
         return look_up
 
-    return native({input: factors, index: wanted}, [wanted], linear=[[input]], run=run)
+    return local_call({input: factors, index: wanted}, [wanted], linear=[[input]], run=run)
 
 
 def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
@@ -191,14 +191,14 @@ def narrowed_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor
 
 
 @rule("take")
-def _take(input: Arg, index: Arg) -> Answer:
-    return Composed(
+def _take(input: Arg, index: Arg) -> RuleResult:
+    return Decomposition(
         lambda input, index: take_at(input.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
     )
 
 
 @rule("take_along_dim")
-def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Answer:
+def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> RuleResult:
     def compute(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
         if dim is None:
             return input.reshape(-1).gather(0, indices.reshape(-1))
@@ -209,15 +209,15 @@ def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Answer:
         sizes[dim], wanted[dim] = input.shape[dim], indices.shape[dim]
         return input.expand(sizes).gather(dim, indices.expand(wanted))
 
-    return Composed(compute)
+    return Decomposition(compute)
 
 
 # -- masks -----------------------------------------------------------------------------------
 
 
 @rule("nonzero")
-def _nonzero(input: Arg, *, as_tuple: bool = False) -> Answer:
-    return Composed(_places_of)
+def _nonzero(input: Arg, *, as_tuple: bool = False) -> RuleResult:
+    return Decomposition(_places_of)
 
 
 def _places_of(input: DTensor, *, as_tuple: bool = False) -> Any:
@@ -231,20 +231,20 @@ def _places_of(input: DTensor, *, as_tuple: bool = False) -> Any:
     return tuple([everywhere(one, input) for one in places.unbind(1)])
 
 
-rule("argwhere")(lambda input: Composed(_places_of))
+rule("argwhere")(lambda input: Decomposition(_places_of))
 
 
 @rule("masked_select")
-def _masked_select(input: Arg, mask: Arg) -> Answer:
+def _masked_select(input: Arg, mask: Arg) -> RuleResult:
     def compute(input: Tensor, mask: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
         return input.expand(shape)[mask.expand(shape)]
 
-    return Composed(compute)
+    return Decomposition(compute)
 
 
 @rule("masked_scatter")
-def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> Answer:
+def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
     if mask.dtype is not torch.bool or source.dtype != input.dtype:
         return None  # torch tells what is wrong
 
@@ -261,13 +261,13 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> Answer:
         values = source.reshape(-1)[places.clamp(min=0)]
         return torch.where(mask, values, input)
 
-    return Composed(compute)
+    return Decomposition(compute)
 
 
 @rule("isin")
-def _isin(elements: Any, test_elements: Any, **_: Any) -> Answer:
+def _isin(elements: Any, test_elements: Any, **_: Any) -> RuleResult:
     given = {one: [None] * one.ndim for one in (elements, test_elements) if isinstance(one, Arg)}
     if not isinstance(elements, Arg):
-        return native(given, [[]])
+        return local_call(given, [[]])
     factors = [Factor(size) for size in elements.shape]
-    return native({**given, elements: factors}, [factors])
+    return local_call({**given, elements: factors}, [factors])

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
 from tilework.dtensor.propagation.pytree import tensors_in
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import Span, operator
 from tilework.dtensor.rules.index_read import Indices, found, front_of, narrowed_to, spread
 from tilework.dtensor.rules.reshaping import common_shape, dim_at
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 # -- indexing's own operator -----------------------------------------------------------------
 
 
-def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> Answer:
+def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> RuleResult:
     dims = [Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)]
     factors, _ = spread(indices)
     at = front_of(indices)
@@ -43,8 +43,8 @@ def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> An
         for factor, size in zip(have, values.shape, strict=True)
     ]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        spans = [Span(choice, f) for f, i in zip(dims, indices, strict=True) if i is not None]
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        spans = [Span(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None]
 
         def put(x: Tensor, *rest: Tensor) -> Tensor:
             its = iter(rest[:-1])
@@ -53,7 +53,7 @@ def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> An
 
         return put
 
-    return native(terms, [dims], linear=[[input, values]], run=run)
+    return local_call(terms, [dims], linear=[[input, values]], run=run)
 
 
 @operator(_put_rule)
@@ -108,7 +108,7 @@ def on_mesh(input: Tensor, *others: Any) -> DTensor:
     return replicated(input, first._spec.mesh)
 
 
-def writer(name: str, here: Callable[..., Answer], body: Callable[..., Any]) -> None:
+def writer(name: str, here: Callable[..., RuleResult], body: Callable[..., Any]) -> None:
     """Register the rules of an operator that writes elements, and of its form in place.
 
     Args:
@@ -126,9 +126,9 @@ def writer(name: str, here: Callable[..., Answer], body: Callable[..., Any]) -> 
         body(input, *args, **kwargs)
         return input
 
-    rule(name)(lambda *args, **named: here(False, *args, **named) or Composed(anew))
+    rule(name)(lambda *args, **named: here(False, *args, **named) or Decomposition(anew))
     rule(getattr(Tensor, name + "_"))(
-        lambda *args, **named: here(True, *args, **named) or Composed(in_place)
+        lambda *args, **named: here(True, *args, **named) or Decomposition(in_place)
     )
 
 
@@ -156,7 +156,7 @@ writer("put", never, _put_flat)
 # Along one dim, with an index of one dim.
 
 
-def _along_dim(linear: bool) -> Callable[..., Answer]:
+def _along_dim(linear: bool) -> Callable[..., RuleResult]:
     """The rule where the dim is whole on each rank.
 
     Args:
@@ -165,9 +165,9 @@ def _along_dim(linear: bool) -> Callable[..., Answer]:
 
     def here(
         writes: bool, input: Arg, dim: Any, index: Arg, source: Any = None, *_: Any, **named: Any
-    ) -> Answer:
+    ) -> RuleResult:
         source = source if source is not None else named.get("source", named.get("value"))
-        if not input.ndim or input.is_cut(dim) or not isinstance(index, Arg):
+        if not input.ndim or input.is_sharded(dim) or not isinstance(index, Arg):
             return None
         dims: list[Factor | None] = [
             Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)
@@ -179,9 +179,9 @@ def _along_dim(linear: bool) -> Callable[..., Answer]:
             if source.ndim not in (0, input.ndim):
                 return None
             terms[source] = its if source.ndim else []
-        dims[dim] = Factor(input.shape[dim], whole=True)
+        dims[dim] = Factor(input.shape[dim], unshardable=True)
         sets = [[input, source]] if linear and isinstance(source, Arg) else []
-        return native(terms, [dims], linear=sets)
+        return local_call(terms, [dims], linear=sets)
 
     return here
 
@@ -242,7 +242,7 @@ writer("index_reduce", _along_dim(False), _index_reduce)
 # -- scatter ---------------------------------------------------------------------------------
 
 
-def _scatter_rule(name: str) -> Callable[..., Answer]:
+def _scatter_rule(name: str) -> Callable[..., RuleResult]:
     """The rule of scattering where all sizes but that of the dim are the same."""
     anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
 
@@ -264,8 +264,8 @@ def _scatter_rule(name: str) -> Callable[..., Answer]:
         plain = name == "scatter_add" or (name == "scatter" and "reduce" not in kwargs)
         linear = [[input, source]] if plain and source is not None else []
 
-        def run(choice: Strategy) -> Callable[..., Any]:
-            span = Span(choice, dims[dim])
+        def run(ranges: LocalRanges) -> Callable[..., Any]:
+            span = Span(ranges, dims[dim])
 
             def scatter(x: Tensor, places: Tensor, *values: Tensor) -> Any:
                 rest = [values[0] if isinstance(one, Arg) else one for one in args]
@@ -278,7 +278,7 @@ def _scatter_rule(name: str) -> Callable[..., Answer]:
 
             return scatter
 
-        return native(terms, [dims], linear=linear, run=run)
+        return local_call(terms, [dims], linear=linear, run=run)
 
     return here
 
@@ -329,7 +329,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 # -- ranges and diagonals --------------------------------------------------------------------
 
 
-def _into(view: Callable[..., Tensor]) -> Callable[..., Answer]:
+def _into(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
     """The rule of an operator that copies to a view of a copy."""
 
     def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -337,26 +337,26 @@ def _into(view: Callable[..., Tensor]) -> Callable[..., Answer]:
         view(made, *args, **kwargs).copy_(src)
         return made
 
-    return lambda *_, **__: Composed(compute)
+    return lambda *_, **__: Decomposition(compute)
 
 
 rule("diagonal_scatter")(_into(torch.diagonal))
 
 
 @rule("select_scatter")
-def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> Answer:
+def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
     def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
         made = on_mesh(input, src).clone()
         made[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
         return made
 
-    return Composed(compute)
+    return Decomposition(compute)
 
 
 @rule("slice_scatter")
 def _slice_scatter(
     input: Arg, src: Arg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> Answer:
+) -> RuleResult:
     def compute(
         input: Tensor,
         src: Tensor,
@@ -369,4 +369,4 @@ def _slice_scatter(
         made[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
         return made
 
-    return Composed(compute)
+    return Decomposition(compute)

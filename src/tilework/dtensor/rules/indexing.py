@@ -8,19 +8,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, rule
+from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import everywhere, take_at, whole
 from tilework.dtensor.rules.index_write import never, on_mesh, put_at_, writer
 from tilework.dtensor.rules.slicing import Item, basic, indexed
 from tilework.dtensor.tensor import DTensor
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
+from tilework.tiled.op_table import rule
 
 
-@rule("__getitem__")
-def _getitem(input: Arg, index: Any) -> Answer:
+@rule("__getitem__", is_view=True)
+def _getitem(input: DTensorArg, index: Any) -> RuleResult:
     items = basic(index, input.shape)
     if items is not None:
         return indexed(input, items)
-    return Composed(_get_at if _is_plain(index) else _get)
+    return Decomposition(_get_at if _is_plain(index) else _get)
 
 
 def _is_plain(index: Any) -> bool:
@@ -46,8 +48,8 @@ def _get(input: Tensor, index: Any) -> Tensor:
 
 
 @rule("__setitem__")
-def _setitem(input: Arg, index: Any, value: Any) -> Answer:
-    return Composed(_set)
+def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
+    return Decomposition(_set)
 
 
 def _set(input: Tensor, index: Any, value: Any) -> None:
@@ -84,8 +86,8 @@ def _as_index(indices: Any) -> tuple[Any, ...]:
 
 
 @rule("index")
-def _index(input: Arg, indices: Any) -> Answer:
-    return Composed(lambda input, indices: input[_as_index(indices)])
+def _index(input: Arg, indices: Any) -> RuleResult:
+    return Decomposition(lambda input, indices: input[_as_index(indices)])
 
 
 writer("index_put", never, _index_put)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, native, patterned, rule
 from tilework.dtensor.rules.empty_shards import on_nothing_too
 from tilework.tiled.factors import Factor, factors_of
+from tilework.tiled.op_rules import Arg, RuleResult, local_call
+from tilework.tiled.op_table import rule
+from tilework.tiled.pattern_rules import match_pattern
 
 
 def _over_batches(names: str, text: str) -> None:
@@ -20,8 +22,10 @@ def _over_batches(names: str, text: str) -> None:
     Sizes are those of the arguments only; those of results are what torch says.
     """
 
-    def answer(*args: Any, **kwargs: Any) -> Answer:
-        return patterned(text, [one for one in (*args, *kwargs.values()) if isinstance(one, Arg)])
+    def answer(*args: Any, **kwargs: Any) -> RuleResult:
+        return match_pattern(
+            text, [one for one in (*args, *kwargs.values()) if isinstance(one, Arg)]
+        )
 
     rule(*names.split())(answer)
 
@@ -52,44 +56,44 @@ _over_batches("cdist", "b* p m!, b* r m! -> b* p r")
 
 
 @rule("linalg_cond")
-def _cond(A: Any, p: Any = None) -> Answer:
-    return patterned("b* m! n! -> b*", [A], run=on_nothing_too(partial(torch.linalg.cond, p=p)))
+def _cond(A: Any, p: Any = None) -> RuleResult:
+    return match_pattern("b* m! n! -> b*", [A], run=on_nothing_too(partial(torch.linalg.cond, p=p)))
 
 
 @rule("linalg_householder_product", "orgqr")
-def _householder_product(input: Any, tau: Any) -> Answer:
+def _householder_product(input: Any, tau: Any) -> RuleResult:
     run = on_nothing_too(torch.linalg.householder_product)
-    return patterned("b* m! n!, b* k! -> b* m! n!", [input, tau], run=run)
+    return match_pattern("b* m! n!, b* k! -> b* m! n!", [input, tau], run=run)
 
 
 @rule("qr", "linalg_qr")
-def _qr(A: Any, mode: Any = "reduced") -> Answer:
+def _qr(A: Any, mode: Any = "reduced") -> RuleResult:
     if mode == "r":  # the first result is empty
-        return patterned("b* m! n! -> n!, b* m! n!", [A])
-    return patterned("b* m! n! -> b* m! n!, b* n! n!", [A])
+        return match_pattern("b* m! n! -> n!, b* m! n!", [A])
+    return match_pattern("b* m! n! -> b* m! n!, b* n! n!", [A])
 
 
 @rule("lu")
-def _lu(A: Any, pivot: bool = True, get_infos: bool = False) -> Answer:
-    return patterned("b* m! n! -> b* m! n!, b* n!" + ", b*" * get_infos, [A])
+def _lu(A: Any, pivot: bool = True, get_infos: bool = False) -> RuleResult:
+    return match_pattern("b* m! n! -> b* m! n!, b* n!" + ", b*" * get_infos, [A])
 
 
 @rule("linalg_solve")
-def _solve(A: Any, B: Any, *, left: bool = True) -> Answer:
+def _solve(A: Any, B: Any, *, left: bool = True) -> RuleResult:
     return _solved(torch.linalg.solve, A, B, left, "k", "")
 
 
 @rule("linalg_solve_ex")
-def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Answer:
+def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> RuleResult:
     solve = partial(torch.linalg.solve_ex, check_errors=check_errors)
     return _solved(solve, A, B, left, "k!", ", b*")
 
 
 def _solved(
     function: Callable[..., Any], A: Arg, B: Any, left: bool, columns: str, more: str
-) -> Answer:
+) -> RuleResult:
     if B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1]):
-        return patterned(f"b* n! n!, b* n! -> b* n!{more}", [A, B])
+        return match_pattern(f"b* n! n!, b* n! -> b* n!{more}", [A, B])
     shown = f"b* n! {columns}" if left else f"b* {columns} n!"
     missing = A.ndim - B.ndim
 
@@ -97,31 +101,35 @@ def _solved(
         """One matrix for a batch is no batch of vectors, whatever the size of a part."""
         return function(A, B[(None,) * missing], left=left)
 
-    return patterned(
+    return match_pattern(
         f"b* n! n!, {shown} -> {shown}{more}",
         [A, B],
-        run=None if missing <= 0 else lambda choice: run,
+        run=None if missing <= 0 else lambda ranges: run,
     )
 
 
 @rule("linalg_solve_triangular")
 def _solve_triangular(
     A: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False
-) -> Answer:
+) -> RuleResult:
     shown = "b* n! k" if left else "b* k n!"
-    return patterned(f"b* n! n!, {shown} -> {shown}", [A, B])
+    return match_pattern(f"b* n! n!, {shown} -> {shown}", [A, B])
 
 
 @rule("linalg_lu_solve")
-def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Answer:
+def _lu_solve(
+    LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False
+) -> RuleResult:
     shown = "b* n! k" if left else "b* k n!"
-    return patterned(f"b* n! n!, b* n!, {shown} -> {shown}", [LU, pivots, B])
+    return match_pattern(f"b* n! n!, b* n!, {shown} -> {shown}", [LU, pivots, B])
 
 
 @rule("ormqr")
-def _ormqr(input: Any, tau: Any, input2: Any, left: bool = True, transpose: bool = False) -> Answer:
+def _ormqr(
+    input: Any, tau: Any, input2: Any, left: bool = True, transpose: bool = False
+) -> RuleResult:
     shown = "b* m! c" if left else "b* c m!"
-    return patterned(
+    return match_pattern(
         f"b* m! n!, b* k!, {shown} -> {shown}", [input, tau, input2], linear=[[input2]]
     )
 
@@ -129,16 +137,16 @@ def _ormqr(input: Any, tau: Any, input2: Any, left: bool = True, transpose: bool
 @rule("lu_unpack")
 def _lu_unpack(
     LU_data: Any, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True
-) -> Answer:
+) -> RuleResult:
     matrix = "b* m! n!"
     data, pivots = matrix if unpack_data else "n!", "b* m! m!" if unpack_pivots else "n!"
-    return patterned(f"{matrix}, b* k! -> {pivots}, {data}, {data}", [LU_data, LU_pivots])
+    return match_pattern(f"{matrix}, b* k! -> {pivots}, {data}, {data}", [LU_data, LU_pivots])
 
 
 @rule("linalg_vander")
-def _vander(x: Any, *, N: int | None = None) -> Answer:
+def _vander(x: Any, *, N: int | None = None) -> RuleResult:
     count = x.shape[-1] if N is None else N
-    dims, powers = factors_of(x.shape), Factor(count, "powers", whole=True)
-    return native(
-        {x: dims}, [[*dims, powers]], run=lambda choice: partial(torch.linalg.vander, N=count)
+    dims, powers = factors_of(x.shape), Factor(count, "powers", unshardable=True)
+    return local_call(
+        {x: dims}, [[*dims, powers]], run=lambda ranges: partial(torch.linalg.vander, N=count)
     )

@@ -10,46 +10,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import (
-    Answer,
-    Arg,
-    MakeRun,
-    line,
-    native,
-    patterned,
-    rule,
+from tilework.tiled.factors import (
+    Dim,
+    DimFactors,
+    Factor,
+    Pattern,
+    broadcast,
+    dim_factors,
+    factors_of,
 )
-from tilework.dtensor.propagation.strategy import Strategy
-from tilework.tiled.factors import Dim, DimFactors, Factor, Pattern, broadcast, factors_of, term
+from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
+from tilework.tiled.op_table import rule
+from tilework.tiled.pattern_rules import match_pattern, pattern_rule
 
-line("mm _int_mm(input, mat2)", "i k, k j -> i j", linear="input, mat2")
-line("bmm(input, mat2)", "b i k, b k j -> b i j", linear="input, mat2")
-line("mv(input, vec)", "i k, k -> i", linear="input, vec")
-line("dot vdot(input, other)", "k, k ->", linear="input, other")
-line("outer ger(input, vec2)", "i, j -> i j", linear="input, vec2")
+pattern_rule("mm _int_mm(input, mat2)", "i k, k j -> i j", linear="input, mat2")
+pattern_rule("bmm(input, mat2)", "b i k, b k j -> b i j", linear="input, mat2")
+pattern_rule("mv(input, vec)", "i k, k -> i", linear="input, vec")
+pattern_rule("dot vdot(input, other)", "k, k ->", linear="input, other")
+pattern_rule("outer ger(input, vec2)", "i, j -> i j", linear="input, vec2")
 
 
-def product(text: str, a: Arg, b: Arg) -> Answer:
+def product(text: str, a: Arg, b: Arg) -> RuleResult:
     """A product of two tensors that is linear in each."""
-    return patterned(text, [a, b], linear=[[a], [b]])
+    return match_pattern(text, [a, b], linear=[[a], [b]])
 
 
 @rule("linear", values_matter=False)
-def _linear(input: Any, weight: Any, bias: Any = None) -> Answer:
+def _linear(input: Any, weight: Any, bias: Any = None) -> RuleResult:
     text = "b* i, o i, o? -> b* o" if weight.ndim == 2 else "b* i, i, b*? -> b*"
     sums = [[input, bias], [weight, bias]]
-    return patterned(text, [input, weight, bias], linear=sums, added=[bias])
+    return match_pattern(text, [input, weight, bias], linear=sums, addends=[bias])
 
 
 @rule("bilinear", values_matter=False)
-def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Answer:
-    def run(choice: Strategy) -> Callable[..., Tensor] | None:
+def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleResult:
+    def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
         # On all ranks alike: gradients have to come in one order.
-        return _bilinear_of_nothing if choice.leaves_empty else None
+        return _bilinear_of_nothing if ranges.has_empty_shards else None
 
     tensors = [input1, input2, weight, bias]
     sums = [[one, bias] for one in tensors[:3]]
-    return patterned("b* i, b* j, o i j, o? -> b* o", tensors, linear=sums, added=[bias], run=run)
+    return match_pattern(
+        "b* i, b* j, o i j, o? -> b* o", tensors, linear=sums, addends=[bias], run=run
+    )
 
 
 def _bilinear_of_nothing(
@@ -61,7 +64,7 @@ def _bilinear_of_nothing(
 
 
 @rule("matmul", "linalg_matmul", values_matter=False)
-def _matmul(input: Any, other: Any) -> Answer:
+def _matmul(input: Any, other: Any) -> RuleResult:
     rows = "k" if input.ndim == 1 else "b* i k"
     columns = "k" if other.ndim == 1 else "b* k j"
     out = "b*" * (input.ndim > 1 or other.ndim > 1) + " i" * (input.ndim > 1)
@@ -69,30 +72,30 @@ def _matmul(input: Any, other: Any) -> Answer:
 
 
 @rule("inner", values_matter=False)
-def _inner(input: Any, other: Any) -> Answer:
+def _inner(input: Any, other: Any) -> RuleResult:
     if input.ndim == 0 or other.ndim == 0:
         return product("b*, b* -> b*", input, other)
     return product("a* k, b* k -> a* b*", input, other)
 
 
 @rule("linalg_vecdot")
-def _vecdot(x: Any, y: Any, *, dim: int = -1) -> Answer:
+def _vecdot(x: Any, y: Any, *, dim: int = -1) -> RuleResult:
     factors, terms = broadcast([x.shape, y.shape])
     rest = [one for at, one in enumerate(factors) if at != dim % len(factors)]
-    return native(dict(zip([x, y], terms, strict=True)), [rest], linear=[[x], [y]])
+    return local_call(dict(zip([x, y], terms, strict=True)), [rest], linear=[[x], [y]])
 
 
 @rule("linalg_cross")
-def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Answer:
+def _cross_along(input: Any, other: Any, *, dim: int = -1) -> RuleResult:
     factors, terms = broadcast([input.shape, other.shape])
-    factors[dim].whole = True
+    factors[dim].unshardable = True
     given = dict(zip([input, other], terms, strict=True))
     run = partial(torch.linalg.cross, dim=dim)
-    return native(given, [factors], linear=[[input], [other]], run=lambda choice: run)
+    return local_call(given, [factors], linear=[[input], [other]], run=lambda ranges: run)
 
 
 @rule("cross")
-def _cross(input: Any, other: Any, dim: int | None = None) -> Answer:
+def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
     """Without a dim it is the first of size 3: of the whole tensor."""
     threes = (at for at, size in enumerate(input.shape) if size == 3)
     return _cross_along(input, other, dim=next(threes, -1) if dim is None else dim)
@@ -101,7 +104,7 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> Answer:
 # -- with something added --------------------------------------------------------------------
 
 
-def _plus(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> Answer:
+def _plus(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
     """A product of two tensors, and ``input``, which is broadcast to it, added."""
     try:
         mapped = Pattern.parse(text).of([a.shape, b.shape])
@@ -116,17 +119,17 @@ def _plus(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> 
     ]
     terms = dict(zip([a, b], mapped.inputs, strict=True))
     sums = [[input, a], [input, b]]
-    return native({input: dims, **terms}, [out], linear=sums, added=[input], run=run)
+    return local_call({input: dims, **terms}, [out], linear=sums, addends=[input], run=run)
 
 
 @rule("addmm", values_matter=False)
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     return _plus("i k, k j -> i j", input, mat1, mat2)
 
 
 @rule("addmv")
-def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
-    def run(choice: Strategy) -> Callable[..., Tensor]:
+def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         # torch.addmv does not expand what it adds to a sum over nothing.
         return lambda input, mat, vec: torch.addmv(
             input.expand(len(mat)), mat, vec, beta=beta, alpha=alpha
@@ -137,17 +140,17 @@ def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> 
 
 
 @rule("addr", values_matter=False)
-def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     return _plus("i, j -> i j", input, vec1, vec2)
 
 
 @rule("addbmm", values_matter=False)
-def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     return _plus("b i k, b k j -> i j", input, batch1, batch2)
 
 
 @rule("baddbmm", values_matter=False)
-def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Answer:
+def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     return _plus("b i k, b k j -> b i j", input, batch1, batch2)
 
 
@@ -161,12 +164,16 @@ def _given(values: Sequence[Any]) -> list[Arg]:
     return list(values)
 
 
-def _multilinear(tensors: Sequence[Arg], terms: Sequence[DimFactors], out: Sequence[Dim]) -> Answer:
-    return native(dict(zip(tensors, terms, strict=True)), [out], linear=[[one] for one in tensors])
+def _multilinear(
+    tensors: Sequence[Arg], terms: Sequence[DimFactors], out: Sequence[Dim]
+) -> RuleResult:
+    return local_call(
+        dict(zip(tensors, terms, strict=True)), [out], linear=[[one] for one in tensors]
+    )
 
 
 @rule("chain_matmul", "linalg_multi_dot")
-def _chain(*matrices: Any) -> Answer:
+def _chain(*matrices: Any) -> RuleResult:
     tensors = _given(matrices)
     terms = [factors_of(one.shape) for one in tensors]
     for before, after in itertools.pairwise(terms):
@@ -174,11 +181,11 @@ def _chain(*matrices: Any) -> Answer:
     ends = [*terms[0][:-1], *terms[-1][1:]]
     if len(tensors) == 1:
         ends = terms[0]
-    return _multilinear(tensors, [term(one) for one in terms], term(ends))
+    return _multilinear(tensors, [dim_factors(one) for one in terms], dim_factors(ends))
 
 
 @rule("tensordot")
-def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> Answer:
+def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
     if isinstance(dims, int):
         dims, dims_b = range(a.ndim - dims, a.ndim), range(dims)
     elif dims_b is None:
@@ -192,7 +199,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> Answer:
             theirs[j] = mine[i]
         summed |= {mine[i], theirs[j]}
     out = [one for one in (*mine, *theirs) if one not in summed]
-    return _multilinear([a, b], [term(mine), term(theirs)], term(out))
+    return _multilinear([a, b], [dim_factors(mine), dim_factors(theirs)], dim_factors(out))
 
 
 # -- einsum ----------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ Names = list[str | int]
 
 
 @rule("einsum")
-def _einsum(equation: str, *operands: Any) -> Answer:
+def _einsum(equation: str, *operands: Any) -> RuleResult:
     """An equation is a factor map as it stands."""
     tensors = _given(operands)
     inputs, arrow, out = equation.replace(" ", "").partition("->")
@@ -224,13 +231,13 @@ def _einsum(equation: str, *operands: Any) -> Answer:
     if factors is None or not factors.keys() >= set(result):
         return None
     terms = [
-        term([
+        dim_factors([
             factors[name] if factors[name].size == size else None
             for name, size in zip(its, one.shape, strict=True)
         ])
         for its, one in zip(names, tensors, strict=True)
     ]  # fmt: skip
-    return _multilinear(tensors, terms, term([factors[name] for name in result]))
+    return _multilinear(tensors, terms, dim_factors([factors[name] for name in result]))
 
 
 def _names(word: str, width: int) -> Names:
@@ -257,5 +264,5 @@ def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, 
             if factor.size != size and 1 not in (factor.size, size):
                 return None
             factor.size = size if factor.size == 1 else factor.size
-            factor.whole |= its.count(name) > 1
+            factor.unshardable |= its.count(name) > 1
     return found

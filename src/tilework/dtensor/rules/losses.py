@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Native, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import tied
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
+from tilework.tiled.op_rules import Arg, LocalCall, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 #: What torch's functions call reductions.
 NONE, MEAN, SUM = 0, 1, 2
@@ -29,7 +29,7 @@ def reduced(
     given: Mapping[str, Any],
     dims: Mapping[Arg, Sequence[Factor | Dim | None]],
     out: Sequence[Factor],
-) -> Native:
+) -> LocalCall:
     """A loss that is reduced as ``given["reduction"]`` says.
 
     Args:
@@ -41,8 +41,8 @@ def reduced(
     how = given["reduction"]
     count = math.prod(factor.size for factor in out)
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        mine = choice.local_size(tuple(out))
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        mine = ranges.local_size(tuple(out))
         # A part's mean, weighted: no sum overflows that is none in torch.
         share = mine / count if how == MEAN and mine < count else None
 
@@ -59,7 +59,7 @@ def reduced(
 
         return loss
 
-    return native(dims, [out if how == NONE else []], run=run)
+    return local_call(dims, [out if how == NONE else []], run=run)
 
 
 def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> None:
@@ -73,7 +73,7 @@ def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> No
     """
     names = parameters.split()
 
-    def answer(*args: Any, **kwargs: Any) -> Answer:
+    def answer(*args: Any, **kwargs: Any) -> RuleResult:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if set(given) != set(names):
             return None
@@ -136,7 +136,7 @@ def _ctc_loss(
     blank: int,
     reduction: int,
     zero_infinity: bool,
-) -> Answer:
+) -> RuleResult:
     given = dict(locals())
     lengths = [one for one in (input_lengths, target_lengths) if isinstance(one, Arg)]
     if log_probs.ndim != 3 or targets.ndim != 2 or len(lengths) != 2:

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.dispatch.op_names import body_of
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.rules.helpers import operator
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
 from tilework.tiled.factors import Dim, Factor, factors_of
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_torchs_own: Any = body_of(F.multi_head_attention_forward)
+_torchs_own: Any = without_override_checks(F.multi_head_attention_forward)
 
 
 @rule("multi_head_attention_forward")
-def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> Answer:
-    return Composed(multi_head_attention)
+def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> RuleResult:
+    return Decomposition(multi_head_attention)
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -85,9 +86,9 @@ def _projected(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
     return [torch.unflatten(one, -1, shape).permute(1, 2, 0, 3) for one in found]
 
 
-def _third_rule(input: Any, weight: Any, bias: Any, part: int) -> Answer:
+def _third_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleResult:
     (*leading, inner), width = factors_of(input.shape), Factor(weight.shape[0] // 3, "width")
-    rows = (Factor(3, "thirds", whole=True), width)
+    rows = (Factor(3, "thirds", unshardable=True), width)
     inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
         input: [*leading, inner],
         weight: [rows, inner],
@@ -95,7 +96,7 @@ def _third_rule(input: Any, weight: Any, bias: Any, part: int) -> Answer:
     if bias is not None:
         inputs[bias] = [rows]
     linear = [[input, bias], [weight, bias]]
-    return native(inputs, [[*leading, width]], linear=linear, added=[bias])
+    return local_call(inputs, [[*leading, width]], linear=linear, addends=[bias])
 
 
 @operator(_third_rule)

@@ -5,34 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.helpers import settled, tied
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Dim, Factor, factors_of
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import register, rule
+
+ArgT = TypeVar("ArgT", bound=Arg)
 
 
 @rule("local_response_norm")
 def _local_response_norm(
     input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
-) -> Answer:
+) -> RuleResult:
     if input.ndim < 3 or not input.dtype.is_floating_point:
         return None  # torch gives an empty part of integers back as integers, others as floats
     n, c, *spatial = factors_of(input.shape)
-    dims = [n, Factor(c.size, "c", whole=True), *spatial]
-    return native({input: dims}, [dims])
+    dims = [n, Factor(c.size, "c", unshardable=True), *spatial]
+    return local_call({input: dims}, [dims])
 
 
 def _whole(sizes: Sequence[int]) -> list[Factor]:
-    return [Factor(size, whole=True) for size in sizes]
+    return [Factor(size, unshardable=True) for size in sizes]
 
 
-def _given(*args: Arg | None) -> list[Arg]:
+def _given(*args: ArgT | None) -> list[ArgT]:
     return [arg for arg in args if arg is not None]
 
 
@@ -47,29 +50,29 @@ def _layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Answer:
+) -> RuleResult:
     return _over_last(input, normalized_shape, _given(weight, bias), _composed_layer_norm)
 
 
 @rule("rms_norm")
 def _rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
-) -> Answer:
+) -> RuleResult:
     return _over_last(input, normalized_shape, _given(weight), _composed_rms_norm)
 
 
 def _over_last(
     input: Arg, shape: Any, affine: Sequence[Arg], composed: Callable[..., Any]
-) -> Answer:
+) -> RuleResult:
     shape = tuple(shape)
     lead = input.ndim - len(shape)
     if lead < 0 or any(one.shape != shape for one in affine) or input.shape[lead:] != shape:
         return None
-    if any(map(input.is_cut, range(lead, input.ndim))):
-        return Composed(composed)
+    if any(map(input.is_sharded, range(lead, input.ndim))):
+        return Decomposition(composed)
     last = _whole(shape)
     dims = [*factors_of(input.shape[:lead]), *last]
-    return native({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
+    return local_call({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
 
 
 def _composed_layer_norm(
@@ -128,19 +131,19 @@ def _group_norm(
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Answer:
+) -> RuleResult:
     if input.ndim < 2 or num_groups < 1 or input.shape[1] % num_groups:
         return None
     spatial = range(2, input.ndim)
-    if any(map(input.is_cut, spatial)) or (num_groups == 1 and input.is_cut(1)):
-        return Composed(_composed_group_norm)
+    if any(map(input.is_sharded, spatial)) or (num_groups == 1 and input.is_sharded(1)):
+        return Decomposition(_composed_group_norm)
     group = Factor(num_groups, "group")
     channel: Dim = (group, *_whole([input.shape[1] // num_groups]))
     dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *_whole(input.shape[2:])]
     affine = _given(weight, bias)
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
-        _, groups = choice.part(group)
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        _, groups = ranges.local_range(group)
 
         def normed(*tensors: Tensor) -> Tensor:
             x, w, b = _placed(tensors, [input, weight, bias])
@@ -151,7 +154,7 @@ def _group_norm(
 
         return normed
 
-    return native({input: dims, **dict.fromkeys(affine, (channel,))}, [dims], run=run)
+    return local_call({input: dims, **dict.fromkeys(affine, (channel,))}, [dims], run=run)
 
 
 def _placed(tensors: Sequence[Tensor], args: Sequence[Arg | None]) -> list[Tensor | None]:
@@ -190,17 +193,17 @@ def _instance_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> Answer:
+) -> RuleResult:
     if input.ndim < 2:
         return None
     if not use_input_stats:
-        return Composed(_instance_norm_by_running)
-    if running_mean is not None or any(map(input.is_cut, range(2, input.ndim))):
-        return Composed(_composed_instance_norm)
+        return Decomposition(_instance_norm_by_running)
+    if running_mean is not None or any(map(input.is_sharded, range(2, input.ndim))):
+        return Decomposition(_composed_instance_norm)
     n, c = factors_of(input.shape[:2])
     dims = [n, c, *_whole(input.shape[2:])]
 
-    def run(choice: Strategy) -> Callable[..., Tensor]:
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         def normed(*tensors: Tensor) -> Tensor:
             x, w, b = _placed(tensors, [input, weight, bias])
             assert x is not None
@@ -210,7 +213,7 @@ def _instance_norm(
 
         return normed
 
-    return native({input: dims, **dict.fromkeys(_given(weight, bias), (c,))}, [dims], run=run)
+    return local_call({input: dims, **dict.fromkeys(_given(weight, bias), (c,))}, [dims], run=run)
 
 
 def _instance_norm_by_running(*args: Any) -> Tensor:
@@ -251,6 +254,15 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
     running.mul_(1 - momentum).add_(change)
 
 
+_STATISTICS = ("running_mean", "running_var")
+for _name in (
+    *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm"),
+    *("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+):
+    register(_name, silent_writes=_STATISTICS)
+
+
 @rule(torch.batch_norm)
 def _batch_norm(
     input: Any,
@@ -262,31 +274,31 @@ def _batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> Answer:
+) -> RuleResult:
     if input.ndim < 2:
         return None
-    every = _given(input, weight, bias, running_mean, running_var)
+    every: list[DTensorArg] = _given(input, weight, bias, running_mean, running_var)
     use = training or running_mean is None
     writes = training and running_mean is not None
     over = [dim for dim in range(input.ndim) if dim != 1]
     # In place only where they lie: what is written to a part that was moved would be lost.
-    if use and (any(map(input.is_cut, over)) or (writes and any(map(_is_spread, every)))):
-        return Composed(_composed_batch_norm)
-    c = Factor(input.shape[1], "c", whole=writes or any(map(_leaves_empty, every)))
+    if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_spread, every)))):
+        return Decomposition(_composed_batch_norm)
+    c = Factor(input.shape[1], "c", unshardable=writes or any(map(_leaves_empty, every)))
     others = _whole if use else factors_of
     n, *spatial = others([input.shape[dim] for dim in over])
     dims = [n, c, *spatial]
-    return native({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
+    return local_call({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
 
 
-def _is_spread(arg: Arg) -> bool:
+def _is_spread(arg: DTensorArg) -> bool:
     return not arg.spec.is_replicated
 
 
-def _leaves_empty(arg: Arg) -> bool:
+def _leaves_empty(arg: DTensorArg) -> bool:
     """Whether some rank has no channel, of which torch cannot make anything."""
     channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
-    return arg.is_cut(channels) and any(
+    return arg.is_sharded(channels) and any(
         not arg.spec.box_at(place).sizes[channels] for place in product(*places)
     )
 

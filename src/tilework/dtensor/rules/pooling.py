@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilework.dtensor.propagation.op_table import Answer, native, rule
 from tilework.dtensor.rules.convolution import on_parts, windows
 from tilework.tiled.factors import Dim, Factor, factors_of
+from tilework.tiled.op_rules import RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _functional: Any = F
 _nn: Any = torch._C._nn
@@ -33,7 +34,7 @@ def _pool(name: str, spatial: int, names: str, results: int = 1, linear: bool = 
     """
     function = getattr(_functional, name)
 
-    def answer(input: Any, *args: Any, **kwargs: Any) -> Answer:
+    def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
         given = {**dict(zip(names.split(), (input, *args), strict=False)), **kwargs}
         lead = input.ndim - spatial
         if lead not in (1, 2) or not set(given) <= set(names.split()):
@@ -42,7 +43,7 @@ def _pool(name: str, spatial: int, names: str, results: int = 1, linear: bool = 
         batch = factors_of(input.shape[:lead])
         dims = _windows_of(input.shape[lead:], given, results)
         out: list[Factor | Dim] = [*batch, *(after for _, after in dims)]
-        return native(
+        return local_call(
             {input: [*batch, *(before for before, _ in dims)]},
             [out] * results,
             linear=[[input]] if linear else [],
@@ -74,14 +75,14 @@ for _n in (1, 2, 3):
 
 
 def _max_unpool(function: Any, spatial: int, names: str) -> None:
-    def answer(input: Any, indices: Any, *args: Any) -> Answer:
+    def answer(input: Any, indices: Any, *args: Any) -> RuleResult:
         lead = input.ndim - spatial
         if lead not in (1, 2) or indices.shape != input.shape:
             return None
         batch = factors_of(input.shape[:lead])
         dims = [*batch, *(None,) * spatial]
         given = dict(zip(names.split(), (input, indices, *args), strict=True))
-        return native({input: dims, indices: dims}, [dims], run=on_parts(function, given))
+        return local_call({input: dims, indices: dims}, [dims], run=on_parts(function, given))
 
     rule(function)(answer)
 
@@ -94,21 +95,21 @@ _max_unpool(_nn.max_unpool3d, 3, "input indices output_size stride padding")
 
 
 @rule("interpolate")
-def _interpolate(input: Any, *args: Any, **kwargs: Any) -> Answer:
+def _interpolate(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
     given = inspect.signature(F.interpolate).bind(input, *args, **kwargs).arguments
     if input.ndim < 3:
         return None
     dims = [*factors_of(input.shape[:2]), *(None,) * (input.ndim - 2)]
-    return native({input: dims}, [dims], linear=[[input]], run=on_parts(F.interpolate, given))
+    return local_call({input: dims}, [dims], linear=[[input]], run=on_parts(F.interpolate, given))
 
 
 @rule("grid_sample")
-def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> Answer:
+def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> RuleResult:
     given = inspect.signature(F.grid_sample).bind(input, grid, *args, **kwargs).arguments
     if input.ndim not in (4, 5) or grid.ndim != input.ndim or grid.shape[0] != input.shape[0]:
         return None
     n, c, *places = factors_of((*input.shape[:2], *grid.shape[1:-1]))
-    return native(
+    return local_call(
         {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]},
         [[n, c, *places]],
         linear=[[input]],
@@ -117,14 +118,14 @@ def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> Answer:
 
 
 @rule("affine_grid")
-def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = None) -> Answer:
+def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = None) -> RuleResult:
     if theta.ndim != 3 or len(size) not in (4, 5) or size[0] != theta.shape[0]:
         return None
     n = Factor(theta.shape[0], "n")
     given = {"theta": theta, "size": size, "align_corners": align_corners}
     run = on_parts(
-        F.affine_grid, given, local=lambda choice: {"size": [choice.part(n)[1], *size[1:]]}
+        F.affine_grid, given, local=lambda ranges: {"size": [ranges.local_range(n)[1], *size[1:]]}
     )
-    return native(
+    return local_call(
         {theta: [n, None, None]}, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run
     )

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch.op_names import body_of, special
 from tilework.dtensor.dispatch.results import replicated, write
-from tilework.dtensor.propagation.op_table import Answer, Composed, rule
+from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.random.generator import draw_alike, fill_part, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor
+from tilework.tiled.op_rules import Decomposition, RuleResult
+from tilework.tiled.op_table import dtensor_handler, register, rule
 
 #: What is drawn, and what is then made of it.
 Drawn = tuple[Distribution, Callable[[Tensor], Tensor] | None]
@@ -45,7 +46,7 @@ def _filler(name: str, draw: Callable[..., Drawn]) -> None:
     signature = inspect.signature(draw)
 
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
-        body = body_of(func)
+        body = without_override_checks(func)
         if body is not None:  # torch.nn.init's, which calls the tensor's
             return body(*args, **kwargs)
         tensor, *others = args
@@ -53,7 +54,7 @@ def _filler(name: str, draw: Callable[..., Drawn]) -> None:
         bound = signature.bind(tensor.dtype, *others, **_renamed(kwargs))
         return _fill(tensor, draw(*bound.args, **bound.kwargs), generator)
 
-    special(name)(fill)
+    dtensor_handler(name)(fill)
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ _filler("geometric_", _geometric)
 _filler("random_", _random)
 
 
-@special("bernoulli_")
+@dtensor_handler("bernoulli_")
 def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, p = args[0], (args[1] if len(args) > 1 else kwargs.get("p", 0.5))
     generator = kwargs.get("generator")
@@ -140,34 +141,34 @@ def _after(found: Tensor, input: Tensor) -> Tensor:
 
 
 @rule("bernoulli")
-def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Answer:
+def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResult:
     def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
         if p is None:
             return _after(_chosen(input, input.shape, generator), input)
         return _after(torch.empty_like(input).bernoulli_(p, generator=generator), input)
 
-    return Composed(run)
+    return Decomposition(run)
 
 
 @rule("normal")
-def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Answer:
+def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResult:
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
         like = mean + std  # of the shape and the layout that both broadcast to
         with torch.no_grad():
             found = mean + std * torch.randn_like(like, generator=generator)
         return _after(found, like)
 
-    return Composed(run)
+    return Decomposition(run)
 
 
 def _body(func: Any, args: Any, kwargs: Any) -> Any:
     """What torch.nn.init does, with operators on DTensors."""
-    body = body_of(func)
+    body = without_override_checks(func)
     assert body is not None
     return body(*args, **kwargs)
 
 
-special("kaiming_uniform_", "constant_")(_body)
+dtensor_handler("kaiming_uniform_", "constant_")(_body)
 
 
 def _alike(name: str) -> None:
@@ -179,8 +180,16 @@ def _alike(name: str) -> None:
         whole = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
         return replicated(draw_alike(mesh, operator, *whole, **kwargs), mesh)
 
-    rule(name)(lambda *args, **kwargs: Composed(run))
+    rule(name)(lambda *args, **kwargs: Decomposition(run))
 
 
 for _name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
     _alike(_name)
+
+# Functions in Python that draw as plain tensors: on full tensors, from one state everywhere.
+for _name in (
+    *("svd_lowrank", "pca_lowrank"),
+    *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
+    *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+):
+    register(_name, is_random=True, is_opaque=True)

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.debug import explain
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.factors import Dim, Factor
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 _vf: Any = torch._VF
 _SEQUENCES = (list, tuple)
@@ -30,12 +31,12 @@ def _listed(states: Any) -> list[Any]:
 # -- layers ----------------------------------------------------------------------------------
 
 
-def _layers(kind: str, *args: Any) -> Answer:
+def _layers(kind: str, *args: Any) -> RuleResult:
     """``(input, states, weights, …)``, or for packed sequences ``(data, sizes, states, …)``."""
     packed = isinstance(args[3], _SEQUENCES)
     given, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
     if dropout > 0 and train and count > 1:
-        return Composed(partial(_by_layers, getattr(_vf, kind), packed))
+        return Decomposition(partial(_by_layers, getattr(_vf, kind), packed))
     if packed:  # whole, as packing left them
         return None
     batch = Factor(_listed(states)[0].shape[1], "batch")
@@ -43,7 +44,7 @@ def _layers(kind: str, *args: Any) -> Answer:
     data = [batch, None, None] if args[-1] else state
     inputs: dict[Arg, Dims] = {given: data, **dict.fromkeys(_listed(states), state)}
     inputs |= {one: [None] * one.ndim for one in weights}
-    return native(inputs, [data, *[state] * len(_listed(states))])
+    return local_call(inputs, [data, *[state] * len(_listed(states))])
 
 
 def _by_layers(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
@@ -73,25 +74,25 @@ for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 
 
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def _cell(input: Any, hx: Any, *weights: Any) -> Answer:
+def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
     batch = Factor(input.shape[0], "batch")
     states = _listed(hx)
     inputs: dict[Arg, Dims] = {one: [batch, None] for one in (input, *states)}
     inputs |= {one: [None] * one.ndim for one in weights if one is not None}
-    return native(inputs, [[batch, None]] * len(states))
+    return local_call(inputs, [[batch, None]] * len(states))
 
 
 # -- packed sequences ------------------------------------------------------------------------
 
 
 @rule("_pack_padded_sequence")
-def _pack(input: Any, lengths: Any, batch_first: bool) -> Answer:
-    return Composed(partial(_on_whole, _vf._pack_padded_sequence))
+def _pack(input: Any, lengths: Any, batch_first: bool) -> RuleResult:
+    return Decomposition(partial(_on_whole, _vf._pack_padded_sequence))
 
 
 @rule("_pad_packed_sequence")
-def _pad(data: Any, batch_sizes: Any, *args: Any) -> Answer:
-    return Composed(partial(_on_whole, _vf._pad_packed_sequence))
+def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
+    return Decomposition(partial(_on_whole, _vf._pad_packed_sequence))
 
 
 def _on_whole(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.propagation.op_table import (
-    Answer,
-    Arg,
-    Composed,
-    MakeRun,
-    Native,
-    RuleFunction,
-    native,
-    rule,
-)
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.spec import Ints
 from tilework.tiled.factors import Dim, Factor
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalCall,
+    LocalRanges,
+    MakeRun,
+    RuleFunction,
+    RuleResult,
+    local_call,
+)
+from tilework.tiled.op_table import rule
 
 #: What numpy calls them, and torch takes too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
@@ -49,8 +49,8 @@ def reduced(
     *,
     results: int = 1,
     linear: bool = False,
-    run: Callable[[Strategy, list[Factor]], Callable[..., Any]] | None = None,
-) -> Native:
+    run: Callable[[LocalRanges, list[Factor]], Callable[..., Any]] | None = None,
+) -> LocalCall:
     """The answer of a reduction of which the ranks' results are combined.
 
     Args:
@@ -60,16 +60,16 @@ def reduced(
         reduce_op: What combines results; None: the dims are needed whole, others may be cut.
         results: How many tensors it gives.
         linear: Whether it is linear.
-        run: Makes what is run instead of the operator, from the choice and each dim's factor.
+        run: Makes what is run instead of the operator, from the ranges and each dim's factor.
     """
     factors = [
-        Factor(size, f"d{dim}", whole=reduce_op is None and dim in dims, reduce_op=reduce_op)
+        Factor(size, f"d{dim}", unshardable=reduce_op is None and dim in dims, reduce_op=reduce_op)
         for dim, size in enumerate(input.shape)
     ]
-    make: MakeRun | None = None if run is None else lambda choice: run(choice, factors)
+    make: MakeRun | None = None if run is None else lambda ranges: run(ranges, factors)
     left = left_of(factors, dims, keepdim)
     shape = tuple(one.size if isinstance(one, Factor) else 1 for one in left)
-    return native(
+    return local_call(
         {input: factors},
         [left] * results,
         linear=[[input]] if linear else [],
@@ -87,9 +87,9 @@ def left_of(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Factor | 
     ]
 
 
-def any_cut(input: Arg, dims: Ints) -> bool:
+def any_sharded(input: Arg, dims: Ints) -> bool:
     """Whether ranks have different parts of some of these dims."""
-    return any(map(input.is_cut, dims))
+    return any(map(input.is_sharded, dims))
 
 
 def reduction(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -98,15 +98,15 @@ def reduction(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     def put(function: RuleFunction) -> RuleFunction:
         signature = inspect.signature(function)
 
-        def answer(*args: Any, **kwargs: Any) -> Answer:
+        def answer(*args: Any, **kwargs: Any) -> RuleResult:
             try:
                 bound = signature.bind(*args, **_torch_names(kwargs))
             except TypeError:
                 return None
             found = function(*bound.args, **bound.kwargs)
-            if isinstance(found, Composed):
+            if isinstance(found, Decomposition):
                 run = found.run
-                return Composed(lambda *args, **kwargs: run(*args, **_torch_names(kwargs)))
+                return Decomposition(lambda *args, **kwargs: run(*args, **_torch_names(kwargs)))
             return found
 
         rule(*names)(answer)

@@ -9,34 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import operator, settled, tied
 from tilework.dtensor.rules.reduction_args import dims_of, reduced, reduction
 from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 
 @reduction("sum")
-def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, keepdim, "sum", linear=True)
 
 
 @reduction("nansum")
-def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, keepdim, "sum")
 
 
 @reduction("mean")
-def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
     count = math.prod(input.shape[one] for one in dims)
 
-    def make(choice: Strategy, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
-        here = math.prod(choice.part(factors[one])[1] for one in dims)
+    def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+        here = math.prod(ranges.local_range(factors[one])[1] for one in dims)
         if here == count:
             return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
         if here and (dtype or input.dtype).itemsize < 4:
@@ -50,8 +50,8 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
 
 
 @reduction("nanmean")
-def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
-    return Composed(_mean_of_numbers)
+def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
+    return Decomposition(_mean_of_numbers)
 
 
 def _mean_of_numbers(
@@ -63,54 +63,54 @@ def _mean_of_numbers(
 
 
 @reduction("prod")
-def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Answer:
+def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, keepdim, "product")
 
 
 @reduction("all")
-def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> Answer:
+def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, keepdim, "min")
 
 
 @reduction("any")
-def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> Answer:
+def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, keepdim, "max")
 
 
 @reduction("count_nonzero")
-def _count_nonzero(input: Arg, dim: Any = None) -> Answer:
+def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduced(input, dims, False, "sum")
 
 
 @rule("trace")
-def _trace(input: Arg) -> Answer:
+def _trace(input: Arg) -> RuleResult:
     if input.ndim != 2:
         return None
     rows, columns = Factor(input.shape[0], "row"), Factor(input.shape[1], "column")
 
-    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
-        offset = choice.part(rows)[0] - choice.part(columns)[0]
+    def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
+        offset = ranges.local_range(rows)[0] - ranges.local_range(columns)[0]
         wide = (
             torch.int64 if not (input.dtype.is_floating_point or input.dtype.is_complex) else None
         )
         return lambda part: part.diagonal(offset).sum(dtype=wide)
 
-    return native({input: [rows, columns]}, [[]], linear=[[input]], run=make)
+    return local_call({input: [rows, columns]}, [[]], linear=[[input]], run=make)
 
 
 # -- counts of values --------------------------------------------------------------------------
 
 
 @rule("histc")
-def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> Answer:
+def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> RuleResult:
     if min == max:
-        return Composed(_histc_of_range)
+        return Decomposition(_histc_of_range)
     factors = [Factor(size, f"d{dim}") for dim, size in enumerate(input.shape)]
-    return native({input: factors}, [[None]])
+    return local_call({input: factors}, [[None]])
 
 
 def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
@@ -123,8 +123,8 @@ def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float =
 
 
 @rule("bincount")
-def _bincount(input: Arg, weights: Arg | None = None, minlength: int = 0) -> Answer:
-    return Composed(_bincount_of_size)
+def _bincount(input: Arg, weights: Arg | None = None, minlength: int = 0) -> RuleResult:
+    return Decomposition(_bincount_of_size)
 
 
 def _bincount_of_size(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -137,11 +137,11 @@ def _bincount_of_size(input: Tensor, weights: Tensor | None = None, minlength: i
     return _counts(input, size, weights)
 
 
-def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> Answer:
+def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> RuleResult:
     item = Factor(input.shape[0], "item")
     inputs = {input: [item]} if weights is None else {input: [item], weights: [item]}
     linear = [] if weights is None else [[weights]]
-    return native(inputs, [[None]], linear=linear, shapes=[(size,)])
+    return local_call(inputs, [[None]], linear=linear, shapes=[(size,)])
 
 
 @operator(_counts_rule)

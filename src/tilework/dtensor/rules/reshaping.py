@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
-from tilework.dtensor.dispatch.op_names import canonical, special
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.spec import Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.tiled.factors import Dim, Factor, broadcast_shape
+from tilework.tiled.op_names import canonical_name
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import dtensor_handler, register, rule
 from tilework.tiled.regroup import regrouped
 
 
@@ -56,7 +56,7 @@ def inferred(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
     return tuple(sizes) if total == math.prod(sizes) and -1 not in sizes else None
 
 
-def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> Answer:
+def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResult:
     """A tensor with other dims and the same elements in the same order.
 
     Args:
@@ -69,33 +69,34 @@ def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> Answer:
         return None
     befores, afters = regrouped(input.shape, shape)
 
-    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
-        local = tuple(map(choice.local_size, afters))
+    def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
+        local = tuple(map(ranges.local_size, afters))
         # What was moved is a copy, so there is no memory to share.
-        if copies or choice.inputs[0] != input.spec:
+        if copies or ranges.inputs[0] != input.layout:
             return lambda x: x.reshape(local)
         return lambda x: x.view(local)
 
-    return native({input: befores}, [afters], moves=True, run=make, shapes=[shape])
+    return local_call({input: befores}, [afters], rearranges=True, run=make, shapes=[shape])
 
 
 # -- rules -----------------------------------------------------------------------------------
 
 
-@rule("reshape")
-def _reshape(input: Arg, *shape: Any, **named: Any) -> Answer:
+@rule("reshape", is_view=True, may_copy=True)
+def _reshape(input: Arg, *shape: Any, **named: Any) -> RuleResult:
     return reshaped(input, sizes_of(shape or tuple(named.values())))
 
 
-@rule("view", "_unsafe_view")
-def _view(input: Arg, *shape: Any, **named: Any) -> Answer:
+@rule("view", is_view=True)
+@rule("_unsafe_view")
+def _view(input: Arg, *shape: Any, **named: Any) -> RuleResult:
     given = shape or tuple(named.values())
     if isinstance(given[0], torch.dtype):
         return _as_dtype(input, given[0])
     return reshaped(input, sizes_of(given), copies=False)
 
 
-def _as_dtype(input: Arg, dtype: torch.dtype) -> Answer:
+def _as_dtype(input: Arg, dtype: torch.dtype) -> RuleResult:
     """The same bytes as another dtype: elements of the last dim are split or merged."""
     old, new = input.dtype.itemsize, dtype.itemsize
     if not input.ndim or (new > old and input.shape[-1] % (new // old)):
@@ -103,14 +104,14 @@ def _as_dtype(input: Arg, dtype: torch.dtype) -> Answer:
     smaller, larger = max(old // new, 1), max(new // old, 1)
     dims: list[Dim] = [(Factor(size),) for size in input.shape[:-1]]
     last = Factor(input.shape[-1] // larger)
-    before: Dim = (last,) if larger == 1 else (last, Factor(larger, whole=True))
-    after: Dim = (last,) if smaller == 1 else (last, Factor(smaller, whole=True))
-    return native({input: [*dims, before]}, [[*dims, after]])
+    before: Dim = (last,) if larger == 1 else (last, Factor(larger, unshardable=True))
+    after: Dim = (last,) if smaller == 1 else (last, Factor(smaller, unshardable=True))
+    return local_call({input: [*dims, before]}, [[*dims, after]])
 
 
-def _like_other(method: str) -> Callable[..., Answer]:
-    def answer(input: Arg, other: Arg) -> Answer:
-        return Composed(lambda input, other: getattr(input, method)(tuple(other.shape)))
+def _like_other(method: str) -> Callable[..., RuleResult]:
+    def answer(input: Arg, other: Arg) -> RuleResult:
+        return Decomposition(lambda input, other: getattr(input, method)(tuple(other.shape)))
 
     return answer
 
@@ -120,8 +121,8 @@ rule("reshape_as")(_like_other("reshape"))
 rule("expand_as")(_like_other("expand"))
 
 
-@rule("flatten")
-def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Answer:
+@rule("flatten", is_view=True, may_copy=True)
+def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> RuleResult:
     if not isinstance(start_dim, int) or not isinstance(end_dim, int):
         return None  # names
     if not input.ndim:
@@ -139,13 +140,13 @@ def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Answ
     )
 
 
-@rule("ravel")
-def _ravel(input: Arg) -> Answer:
+@rule("ravel", is_view=True, may_copy=True)
+def _ravel(input: Arg) -> RuleResult:
     return reshaped(input, (math.prod(input.shape),))
 
 
-@rule("unflatten")
-def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> Answer:
+@rule("unflatten", is_view=True)
+def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> RuleResult:
     if not isinstance(dim, int):
         return None  # names
     dim = dim_at(dim, input.ndim)
@@ -155,8 +156,8 @@ def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> Answer:
     return reshaped(input, (*input.shape[:dim], *parts, *input.shape[dim + 1 :]), copies=False)
 
 
-@rule("squeeze")
-def _squeeze(input: Arg, dim: Any = None) -> Answer:
+@rule("squeeze", is_view=True)
+def _squeeze(input: Arg, dim: Any = None) -> RuleResult:
     if dim is None:
         chosen = set(range(input.ndim))
     else:
@@ -166,20 +167,20 @@ def _squeeze(input: Arg, dim: Any = None) -> Answer:
     factors = [Factor(size, reduce_op=None) for size in input.shape]
     kept = [factor for i, factor in enumerate(factors) if i not in gone]
     # This rank's part may have further dims of size 1.
-    return native(
-        {input: factors}, [kept], moves=True, run=lambda _: lambda x: torch.squeeze(x, gone)
+    return local_call(
+        {input: factors}, [kept], rearranges=True, run=lambda _: lambda x: torch.squeeze(x, gone)
     )
 
 
-@rule("unsqueeze")
-def _unsqueeze(input: Arg, dim: int) -> Answer:
+@rule("unsqueeze", is_view=True)
+def _unsqueeze(input: Arg, dim: int) -> RuleResult:
     dim = dim_at(dim, input.ndim + 1)
     factors: list[Factor | None] = [Factor(size) for size in input.shape]
-    return native({input: factors}, [[*factors[:dim], None, *factors[dim:]]], moves=True)
+    return local_call({input: factors}, [[*factors[:dim], None, *factors[dim:]]], rearranges=True)
 
 
-@rule("expand", "broadcast_to")
-def _expand(input: Arg, *size: Any, **named: Any) -> Answer:
+@rule("expand", "broadcast_to", is_view=True)
+def _expand(input: Arg, *size: Any, **named: Any) -> RuleResult:
     named.pop("implicit", None)
     sizes = sizes_of(size or tuple(named.values()))
     more = len(sizes) - input.ndim
@@ -193,15 +194,15 @@ def _expand(input: Arg, *size: Any, **named: Any) -> Answer:
         dims.append(out[-1] if same else None)
     kept = [factor in dims for factor in out]
 
-    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
+    def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
         local = [-1 if keep else int(size) for keep, size in zip(kept, sizes, strict=True)]
         return lambda x: x.expand(local)
 
-    return native({input: dims}, [out], moves=True, run=make)
+    return local_call({input: dims}, [out], rearranges=True, run=make)
 
 
 @rule("broadcast_tensors")
-def _broadcast_tensors(*tensors: Any) -> Answer:
+def _broadcast_tensors(*tensors: Any) -> RuleResult:
     def compute(*tensors: Any) -> tuple[Tensor, ...]:
         given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
         shape = common_shape(*[one.shape for one in given])
@@ -212,7 +213,11 @@ def _broadcast_tensors(*tensors: Any) -> Answer:
         common_shape(*[one.shape for one in given])
     except ValueError as error:
         raise RuntimeError(f"broadcast_tensors: {error}") from None
-    return Composed(compute)
+    return Decomposition(compute)
+
+
+for _name in ("as_strided", "alias"):  # of gathered tensors
+    register(_name, is_view=True)
 
 
 # -- permutations ----------------------------------------------------------------------------
@@ -221,11 +226,11 @@ def _broadcast_tensors(*tensors: Any) -> Answer:
 _APART = 1 << 20
 
 
-def _permuted(name: str) -> Callable[..., Answer]:
+def _permuted(name: str) -> Callable[..., RuleResult]:
     """The rule of an operator that only reorders dims, found by doing it to a probe."""
     operator = getattr(torch.Tensor, name)
 
-    def answer(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    def answer(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
         strides = [_APART + i for i in range(input.ndim)]
         probe = torch.empty_strided([2] * input.ndim, strides, device="meta")
         try:
@@ -233,19 +238,19 @@ def _permuted(name: str) -> Callable[..., Answer]:
         except (RuntimeError, IndexError):  # told as torch does when it is run
             return None
         factors = [Factor(size) for size in input.shape]
-        return native({input: factors}, [[factors[i] for i in order]], moves=True)
+        return local_call({input: factors}, [[factors[i] for i in order]], rearranges=True)
 
     return answer
 
 
 for _name in ("permute", "transpose", "t", "movedim", "adjoint"):
-    rule(_name)(_permuted(_name))
+    rule(_name, is_view=True)(_permuted(_name))
 
 
 # -- what is made of these -------------------------------------------------------------------
 
 
-def _each(body: Callable[[Tensor], Tensor]) -> Callable[..., Answer]:
+def _each(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResult]:
     """The rule of an operator that takes tensors one by one, in a sequence, or just one."""
 
     def compute(*tensors: Any) -> Any:
@@ -255,7 +260,7 @@ def _each(body: Callable[[Tensor], Tensor]) -> Callable[..., Answer]:
             tensors = tuple(tensors[0])
         return tuple([body(one) for one in tensors])
 
-    return lambda *tensors: Composed(compute)
+    return lambda *tensors: Decomposition(compute)
 
 
 def atleast_1d(x: Tensor) -> Tensor:
@@ -282,11 +287,11 @@ rule("atleast_2d")(_each(atleast_2d))
 rule("atleast_3d")(_each(atleast_3d))
 
 
-@special("transpose_", "t_", "squeeze_", "unsqueeze_")
+@dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_")
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     """Forms in place, which write no element: the tensor itself becomes the view."""
     tensor: DTensor = args[0]
-    operator = getattr(Tensor, canonical(func)[0])
+    operator = getattr(Tensor, canonical_name(func)[0])
 
     def redo(x: Any) -> Any:
         return operator(x, *args[1:], **kwargs)
@@ -299,7 +304,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 @rule("rot90")
-def _rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> Answer:
+def _rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> RuleResult:
     def compute(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
         a, b = dims
         match k % 4:
@@ -313,4 +318,4 @@ def _rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> Answer:
 
     if len(set(dims)) != 2:
         return None
-    return Composed(compute)
+    return Decomposition(compute)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
+from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.helpers import operator, settled, tied
 from tilework.dtensor.rules.reduction_args import dims_of
 from tilework.tiled.factors import Dim, Factor, factors_of
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 #: Of a running operator, what a part comes to, and what combines that with the parts after it.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -22,23 +24,24 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 }
 
 
-def _place(choice: Strategy, factor: Factor) -> int:
+def _place(strategy: LocalRanges, factor: Factor) -> int:
     """Which of the parts of a factor this rank has, in their order."""
-    coordinate, place = choice.mesh.get_coordinate(), 0
-    for axis in choice.axes(factor):
-        place = place * choice.mesh.shape[axis] + (coordinate[axis] if coordinate else 0)
+    assert isinstance(strategy, Strategy)
+    coordinate, place = strategy.mesh.get_coordinate(), 0
+    for axis in strategy.axes(factor):
+        place = place * strategy.mesh.shape[axis] + (coordinate[axis] if coordinate else 0)
     return place
 
 
-def _parts_rule(input: Arg, name: str, dim: int) -> Answer:
+def _parts_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
     lengths = [input.spec.mesh.shape[axis] for axis in input.spec.axes_of(dim)]
     count = math.prod(lengths)
     factors = factors_of(input.shape)
     out: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
     shape = tuple(count if at == dim else size for at, size in enumerate(input.shape))
 
-    def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
-        place = _place(choice, factors[dim])
+    def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
+        place = _place(ranges, factors[dim])
 
         def run(part: Tensor) -> Tensor:
             total = _KINDS[name][0](part, dim, keepdim=True)
@@ -47,7 +50,7 @@ def _parts_rule(input: Arg, name: str, dim: int) -> Answer:
 
         return run
 
-    return native({input: factors}, [out], run=make, shapes=[shape])
+    return local_call({input: factors}, [out], run=make, shapes=[shape])
 
 
 @operator(_parts_rule)
@@ -56,12 +59,12 @@ def _parts(input: Tensor, name: str, dim: int) -> Tensor:
     return _KINDS[name][0](input, dim, keepdim=True)
 
 
-def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> Answer:
+def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
     factors = factors_of(input.shape)
     others: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
 
-    def make(choice: Strategy) -> Callable[[Tensor, Tensor], Tensor]:
-        place = _place(choice, factors[dim])
+    def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
+        place = _place(ranges, factors[dim])
         fold, combine = _KINDS[name]
 
         def run(part: Tensor, parts: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> Answer:
 
         return run
 
-    return native({input: factors, parts: others}, [factors], run=make)
+    return local_call({input: factors, parts: others}, [factors], run=make)
 
 
 @operator(_running_rule)
@@ -84,16 +87,16 @@ def _running(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
 
 def _register(name: str) -> None:
     @rule(name)
-    def answer(input: Arg, dim: int, *, dtype: Any = None) -> Answer:
+    def answer(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
         dims = dims_of(input.ndim, dim)
         if dims is None:
             return None
-        if not dims or not input.is_cut(dims[0]):
+        if not dims or not input.is_sharded(dims[0]):
             factors = factors_of(input.shape)
             loops: list[Factor | Dim | None] = [
                 None if at in dims else one for at, one in enumerate(factors)
             ]
-            return native({input: loops}, [loops], linear=[[input]] if name == "cumsum" else [])
+            return local_call({input: loops}, [loops], linear=[[input]] if name == "cumsum" else [])
         kind = dtype or input.dtype
         if not (kind.is_floating_point or kind.is_complex):
             kind = dtype or torch.int64
@@ -102,7 +105,7 @@ def _register(name: str) -> None:
             values = settled(input).to(kind)
             return _running(values, _parts(values, name, dims[0]), name, dims[0])
 
-        return Composed(run)
+        return Decomposition(run)
 
 
 _register("cumsum")

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, Placed, native, rule
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.rules.reshaping import dim_at
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, unsharded
 from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 #: What basic indexing does to one dim: takes a range, takes one element, or makes a new dim.
 Item = slice | int | None
@@ -42,7 +44,7 @@ def measure(start: int, stop: int, step: int) -> Resize:
     return lambda parts: [length(taken(start, stop, step, *part)) for part in parts]
 
 
-def sliced(input: Arg, items: Sequence[Item]) -> Answer:
+def sliced(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
     """Basic indexing that takes single elements only of dims that are not cut.
 
     Args:
@@ -60,7 +62,7 @@ def sliced(input: Arg, items: Sequence[Item]) -> Answer:
     measures = {dim: measure(*span) for dim, span in changed.items() if spec.axes_of(dim)}
     source, sizes = resizable(spec, measures)
     shape, dims = _result(items, spans)
-    return Placed(
+    return PlacedCall(
         [source], [resized(source, shape, dims, sizes)], _run(items, spans, changed, source)
     )
 
@@ -118,10 +120,10 @@ def whole_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
     return tensor.redistribute(placements=unsharded(spec, dims).placements, order=spec.order)
 
 
-def indexed(input: Arg, items: Sequence[Item]) -> Answer:
+def indexed(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
     """Any basic indexing, where a call's arguments are the tensor and the index."""
-    if any(isinstance(item, int) and input.is_cut(dim) for dim, item in _by_dim(items)):
-        return Composed(_two_steps)
+    if any(isinstance(item, int) and input.is_sharded(dim) for dim, item in _by_dim(items)):
+        return Decomposition(_two_steps)
     return sliced(input, items)
 
 
@@ -204,12 +206,12 @@ def _all(ndim: int) -> list[Any]:
     return [slice(None)] * ndim
 
 
-@rule("narrow")
-def _narrow(input: Arg, dim: int, start: Any, length: int) -> Answer:
+@rule("narrow", is_view=True)
+def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     if isinstance(start, Arg):
         if start.dtype.is_floating_point or start.ndim:
             return None
-        return Composed(
+        return Decomposition(
             lambda input, dim, start, length: input.narrow(dim, int(start.item()), length)
         )
     size = input.shape[dim]
@@ -219,14 +221,14 @@ def _narrow(input: Arg, dim: int, start: Any, length: int) -> Answer:
     return sliced(input, _one(dim, _all(input.ndim), slice(start, start + length, 1)))
 
 
-@rule("select")
-def _select(input: Arg, dim: int, index: Any) -> Answer:
+@rule("select", is_view=True)
+def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
     if isinstance(index, Arg):
-        return Composed(lambda input, dim, index: input.select(dim, int(index.item())))
+        return Decomposition(lambda input, dim, index: input.select(dim, int(index.item())))
     if not -input.shape[dim] <= index < input.shape[dim]:
         return None
-    if input.is_cut(dim):
-        return Composed(
+    if input.is_sharded(dim):
+        return Decomposition(
             lambda input, dim, index: input[
                 tuple(_one(dim, _all(input.dim()), operator.index(index)))
             ]
@@ -234,18 +236,19 @@ def _select(input: Arg, dim: int, index: Any) -> Answer:
     return sliced(input, _one(dim, _all(input.ndim), index))
 
 
-def _pieces(name: str, dim_of: Callable[..., int]) -> None:
+def _pieces(name: str, dim_of: Callable[..., int], is_view: bool = True) -> None:
     """Register the rule of an operator that takes a dim apart.
 
     Args:
         name: The operator.
         dim_of: Called with the number of dims and the operator's other arguments; which dim it is.
+        is_view: As for :class:`~tilework.tiled.op_table.OpEntry`.
     """
     whole_one = getattr(torch.Tensor, name)
 
-    def answer(input: Arg, *args: Any, **kwargs: Any) -> Answer:
+    def answer(input: DTensorArg, *args: Any, **kwargs: Any) -> RuleResult:
         if any(isinstance(one, Arg) for one in (*args, *kwargs.values())):
-            return Composed(_with_lists(whole_one))
+            return Decomposition(_with_lists(whole_one))
         shown = torch.empty(input.shape, device="meta")
         try:
             dim = dim_of(input.ndim, *args, **kwargs) % input.ndim
@@ -254,9 +257,9 @@ def _pieces(name: str, dim_of: Callable[..., int]) -> None:
             return None
         if not input.spec.axes_of(dim):
             return _apart(input, dim, lengths)
-        return Composed(lambda input, *_, **__: _narrowed(input, dim, lengths))
+        return Decomposition(lambda input, *_, **__: _narrowed(input, dim, lengths))
 
-    rule(name)(answer)
+    rule(name, is_view=is_view)(answer)
 
 
 def _with_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,33 +287,35 @@ def _narrowed(input: Tensor, dim: int, lengths: Sequence[int]) -> tuple[Tensor, 
     return tuple(found)
 
 
-def _apart(input: Arg, dim: int, lengths: Sequence[int]) -> Answer:
+def _apart(input: DTensorArg, dim: int, lengths: Sequence[int]) -> RuleResult:
     """Pieces of a dim that each rank has whole."""
     factors = [Factor(size) for size in input.shape]
-    outputs = [_one(dim, factors, Factor(one, whole=True)) for one in lengths]
-    return native(
-        {input: _one(dim, factors, Factor(input.shape[dim], whole=True))}, outputs, moves=True
+    outputs = [_one(dim, factors, Factor(one, unshardable=True)) for one in lengths]
+    return local_call(
+        {input: _one(dim, factors, Factor(input.shape[dim], unshardable=True))},
+        outputs,
+        rearranges=True,
     )
 
 
 for _name in ("split", "split_with_sizes", "chunk", "tensor_split"):
     _pieces(_name, lambda ndim, *how, dim=0, **_: how[1] if len(how) > 1 else dim)
 for _name in ("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"):
-    _pieces(_name, lambda ndim, *how, dim=0, **_: how[1] if len(how) > 1 else dim)
+    _pieces(_name, lambda ndim, *how, dim=0, **_: how[1] if len(how) > 1 else dim, is_view=False)
 _pieces("hsplit", lambda ndim, *_, **__: 0 if ndim == 1 else 1)
 _pieces("vsplit", lambda ndim, *_, **__: 0)
 _pieces("dsplit", lambda ndim, *_, **__: 2)
 
 
-@rule("unbind")
-def _unbind(input: Arg, dim: int = 0) -> Answer:
+@rule("unbind", is_view=True)
+def _unbind(input: DTensorArg, dim: int = 0) -> RuleResult:
     dim = dim_at(dim, input.ndim)
     factors = [Factor(size) for size in input.shape]
     kept = factors[:dim] + factors[dim + 1 :]
-    return native(
-        {input: _one(dim, factors, Factor(input.shape[dim], whole=True))},
+    return local_call(
+        {input: _one(dim, factors, Factor(input.shape[dim], unshardable=True))},
         [kept] * input.shape[dim],
-        moves=True,
+        rearranges=True,
     )
 
 
@@ -325,7 +330,7 @@ def _copied(name: str) -> None:
         made = view(*args, **kwargs)
         return made.clone() if isinstance(made, Tensor) else tuple([one.clone() for one in made])
 
-    rule(f"{name}_copy")(lambda *_, **__: Composed(compute))
+    rule(f"{name}_copy")(lambda *_, **__: Decomposition(compute))
 
 
 for _name in (

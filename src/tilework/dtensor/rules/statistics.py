@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_table import Answer, Arg, Composed, native, rule
-from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.extrema import extreme
 from tilework.dtensor.rules.helpers import settled
-from tilework.dtensor.rules.reduction_args import any_cut, dims_of, reduced, reduction, wide
+from tilework.dtensor.rules.reduction_args import any_sharded, dims_of, reduced, reduction, wide
 from tilework.dtensor.spec import Ints
 from tilework.tiled.factors import Factor, broadcast_shape
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -35,7 +35,7 @@ def _spread(name: str) -> None:
         keepdim: bool = False,
         *,
         correction: float | None = None,
-    ) -> Answer:
+    ) -> RuleResult:
         if isinstance(dim, bool):
             dim, unbiased = None, dim
         dims = dims_of(input.ndim, dim)
@@ -44,9 +44,9 @@ def _spread(name: str) -> None:
         if correction is None:
             correction = 1 if unbiased is None else int(unbiased)
 
-        def make(choice: Strategy, factors: list[Factor]) -> Callable[[Tensor], Any]:
+        def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
             left = [one for at, one in enumerate(factors) if at not in dims]
-            if all(choice.part(one)[1] for one in left):
+            if all(ranges.local_range(one)[1] for one in left):
                 return lambda part: of_part(part, dims, correction=correction, keepdim=keepdim)
 
             def of_nothing(part: Tensor) -> Any:  # torch would warn of few degrees of freedom
@@ -63,8 +63,8 @@ def _spread(name: str) -> None:
             spread = spread.to(input.dtype.to_real())
             return (spread, mean.to(input.dtype)) if "mean" in name else spread
 
-        if any_cut(input, dims):
-            return Composed(run)
+        if any_sharded(input, dims):
+            return Decomposition(run)
         results = 2 if "mean" in name else 1
         return reduced(input, dims, keepdim, None, results=results, run=make)
 
@@ -98,11 +98,11 @@ def _root(input: Tensor) -> Tensor:
 @reduction("linalg_vector_norm")
 def _vector_norm(
     input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Answer:
+) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
         return None
-    if not any_cut(input, dims):
+    if not any_sharded(input, dims):
         return reduced(input, dims, keepdim, None)
 
     def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -112,7 +112,7 @@ def _vector_norm(
         found = _norm(values.to(wide(values.dtype)), float(ord), dims, keepdim)
         return found.to((dtype or input.dtype).to_real())
 
-    return Composed(run)
+    return Decomposition(run)
 
 
 def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
@@ -146,11 +146,11 @@ def _matrix_norm(
     keepdim: bool = False,
     *,
     dtype: Any = None,
-) -> Answer:
+) -> RuleResult:
     dims = dims_of(A.ndim, dim)
     if dims is None or len(dims) != 2:
         return None
-    if not any_cut(A, dims) or ord not in ("fro", 1, -1, math.inf, -math.inf):
+    if not any_sharded(A, dims) or ord not in ("fro", 1, -1, math.inf, -math.inf):
         return reduced(A, dims, keepdim, None)
 
     def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -161,13 +161,13 @@ def _matrix_norm(
         found = values.amax(most, keepdim=True) if ord > 0 else values.amin(most, keepdim=True)
         return found if keepdim else found.sum(dims)
 
-    return Composed(run)
+    return Decomposition(run)
 
 
 @reduction("linalg_norm")
 def _linalg_norm(
     A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Answer:
+) -> RuleResult:
     dims = dims_of(A.ndim, dim)
     if dims is None:
         return None
@@ -181,17 +181,17 @@ def _linalg_norm(
         order = 2 if ord is None else ord
         return _vector_norm_of(A, order, dims, keepdim, dtype=dtype)
 
-    return Composed(run)
+    return Decomposition(run)
 
 
 @rule("dist")
-def _dist(input: Arg, other: Arg, p: float = 2) -> Answer:
-    return Composed(lambda input, other, p=2: _vector_norm_of(input - other, p))
+def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
+    return Decomposition(lambda input, other, p=2: _vector_norm_of(input - other, p))
 
 
 @rule("renorm")
-def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> Answer:
-    return Composed(_renormed)
+def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> RuleResult:
+    return Decomposition(_renormed)
 
 
 def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
@@ -206,19 +206,19 @@ def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
 
 def _softmax(name: str) -> None:
     @rule(name)
-    def answer(input: Arg, dim: Any = None, *more: Any, dtype: Any = None, **_: Any) -> Answer:
+    def answer(input: Arg, dim: Any = None, *more: Any, dtype: Any = None, **_: Any) -> RuleResult:
         kind = next((one for one in more if isinstance(one, torch.dtype)), dtype)
         along = (0 if input.ndim in (0, 1, 3) else 1) if dim is None else dim
         dims = dims_of(input.ndim, along)
         if dims is None:
             return None
-        if not any_cut(input, dims) or not all(input.shape[one] for one in dims):
+        if not any_sharded(input, dims) or not all(input.shape[one] for one in dims):
             factors = [
                 None if at in dims else Factor(size, f"d{at}")
                 for at, size in enumerate(input.shape)
             ]
-            return native({input: factors}, [factors], shapes=[input.shape])
-        return Composed(lambda input, *_, **__: _exponentials(name, input, dims, kind))
+            return local_call({input: factors}, [factors], shapes=[input.shape])
+        return Decomposition(lambda input, *_, **__: _exponentials(name, input, dims, kind))
 
 
 _softmax("softmax")
@@ -236,11 +236,11 @@ def _exponentials(name: str, input: Tensor, dims: Ints, dtype: torch.dtype | Non
 
 
 @reduction("logsumexp")
-def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> Answer:
+def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    if not any_cut(input, dims) or not all(input.shape[one] for one in dims):
+    if not any_sharded(input, dims) or not all(input.shape[one] for one in dims):
         return reduced(input, dims, keepdim, None)
 
     def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -254,15 +254,15 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> Answer:
         found = (values - most).exp().sum(dims, keepdim=True).log() + most
         return (found if keepdim else found.sum(dims)).to(kind)
 
-    return None if input.dtype.is_complex else Composed(run)
+    return None if input.dtype.is_complex else Decomposition(run)
 
 
 # -- likeness ----------------------------------------------------------------------------------
 
 
 @rule("cosine_similarity")
-def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> Answer:
-    return Composed(_cosine)
+def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> RuleResult:
+    return Decomposition(_cosine)
 
 
 def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -281,8 +281,8 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
 @rule("pairwise_distance")
 def _pairwise_distance(
     x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-) -> Answer:
-    return Composed(_distance)
+) -> RuleResult:
+    return Decomposition(_distance)
 
 
 def _distance(

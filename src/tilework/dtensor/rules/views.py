@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.propagation.op_table import (
-    Answer,
-    Arg,
-    Composed,
-    Placed,
-    native,
-    rule,
-)
-from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.rules.reshaping import atleast_1d, atleast_2d, atleast_3d, dim_at, sizes_of
 from tilework.dtensor.rules.slicing import measure
 from tilework.dtensor.spec import DTensorSpec, spec_of
@@ -27,6 +19,8 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, shard_number, unsharded
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.tiled.factors import Dim, Factor
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
 
 # -- putting together ------------------------------------------------------------------------
 
@@ -39,7 +33,7 @@ def _joined_shape(tensors: Sequence[Any], dim: int) -> list[int]:
 
 
 @rule("cat")
-def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> Answer:
+def _cat(tensors: Sequence[DTensorArg], dim: int = 0, **_: Any) -> RuleResult:
     first = tensors[0]
     if not all(isinstance(one, Arg) and one.ndim == first.ndim > 0 for one in tensors):
         return None  # among them a tensor without elements and dims, which torch lets pass
@@ -48,20 +42,20 @@ def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> Answer:
         one.shape[dim + 1 :] != first.shape[dim + 1 :] for one in tensors
     ):
         return None
-    if any(one.is_cut(dim) for one in tensors):
+    if any(one.is_sharded(dim) for one in tensors):
         return _cat_cut(tensors, dim)
     factors = [Factor(size) for size in first.shape]
     dims: dict[Arg, list[Factor]] = {}
     for one in tensors:
         dims[one] = list(factors)
-        dims[one][dim] = Factor(one.shape[dim], whole=True)
+        dims[one][dim] = Factor(one.shape[dim], unshardable=True)
     shape = _joined_shape(tensors, dim)
     out = list(factors)
-    out[dim] = Factor(shape[dim], whole=True)
-    return native(dims, [out], moves=True, shapes=[tuple(shape)])
+    out[dim] = Factor(shape[dim], unshardable=True)
+    return local_call(dims, [out], rearranges=True, shapes=[tuple(shape)])
 
 
-def _cat_cut(tensors: Sequence[Arg], dim: int) -> Answer:
+def _cat_cut(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
     """Each element goes where it belongs in a result that is cut as the first cut tensor is."""
     shape = _joined_shape(tensors, dim)
     target = _cut_anew(tensors, shape, dim)
@@ -81,12 +75,12 @@ def _cat_cut(tensors: Sequence[Arg], dim: int) -> Answer:
         resized(target, one.shape, dims, sizes)
         for one, (_, sizes) in zip(tensors, ways, strict=True)
     ]
-    return Placed(inputs, [target], lambda *parts: torch.cat(parts, dim))
+    return PlacedCall(inputs, [target], lambda *parts: torch.cat(parts, dim))
 
 
-def _cut_anew(tensors: Sequence[Arg], shape: Sequence[int], dim: int) -> DTensorSpec:
+def _cut_anew(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
     """The layout of the first tensor that is cut along ``dim``, for another size of it."""
-    spec = next(one.spec for one in tensors if one.is_cut(dim))
+    spec = next(one.spec for one in tensors if one.is_sharded(dim))
     placements: list[Placement] = []
     for axis, one in enumerate(spec.placements):
         if isinstance(one, Shard) and one.dim == dim:
@@ -100,21 +94,21 @@ def _cut_anew(tensors: Sequence[Arg], shape: Sequence[int], dim: int) -> DTensor
 
 
 @rule("stack")
-def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> Answer:
+def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
     first = tensors[0]
     if any(one.shape != first.shape for one in tensors):
         return None
     dim = dim_at(dim, first.ndim + 1)
     factors = [Factor(size) for size in first.shape]
-    new = Factor(len(tensors), whole=True)
-    return native(
-        dict.fromkeys(tensors, factors), [[*factors[:dim], new, *factors[dim:]]], moves=True
+    new = Factor(len(tensors), unshardable=True)
+    return local_call(
+        dict.fromkeys(tensors, factors), [[*factors[:dim], new, *factors[dim:]]], rearranges=True
     )
 
 
-def _composed(compute: Callable[..., Any]) -> Callable[..., Answer]:
+def _composed(compute: Callable[..., Any]) -> Callable[..., RuleResult]:
     """The rule of an operator that others make up."""
-    return lambda *_, **__: Composed(compute)
+    return lambda *_, **__: Decomposition(compute)
 
 
 def _hstack(tensors: Sequence[Tensor]) -> Tensor:
@@ -171,7 +165,7 @@ rule("combinations")(_composed(_combinations))
 
 
 @rule("meshgrid")
-def _meshgrid(*tensors: Any, indexing: str | None = None) -> Answer:
+def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
     given: Sequence[Arg] = tensors if isinstance(tensors[0], Arg) else tensors[0]
     factors = [Factor(math.prod(one.shape)) for one in given]
     out = list(factors)
@@ -180,7 +174,7 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Answer:
     dims = {one: [factor] * one.ndim for one, factor in zip(given, factors, strict=True)}
     # Without a word on indexing torch warns; it is said here once, where the rule is asked.
     how = indexing or "ij"
-    return native(
+    return local_call(
         dims, [out] * len(given), run=lambda _: lambda *parts: torch.meshgrid(*parts, indexing=how)
     )
 
@@ -189,43 +183,45 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Answer:
 
 
 @rule("repeat")
-def _repeat(input: Arg, *repeats: Any, **named: Any) -> Answer:
+def _repeat(input: Arg, *repeats: Any, **named: Any) -> RuleResult:
     counts = sizes_of(repeats or tuple(named.values()) or ((),))
     return _repeated(input, counts) if len(counts) >= input.ndim else None
 
 
 @rule("tile")
-def _tile(input: Arg, *dims: Any, **named: Any) -> Answer:
+def _tile(input: Arg, *dims: Any, **named: Any) -> RuleResult:
     counts = sizes_of(dims or tuple(named.values()) or ((),))
     return _repeated(input, (1,) * (input.ndim - len(counts)) + counts)
 
 
-def _repeated(input: Arg, counts: Sequence[int]) -> Answer:
+def _repeated(input: Arg, counts: Sequence[int]) -> RuleResult:
     """Copies of a tensor beside each other: dims that are repeated have to be whole."""
     new = len(counts) - input.ndim
     dims = [
-        Factor(size, whole=count != 1)
+        Factor(size, unshardable=count != 1)
         for size, count in zip(input.shape, counts[new:], strict=True)
     ]
-    out: list[Dim] = [(Factor(count, whole=True),) for count in counts[:new]]
+    out: list[Dim] = [(Factor(count, unshardable=True),) for count in counts[:new]]
     for factor, count in zip(dims, counts[new:], strict=True):
-        out.append((factor,) if count == 1 else (Factor(count, whole=True), factor))
-    return native({input: dims}, [out], moves=True, run=lambda _: lambda x: x.repeat(counts))
+        out.append((factor,) if count == 1 else (Factor(count, unshardable=True), factor))
+    return local_call(
+        {input: dims}, [out], rearranges=True, run=lambda _: lambda x: x.repeat(counts)
+    )
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: Any) -> Answer:
+def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: Any) -> RuleResult:
     if not isinstance(repeats, int):
-        return None if repeats is None else Composed(_repeat_each)
+        return None if repeats is None else Decomposition(_repeat_each)
     if dim is None:
-        return Composed(
+        return Decomposition(
             lambda input, repeats, dim=None, **_: input.flatten().repeat_interleave(repeats, 0)
         )
     factors = [Factor(size) for size in input.shape]
     out: list[Factor | Dim | None] = list(factors)
-    out[dim] = (factors[dim], Factor(repeats, whole=True))
+    out[dim] = (factors[dim], Factor(repeats, unshardable=True))
     run = lambda _: lambda x: x.repeat_interleave(repeats, dim)  # noqa: E731
-    return native({input: factors}, [out], moves=True, run=run)
+    return local_call({input: factors}, [out], rearranges=True, run=run)
 
 
 def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: Any) -> Tensor:
@@ -241,36 +237,36 @@ def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: An
 
 
 @rule("flip")
-def _flip(input: Arg, *dims: Any, **named: Any) -> Answer:
+def _flip(input: Arg, *dims: Any, **named: Any) -> RuleResult:
     turned = {dim_at(dim, input.ndim) for dim in sizes_of(dims or tuple(named.values()))}
-    factors = [Factor(size, whole=i in turned) for i, size in enumerate(input.shape)]
-    return native({input: factors}, [factors], moves=True)
+    factors = [Factor(size, unshardable=i in turned) for i, size in enumerate(input.shape)]
+    return local_call({input: factors}, [factors], rearranges=True)
 
 
 rule("fliplr")(_composed(lambda input: input.flip(1)))
 
 
 @rule("flipud")
-def _flipud(input: Arg) -> Answer:
-    return Composed(lambda input: input.flip(0)) if input.ndim else None
+def _flipud(input: Arg) -> RuleResult:
+    return Decomposition(lambda input: input.flip(0)) if input.ndim else None
 
 
 @rule("roll")
-def _roll(input: Arg, shifts: Any, dims: Any = None) -> Answer:
+def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
     if dims is None or dims == () or dims == []:
         if not isinstance(shifts, int) and len(shifts) != 1:
             return None
-        return Composed(
+        return Decomposition(
             lambda input, shifts, dims=None: input.flatten().roll(shifts, 0).view(input.shape)
         )
     turned = [
         dim_at(dim, input.ndim)
         for dim in sizes_of((dims,) if isinstance(dims, int) else (tuple(dims),))
     ]
-    if any(input.is_cut(dim) for dim in turned if input.ndim):
-        return Composed(_roll_cut)
-    factors = [Factor(size, whole=i in turned) for i, size in enumerate(input.shape)]
-    return native({input: factors}, [factors], moves=True)
+    if any(input.is_sharded(dim) for dim in turned if input.ndim):
+        return Decomposition(_roll_cut)
+    factors = [Factor(size, unshardable=i in turned) for i, size in enumerate(input.shape)]
+    return local_call({input: factors}, [factors], rearranges=True)
 
 
 def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
@@ -291,15 +287,15 @@ def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
 def _triangle(name: str) -> None:
     whole_one = getattr(torch, name)
 
-    def answer(input: Arg, diagonal: int = 0) -> Answer:
+    def answer(input: Arg, diagonal: int = 0) -> RuleResult:
         factors = [Factor(size) for size in input.shape]
 
-        def make(choice: Strategy) -> Callable[[Tensor], Tensor]:
-            row, column = (choice.part(factor)[0] for factor in factors[-2:])
+        def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
+            row, column = (ranges.local_range(factor)[0] for factor in factors[-2:])
             here = diagonal + row - column
             return lambda x: whole_one(x, here)
 
-        return native({input: factors}, [factors], moves=True, run=make)
+        return local_call({input: factors}, [factors], rearranges=True, run=make)
 
     rule(name)(answer)
 
@@ -308,15 +304,19 @@ _triangle("tril")
 _triangle("triu")
 
 
-@rule("diagonal")
-def _diagonal(input: Arg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: Any) -> Answer:
+@rule("diagonal", is_view=True)
+def _diagonal(
+    input: DTensorArg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: Any
+) -> RuleResult:
     dim1, dim2 = dim_at(dim1, input.ndim), dim_at(dim2, input.ndim)
     if not isinstance(offset, int) or dim1 == dim2:
         return None
     rows, columns = input.shape[dim1], input.shape[dim2]
     start, stop = max(0, -offset), max(min(rows, columns - offset), max(0, -offset))
     # Elements stay where they are along one of the two dims; the other one has to be whole.
-    along, other = (dim1, dim2) if input.is_cut(dim1) or not input.is_cut(dim2) else (dim2, dim1)
+    along, other = (
+        (dim1, dim2) if input.is_sharded(dim1) or not input.is_sharded(dim2) else (dim2, dim1)
+    )
     shift = 0 if along == dim1 else offset
     source, sizes = resizable(
         unsharded(input.spec, [other]), {along: measure(start + shift, stop + shift, 1)}
@@ -327,15 +327,15 @@ def _diagonal(input: Arg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: An
     row, column = source.local_box.offsets[dim1], source.local_box.offsets[dim2]
     here = offset + row - column
     out = resized(source, shape, dims, sizes)
-    return Placed([source], [out], lambda x: x.diagonal(here, dim1, dim2))
+    return PlacedCall([source], [out], lambda x: x.diagonal(here, dim1, dim2))
 
 
 @rule("diag")
-def _diag(input: Arg, diagonal: int = 0) -> Answer:
+def _diag(input: Arg, diagonal: int = 0) -> RuleResult:
     if input.ndim == 1:
-        return Composed(lambda input, diagonal=0: torch.diag_embed(input, diagonal))
+        return Decomposition(lambda input, diagonal=0: torch.diag_embed(input, diagonal))
     if input.ndim == 2:
-        return Composed(lambda input, diagonal=0: input.diagonal(diagonal).clone())
+        return Decomposition(lambda input, diagonal=0: input.diagonal(diagonal).clone())
     return None
 
 
@@ -343,36 +343,36 @@ rule("diagflat")(_composed(lambda input, offset=0: torch.diag(input.flatten(), o
 
 
 @rule("diag_embed")
-def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Answer:
+def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> RuleResult:
     dim1, dim2 = sorted((dim_at(dim1, input.ndim + 1), dim_at(dim2, input.ndim + 1)))
     rest = [Factor(size) for size in input.shape[:-1]]
-    side = Factor(input.shape[-1] + abs(offset), whole=True)
+    side = Factor(input.shape[-1] + abs(offset), unshardable=True)
     out: list[Factor] = list(rest)
     out.insert(dim1, side)
-    out.insert(dim2, Factor(side.size, whole=True))
-    last = Factor(input.shape[-1], whole=True)
-    return native({input: [*rest, last]}, [out], moves=True)
+    out.insert(dim2, Factor(side.size, unshardable=True))
+    last = Factor(input.shape[-1], unshardable=True)
+    return local_call({input: [*rest, last]}, [out], rearranges=True)
 
 
 # By the function: nn.functional's of that name is another operator.
-@rule(torch.Tensor.unfold)
-def _unfold(input: Arg, dimension: int, size: int, step: int) -> Answer:
+@rule(torch.Tensor.unfold, is_view=True)
+def _unfold(input: Arg, dimension: int, size: int, step: int) -> RuleResult:
     factors = [Factor(one) for one in input.shape]
     dims = list(factors)
     if input.ndim:
-        dims[dimension] = Factor(input.shape[dimension], whole=True)
+        dims[dimension] = Factor(input.shape[dimension], unshardable=True)
     out: list[Factor] = list(factors)
     if input.ndim:
         count = (input.shape[dimension] - size) // step + 1
-        out[dimension] = Factor(max(count, 0), whole=True)
-    return native({input: dims}, [[*out, Factor(size, whole=True)]], moves=True)
+        out[dimension] = Factor(max(count, 0), unshardable=True)
+    return local_call({input: dims}, [[*out, Factor(size, unshardable=True)]], rearranges=True)
 
 
 # -- padding ---------------------------------------------------------------------------------
 
 
 @rule("pad")
-def _pad(input: Arg, pad: Any, mode: str = "constant", value: Any = None) -> Answer:
+def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None) -> RuleResult:
     widths = sizes_of((pad,))
     if len(widths) % 2 or len(widths) > 2 * input.ndim or isinstance(value, Arg):
         return None
@@ -380,12 +380,12 @@ def _pad(input: Arg, pad: Any, mode: str = "constant", value: Any = None) -> Ans
     by_dim = {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
     if mode == "constant":
         if any(min(pair) < 0 for pair in by_dim.values()):
-            return Composed(_cropped)
+            return Decomposition(_cropped)
         return _padded(input, by_dim, value or 0)
     # Elements are repeated at the ends, so each rank has to have padded dims whole.
-    factors = [Factor(size, whole=dim in by_dim) for dim, size in enumerate(input.shape)]
+    factors = [Factor(size, unshardable=dim in by_dim) for dim, size in enumerate(input.shape)]
     out = [
-        Factor(factor.size + sum(by_dim[dim]), whole=True) if dim in by_dim else factor
+        Factor(factor.size + sum(by_dim[dim]), unshardable=True) if dim in by_dim else factor
         for dim, factor in enumerate(factors)
     ]
 
@@ -393,15 +393,15 @@ def _pad(input: Arg, pad: Any, mode: str = "constant", value: Any = None) -> Ans
         # torch pads nothing without elements otherwise.
         return F.pad(x, widths, mode) if x.numel() else F.pad(x, widths)
 
-    return native({input: factors}, [out], moves=True, run=lambda _: run)
+    return local_call({input: factors}, [out], rearranges=True, run=lambda _: run)
 
 
 @rule("constant_pad_nd")
-def _constant_pad(input: Arg, pad: Any, value: Any = 0) -> Answer:
-    return Composed(lambda input, pad, value=0: F.pad(input, tuple(pad), "constant", value))
+def _constant_pad(input: Arg, pad: Any, value: Any = 0) -> RuleResult:
+    return Decomposition(lambda input, pad, value=0: F.pad(input, tuple(pad), "constant", value))
 
 
-def _padded(input: Arg, by_dim: dict[int, tuple[int, int]], value: Any) -> Answer:
+def _padded(input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any) -> RuleResult:
     """Elements put before the first part of a dim and after the last one."""
     spec = input.spec
     if value != 0:
@@ -415,7 +415,7 @@ def _padded(input: Arg, by_dim: dict[int, tuple[int, int]], value: Any) -> Answe
         here += [before if place == 0 else 0, after if place == count - 1 else 0]
     shape = [size + sum(by_dim.get(dim, (0, 0))) for dim, size in enumerate(input.shape)]
     out = resized(source, shape, {i: i for i in range(input.ndim)}, sizes)
-    return Placed([source], [out], lambda x: F.pad(x, here, "constant", value))
+    return PlacedCall([source], [out], lambda x: F.pad(x, here, "constant", value))
 
 
 def _wider(before: int, after: int) -> Resize:

@@ -16,17 +16,6 @@ from torch import Tensor
 from tilework.comm.agreement import agree
 from tilework.dtensor.base import DTensorBase, Redo, View, Write
 
-#: Operators whose results share memory with their first argument.
-VIEWS = frozenset({
-    *("view", "reshape", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze", "permute"),
-    *("transpose", "t", "movedim", "adjoint", "expand", "broadcast_to", "diagonal", "unfold"),
-    *("narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "hsplit"),
-    *("vsplit", "dsplit", "unbind", "__getitem__", "as_strided", "real", "imag"),
-    *("view_as_real", "view_as_complex", "alias", "detach"),
-})  # fmt: skip
-#: Those of them that copy where the dims cannot be written with strides.
-_COPY_AT_NEED = frozenset({"reshape", "flatten", "ravel"})
-
 
 def mark(
     made: Tensor, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
@@ -44,9 +33,14 @@ def mark(
 
 
 def viewed(
-    result: Any, copied: bool, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    result: Any,
+    copied: bool,
+    func: Any,
+    may_copy: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """The result of an operator of :data:`VIEWS`, marked if it has to be."""
+    """The result of an operator that makes views, marked if it has to be."""
     if args:
         base, rest, named = args[0], args[1:], kwargs
     else:
@@ -62,7 +56,7 @@ def viewed(
 
     if isinstance(result, Tensor):
         mark(result, base, redo, shares=not copied)
-        if copied and name in _COPY_AT_NEED:
+        if copied and may_copy:
             result._view_of.base_strides = base.stride()  # type: ignore[attr-defined]
         return result
     for i, item in enumerate(result):

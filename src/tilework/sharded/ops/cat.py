@@ -15,7 +15,7 @@ from tilework.sharded.ops.views import unsqueeze
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.box_propagation import NotLocal, Obstacle, propagate_boxes, shape_of
-from tilework.tiled.factors import DimFactors, Factor, FactorMap, factors_of, term
+from tilework.tiled.factors import DimFactors, Factor, FactorMap, dim_factors, factors_of
 
 
 def _joins(func: Callable[..., Any], new_dim: bool) -> Handler:
@@ -66,7 +66,7 @@ def _map(tensors: Sequence[ShardedTensor], dim: int) -> FactorMap:
     others = factors_of(tensors[0].shape)
 
     def dims(extent: int) -> DimFactors:
-        return term([*others[:dim], Factor(extent, whole=True), *others[dim + 1 :]])
+        return dim_factors([*others[:dim], Factor(extent, unshardable=True), *others[dim + 1 :]])
 
     extents = [tensor.shape[dim] for tensor in tensors]
     return FactorMap(tuple(map(dims, extents)), (dims(sum(extents)),))

@@ -19,7 +19,7 @@ from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, zeros_afte
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.box_propagation import NotLocal
-from tilework.tiled.factors import Factor, FactorMap, term
+from tilework.tiled.factors import Factor, FactorMap, dim_factors
 
 SHARDED_DIM = "it runs along dims that are not cut: reshard to a spec that leaves dim {} whole"
 
@@ -77,13 +77,13 @@ def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> F
         dims: Those dims.
         kept: Whether the result has them too, of whatever size.
     """
-    inputs = [Factor(size, whole=dim in dims) for dim, size in enumerate(shape)]
+    inputs = [Factor(size, unshardable=dim in dims) for dim, size in enumerate(shape)]
     outputs = [
         None if dim in dims else factor
         for dim, factor in enumerate(inputs)
         if kept or dim not in dims
     ]
-    return FactorMap((term(inputs),), (term(outputs),))
+    return FactorMap((dim_factors(inputs),), (dim_factors(outputs),))
 
 
 def run_along(

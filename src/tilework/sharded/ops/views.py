@@ -23,7 +23,7 @@ from tilework.sharded.ops.result_layout import (
 from tilework.sharded.ops.tiles import graph_tiles, wrap
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.box_propagation import within
-from tilework.tiled.factors import Factor, FactorMap, factors_of, term
+from tilework.tiled.factors import Factor, FactorMap, dim_factors, factors_of
 from tilework.tiled.regroup import regrouped
 
 #: What a view does to one tile, called with the tile and the size of its result.
@@ -71,7 +71,7 @@ def permute(tensor: ShardedTensor, order: Ints) -> ShardedTensor:
 
 
 def _moves(dims: Sequence[Factor | None], out: Sequence[Factor | None]) -> FactorMap:
-    return FactorMap((term(dims),), (term(out),), moves=True)
+    return FactorMap((dim_factors(dims),), (dim_factors(out),), rearranges=True)
 
 
 def unsqueeze(tensor: ShardedTensor, dim: int) -> ShardedTensor:
@@ -106,7 +106,7 @@ def reshape(tensor: ShardedTensor, size: Ints) -> ShardedTensor | None:
 
     def make() -> FactorMap:
         befores, afters = regrouped(tensor.shape, size)
-        return FactorMap((tuple(befores),), (tuple(afters),), moves=True)
+        return FactorMap((tuple(befores),), (tuple(afters),), rearranges=True)
 
     return _rearranged(tensor, ("reshape", size), make, size, lambda x, sizes: x.reshape(sizes))
 

@@ -1,0 +1,19 @@
+"""The handler of each torch function that met a DTensor: the cache of lookups in the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilework.tiled.op_names import packet_of
+from tilework.tiled.op_table import Handler
+
+#: What runs each function on DTensors; filled when a function is first met.
+HANDLERS: dict[Any, Handler] = {}
+
+
+def forget_handler(func: Any) -> None:
+    """Let a function's handler be looked up anew."""
+    packet = packet_of(func)
+    for known in list(HANDLERS):
+        if known is func or packet_of(known) is packet:
+            del HANDLERS[known]

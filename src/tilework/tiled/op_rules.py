@@ -1,0 +1,162 @@
+"""Sharding rules of operators: what a rule is asked with, and what it may answer.
+
+A rule is called with the arguments of an operator, each tensor as an :class:`Arg`. Its result says
+how the call runs on shards: as a factor map (:class:`LocalCall`), or by way of other operators
+(:class:`Decomposition`). Nothing here depends on the kind of sharded tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tilework.layout.box import Ints
+from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_factors
+
+
+@dataclass(eq=False, slots=True)
+class Arg:
+    """A tensor argument of a call, as its rule gets it. A plain tensor counts as replicated.
+
+    Args:
+        number: Its place among the tensors of the call.
+        shape: Its global shape.
+        dtype: Its dtype.
+        sharded_dims: The dims of which ranks hold different shards.
+    """
+
+    number: int
+    shape: Ints
+    dtype: torch.dtype
+    sharded_dims: frozenset[int]
+
+    @property
+    def layout(self) -> object:
+        """Its layout: equal to that of :attr:`LocalRanges.inputs` if it is taken as it is."""
+        return None
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dims."""
+        return len(self.shape)
+
+    def is_sharded(self, dim: int) -> bool:
+        """True if ranks hold different shards of a dim."""
+        return dim % self.ndim in self.sharded_dims
+
+
+class Shaped(Protocol):
+    """The layout of a tensor, as far as rules read it."""
+
+    @property
+    def shape(self) -> Ints:
+        """The global shape."""
+
+    @property
+    def local_shape(self) -> Ints:
+        """The shape of the local shard."""
+
+
+class LocalRanges(Protocol):
+    """The ranges of an operator's factors that run locally: on this rank, or for one tile."""
+
+    @property
+    def inputs(self) -> Sequence[Shaped]:
+        """The layout of each input."""
+
+    @property
+    def outputs(self) -> Sequence[Shaped]:
+        """The layout of each output."""
+
+    @property
+    def has_empty_shards(self) -> bool:
+        """True if some rank's shard of an input has no elements: the same on all ranks."""
+
+    def local_range(self, factor: Factor) -> tuple[int, int]:
+        """The offset and the size of the local range of a factor."""
+
+    def local_size(self, dim: Dim) -> int:
+        """The number of local elements of a dim."""
+
+    def is_sharded(self, factor: Factor) -> bool:
+        """True if ranks run different ranges of a factor."""
+
+
+#: Makes the function of local tensors that runs instead of the operator; None: the operator runs.
+MakeRun = Callable[[LocalRanges], Callable[..., Any] | None]
+
+
+class OpCall:
+    """The way in which a call of an operator runs on sharded tensors."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False)
+class LocalCall(OpCall):
+    """A call that runs on local shards, wherever a factor map allows them to be.
+
+    Args:
+        map: What it does to dims.
+        run: None: the operator is called with the same arguments, local tensors in place of
+            sharded ones. Else what this makes is called with the local tensors, in their order.
+        shapes: The outputs' shapes; None: as the operator gives them for tensors of these shapes.
+    """
+
+    map: FactorMap
+    run: MakeRun | None = None
+    shapes: Sequence[Ints] | None = None
+
+
+@dataclass(frozen=True)
+class Decomposition(OpCall):
+    """A call that is computed by other operators on sharded tensors.
+
+    Args:
+        run: Called with the call's own arguments.
+    """
+
+    run: Callable[..., Any]
+
+
+#: The result of a rule; None: the call has to be computed on gathered tensors.
+RuleResult = OpCall | None
+#: Called with the arguments of an operator, each tensor as an :class:`Arg`.
+RuleFunction = Callable[..., RuleResult]
+
+
+def local_call(
+    inputs: Mapping[Arg, Sequence[Factor | Dim | None]],
+    outputs: Sequence[Sequence[Factor | Dim | None]],
+    *,
+    linear: Sequence[Sequence[Arg | None]] = (),
+    rearranges: bool = False,
+    addends: Sequence[Arg | None] = (),
+    run: MakeRun | None = None,
+    shapes: Sequence[Ints] | None = None,
+) -> LocalCall:
+    """The local call of a factor map, from the factors of each argument's dims.
+
+    Args:
+        inputs: The factors of the dims of *each* tensor argument.
+        outputs: Likewise for each tensor of the result.
+        linear: Sets of arguments in which the operator is linear, all of a set together.
+        rearranges: Whether it only moves, repeats or drops elements.
+        addends: Arguments that are added to what is summed over factors that no output has.
+        run: As for :class:`LocalCall`.
+        shapes: As for :class:`LocalCall`.
+    """
+    by_number = {arg.number: dim_factors(dims) for arg, dims in inputs.items()}
+    # A tensor where the rule takes a number has no factors: the call is gathered (see dispatch).
+    dims_of_each: list[DimFactors] = [
+        by_number.get(number, ()) for number in range(max(by_number, default=-1) + 1)
+    ]
+    sets = tuple(frozenset(arg.number for arg in args if arg is not None) for args in linear)
+    added = frozenset(arg.number for arg in addends if arg is not None)
+    factor_map = FactorMap(
+        tuple(dims_of_each), tuple(map(dim_factors, outputs)), sets, rearranges, added
+    )
+    return LocalCall(factor_map, run, shapes)

@@ -1,0 +1,210 @@
+"""The operator table: one entry per operator of torch's, with everything that is known of it.
+
+All facts go in by :func:`register`: :func:`rule`, :func:`decomposition` and :func:`handler` are its
+forms as decorators, and users' own rules take the same way. :func:`find` has a torch function's
+entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from tilework.tiled.op_names import canonical_name, packet_of
+from tilework.tiled.op_rules import RuleFunction
+
+#: Called with the torch function, its arguments, and its keyword arguments.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RuleT = TypeVar("RuleT", bound=RuleFunction)
+HandlerT = TypeVar("HandlerT", bound=Handler)
+#: The canonical name of an operator (with "_" for its form in place, if that has an entry of its
+#: own); or a function, where several operators have one name, and for a user's own.
+Key = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OpEntry:
+    """Everything that is known of an operator.
+
+    Args:
+        name: Its canonical name (see :mod:`~tilework.tiled.op_names`).
+        rule: What a call does to dims: asked with the arguments of the call.
+        decomposition: Asked before the rule, with the same arguments: how a DTensor computes the
+            call by other operators, where the rule would gather sharded dims; None: ask the rule.
+        values_matter: Whether numbers among the arguments may change what these two say; else only
+            the numbers' kinds do, and a cached result serves calls with other numbers.
+        dtensor_handler: What runs on DTensors instead of any rule.
+        is_elementwise: Whether each element of the results depends on the elements at its own
+            place only, so that lists of tensors (``torch._foreach_*``) may run as local lists.
+        is_view: Whether results share memory with the first argument.
+        may_copy: Whether such a view is a copy where strides cannot write its dims.
+        is_random: Whether it draws random numbers; None: as torch's own tags say.
+        is_opaque: Whether torch's Python implementation has to run on full tensors as it is, and
+            must not be run on sharded tensors: it draws random numbers as plain tensors.
+        silent_writes: Arguments that it writes to without torch counting it as a write, such as
+            running statistics.
+    """
+
+    name: str
+    rule: RuleFunction | None = None
+    decomposition: RuleFunction | None = None
+    values_matter: bool = True
+    dtensor_handler: Handler | None = None
+    is_elementwise: bool = False
+    is_view: bool = False
+    may_copy: bool = False
+    is_random: bool | None = None
+    is_opaque: bool = False
+    silent_writes: tuple[str, ...] = ()
+
+    @property
+    def has_rule(self) -> bool:
+        """True if a rule or a decomposition is known."""
+        return self.rule is not None or self.decomposition is not None
+
+    @property
+    def draws(self) -> bool:
+        """True if it draws random numbers."""
+        return _is_tagged_random(self.name) if self.is_random is None else self.is_random
+
+
+@cache
+def _is_tagged_random(name: str) -> bool:
+    """True if torch tags an overload of the operator as one that draws random numbers."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(seeded in getattr(packet, overload).tags for overload in overloads)
+
+
+def aten_parameters(name: str) -> list[str]:
+    """The names of the arguments of torch's operator of this name, over all its overloads."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if packet else ()
+    schemas = [getattr(packet, overload)._schema for overload in overloads]
+    return [argument.name for schema in schemas for argument in schema.arguments]
+
+
+_ENTRIES: dict[Key, OpEntry] = {}
+_DEFAULTS = {field.name: field.default for field in fields(OpEntry)}
+#: Ways to run a call, of which those that are alternatives exclude each other.
+_EXCLUSIVE = {
+    "rule": ("dtensor_handler",),
+    "decomposition": ("dtensor_handler",),
+    "dtensor_handler": ("rule", "decomposition"),
+}
+
+
+def register(key: Key, **facts: Any) -> None:
+    """Add facts to the entry of an operator.
+
+    The entry of a function starts with the facts of the operator of its name, but for the ways in
+    which that runs.
+
+    Args:
+        key: The operator.
+        facts: Fields of :class:`OpEntry`.
+
+    Raises:
+        ValueError: One of these facts is known already.
+    """
+    entry = _ENTRIES.get(key)
+    if entry is None:
+        entry = _new_entry(key)
+    else:
+        for fact in facts:
+            for other in (fact, *_EXCLUSIVE.get(fact, ())):
+                if getattr(entry, other) != _DEFAULTS[other]:
+                    raise ValueError(f"{key!r} has a {other.replace('_', ' ')} already")
+    _ENTRIES[key] = replace(entry, **facts)
+
+
+def _new_entry(key: Key) -> OpEntry:
+    if isinstance(key, str):
+        return OpEntry(key)
+    name, _ = canonical_name(key)
+    named = _ENTRIES.get(name) or OpEntry(name)
+    return replace(named, rule=None, decomposition=None, values_matter=True, dtensor_handler=None)
+
+
+def override_rule(key: Key, rule: RuleFunction) -> None:
+    """Let a rule be the only way in which an operator runs, whatever was known before."""
+    _ENTRIES[key] = replace(_new_entry(key), rule=rule)
+
+
+def forget(key: Key) -> None:
+    """Remove the entry of an operator, if there is one."""
+    _ENTRIES.pop(key, None)
+
+
+def entry_of(name: str) -> OpEntry:
+    """The entry of the operator of a canonical name."""
+    return _ENTRIES.get(name) or OpEntry(name)
+
+
+def find(func: Any) -> tuple[OpEntry, bool]:
+    """The entry of a torch function, and whether this form writes to its first argument.
+
+    Example:
+        >>> import torch
+        >>> import tilework.tiled.rules
+        >>> entry, in_place = find(torch.Tensor.__iadd__)
+        >>> entry.name, entry.is_elementwise, in_place
+        ('add', True, True)
+    """
+    name, in_place = canonical_name(func)
+    entry = _ENTRIES.get(func) or _ENTRIES.get(packet_of(func))
+    if entry is None and in_place:
+        entry = _ENTRIES.get(f"{name}_")
+        if entry is None and (entry := _ENTRIES.get(name)) is not None:
+            entry = replace(entry, dtensor_handler=None)  # of the form that writes nothing
+    elif entry is None:
+        entry = _ENTRIES.get(name)
+    return entry or OpEntry(name), in_place
+
+
+# -- as decorators ---------------------------------------------------------------------------
+
+
+def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
+    """Register the decorated function as the rule of operators, with further facts of these.
+
+    Example:
+        >>> @rule("docs_double", is_elementwise=True)
+        ... def _double(input):
+        ...     return None
+        >>> forget("docs_double")
+    """
+
+    def add(function: RuleT) -> RuleT:
+        for key in keys:
+            register(key, rule=function, **facts)
+        return function
+
+    return add
+
+
+def decomposition(*keys: Key) -> Callable[[RuleT], RuleT]:
+    """Register the decorated function as the decomposition of operators."""
+
+    def add(function: RuleT) -> RuleT:
+        for key in keys:
+            register(key, decomposition=function)
+        return function
+
+    return add
+
+
+def dtensor_handler(*keys: Key, **facts: Any) -> Callable[[HandlerT], HandlerT]:
+    """Register the decorated function as what runs functions on DTensors, instead of a rule."""
+
+    def add(function: HandlerT) -> HandlerT:
+        for key in keys:
+            register(key, dtensor_handler=function, **facts)
+        return function
+
+    return add
