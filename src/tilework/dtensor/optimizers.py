@@ -1,9 +1,8 @@
-"""Steps of torch's elementwise optimizers, run on this rank's parts of all parameters at once.
+"""Steps of torch's elementwise optimizers, run on this rank's local tensors of all parameters.
 
-Such an optimizer does to each element of a parameter what depends on that element's gradient and
-states alone. So its step on the local tensors is its step on the DTensors, without an interception
-for every operator of every parameter. A hook that torch calls before each optimizer's step hands
-the step a *twin*: the same optimizer over the local tensors, with the local tensors of its states.
+Such a step on the local tensors is the step on the DTensors, without an interception for every
+operator of every parameter. A hook that torch calls before each optimizer's step hands the step a
+*twin*: the same optimizer over the local tensors, with the local tensors of its states.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -20,20 +19,13 @@ from torch.optim.optimizer import (
 )
 
 from tilework.dtensor.tensor import DTensor, wrap
-
-#: Exactly these: a subclass may do other things.
-ELEMENTWISE = frozenset(
-    {
-        *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
-        *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.ASGD),
-    }
-)
+from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
 
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Let the step run on the twin, if the optimizer has one."""
+def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """The step's arguments with the twin for the optimizer, if all of its tensors allow one."""
     if type(optimizer) not in ELEMENTWISE or not _has_dtensors(optimizer):
         return None
     twin = _twins.get(optimizer)
@@ -54,7 +46,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 return None
             params.append(local)
             if state := optimizer.state.get(param):
-                if not _alike(param, state):
+                if not _sharded_alike(param, state):
                     return None
                 states[local] = {
                     name: value._local_tensor if value.__class__ is DTensor else value
@@ -74,8 +66,8 @@ def _has_dtensors(optimizer: Optimizer) -> bool:
     )
 
 
-def _alike(param: DTensor, state: dict[str, Any]) -> bool:
-    """Whether states that have elements like the parameter's lie as it does."""
+def _sharded_alike(param: DTensor, state: dict[str, Any]) -> bool:
+    """True if all states with elements are DTensors of the parameter's layout."""
     spec = param._spec
     for value in state.values():
         if value.__class__ is DTensor:
@@ -86,32 +78,32 @@ def _alike(param: DTensor, state: dict[str, Any]) -> bool:
     return True
 
 
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Take over the states that the step has made."""
+def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Give the optimizer the states and options that the step left in its twin."""
     twin = args[0]
     if twin is optimizer:
         return
-    for group, its in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        for param, local in zip(group["params"], its["params"], strict=True):
+    for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for param, local in zip(group["params"], local_group["params"], strict=True):
             if param is local:
                 if local in twin.state:
                     optimizer.state[param] = twin.state[local]
                 continue
-            made = twin.state.get(local)
-            if made:
-                _take_over(optimizer.state[param], made, param, local)
-        group.update({name: value for name, value in its.items() if name != "params"})
+            if local_state := twin.state.get(local):
+                _wrap_states(optimizer.state[param], local_state, param, local)
+        group.update({name: value for name, value in local_group.items() if name != "params"})
     twin.param_groups, twin.state = [], defaultdict(dict)
 
 
-def _take_over(state: dict[str, Any], made: dict[str, Any], param: DTensor, local: Tensor) -> None:
-    for name, value in made.items():
+def _wrap_states(
+    state: dict[str, Any], local_state: dict[str, Any], param: DTensor, local: Tensor
+) -> None:
+    for name, value in local_state.items():
         known = state.get(name)
         if known is value or (known.__class__ is DTensor and known._local_tensor is value):
             continue
-        per_element = isinstance(value, Tensor) and value.shape == local.shape and name != "step"
-        state[name] = wrap(value, param._spec) if per_element else value
+        state[name] = wrap(value, param._spec) if is_per_element(name, value, local) else value
 
 
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
+register_optimizer_step_pre_hook(_step_on_twin)
+register_optimizer_step_post_hook(_keep_states)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
@@ -15,6 +13,7 @@ from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
 from tilework.parallel.axis import MeshAxis
 from tilework.parallel.styles import ParallelStyle
+from tilework.tiled.module_plan import close_names, matching_names
 
 
 def parallelize_module(
@@ -135,7 +134,7 @@ def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, 
 def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[_Chosen]:
     modules = dict(root.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
-        names = [name for name in modules if _fits(name, pattern)]
+        names = matching_names(pattern, modules)
         if not names:
             _warn_of(pattern, modules)
         seen: set[int] = set()
@@ -145,14 +144,9 @@ def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[_C
                 yield _Chosen(name, modules[name], style, pattern)
 
 
-def _fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
 def _warn_of(pattern: str, modules: Mapping[str, nn.Module]) -> None:
     names = [name for name in modules if name]
-    near = difflib.get_close_matches(pattern, names, n=3) or names
+    near = close_names(pattern, names) or names
     told = ", ".join(near if len(near) <= 8 else [*near[:8], f"… {len(near) - 8} more"])
     warnings.warn(
         f"{pattern!r} of the plan fits no module, so nothing is parallel by it. There "

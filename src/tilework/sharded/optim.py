@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.sharded.optim_check import check_elementwise
 from tilework.sharded.optim_params import local_tensors, named_group, parameter_groups
 from tilework.sharded.optim_state import Entry, State, agreed_entries, joined, parts
 from tilework.sharded.relayout import layout_of
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.local_optimizer import check_elementwise
 
 _GRADIENT = "gradient"
 
@@ -37,7 +37,7 @@ class ShardedOptimizer(Optimizer):
         named_params: Name to parameter, as a mapping or as pairs; or several groups, each a dict
             with these as ``"params"``, and options of its own. A rank may hold no shards of them.
         optimizer_class: A subclass of torch.optim.Optimizer that treats each element on its own
-            (SGD, Adam, …). That is tried, on a small tensor.
+            (SGD, Adam, …); one that is not torch's own is tried on a small tensor.
         args: Its arguments after the parameters.
         kwargs: Likewise.
 

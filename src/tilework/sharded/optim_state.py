@@ -14,6 +14,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import get_process_group_ranks
 from tilework.sharded.relayout import laid_out_as
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.local_optimizer import is_per_element
 
 #: What an optimizer keeps for one tensor.
 State = Mapping[str, Any]
@@ -57,16 +58,16 @@ def _of_shards(name: str, shards: Sequence[tuple[Tensor, State]]) -> dict[str, E
 
 
 def _entries(tensor: Tensor, state: State) -> dict[str, Entry]:
-    def entry(value: Any) -> Entry:
+    def entry(key: str, value: Any) -> Entry:
         if not isinstance(value, Tensor):
             return "value", value
-        if value.shape == tensor.shape:
+        if is_per_element(key, value, tensor):
             return "shard", _name(value.dtype)
         if value.dim() == 0:
             return "number", (_name(value.dtype), value.item())
         return "value", value.detach().cpu()
 
-    return {key: entry(value) for key, value in state.items()}
+    return {key: entry(key, value) for key, value in state.items()}
 
 
 def _check_same(name: str, one: Mapping[str, Entry], two: Mapping[str, Entry], where: str) -> None:

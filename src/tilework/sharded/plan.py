@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +19,7 @@ from tilework.sharded.sharding import (
     tensor_of,
 )
 from tilework.sharded.specs import ShardingSpec
+from tilework.tiled.module_plan import close_names, is_pattern, matching_names, split_name
 
 
 class Sharder(ABC):
@@ -138,7 +137,7 @@ def shard_module(
     for cut in todo.cuts.values():
         parameter = as_parameter(cut.scatter())
         for place in todo.places_of(cut.tensor):
-            put_parameter(*_at(module, place), parameter)
+            put_parameter(*split_name(module, place), parameter)
     for name, sharder in todo.sharders.items():
         _replace_module(module, name, sharder)
     for name, spec in todo.outputs.items():
@@ -162,7 +161,7 @@ class _Resolved:
         for name in (*specs, *self.sharders):
             self._check_free(name)
         for name, spec in specs.items():
-            tensor = tensor_of(*_at(module, name))
+            tensor = tensor_of(*split_name(module, name))
             if not self._known(name, tensor, spec):
                 self.cuts[name] = Cut(name, tensor, spec, src_rank, group)
         outputs = (plan.output_plan or {}).items()
@@ -191,12 +190,10 @@ class _Resolved:
         specs: dict[str, ShardingSpec] = {}
         sharders: dict[str, Sharder] = {}
         # Wildcards first, so that exact names override them.
-        for name, how in sorted(
-            self.plan.plan.items(), key=lambda entry: not _is_pattern(entry[0])
-        ):
+        for name, how in sorted(self.plan.plan.items(), key=lambda entry: not is_pattern(entry[0])):
             if isinstance(how, Sharder):
                 sharders[name] = how
-            elif not _is_pattern(name):
+            elif not is_pattern(name):
                 self._require(name, self.parameters)
                 specs[name] = how
             else:
@@ -210,7 +207,7 @@ class _Resolved:
         return dict(sorted(specs.items())), dict(sorted(sharders.items()))
 
     def _matches(self, pattern: str) -> list[str]:
-        found = [name for name in self.parameters if _fits(name, pattern)]
+        found = matching_names(pattern, self.parameters)
         if not found:
             raise self._unknown(pattern, self.parameters)
         return found
@@ -223,7 +220,7 @@ class _Resolved:
                 raise self._unknown(name, known)
 
     def _unknown(self, name: str, known: Iterable[str]) -> AttributeError:
-        close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+        close = close_names(name, known, cutoff=0.4)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         return AttributeError(f"{type(self.module).__name__} has no attribute `{name}`{hint}")
 
@@ -248,22 +245,8 @@ class _Resolved:
         return False
 
 
-def _is_pattern(name: str) -> bool:
-    return any(char in name for char in "*?[")
-
-
-def _fits(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
-def _at(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, last = name.rpartition(".")
-    return module.get_submodule(owner), last
-
-
 def _replace_module(module: nn.Module, name: str, sharder: Sharder) -> None:
-    owner, last = _at(module, name)
+    owner, last = split_name(module, name)
     made = sharder.shard(module.get_submodule(name))
     if not isinstance(made, nn.Module):
         raise TypeError(

@@ -1,0 +1,46 @@
+"""Names in plans for modules: exact ones, and patterns with wildcards between the dots."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def is_pattern(name: str) -> bool:
+    """True if the name has wildcards.
+
+    Example:
+        >>> is_pattern("layers.*.weight"), is_pattern("layers.0.weight")
+        (True, False)
+    """
+    return any(char in name for char in "*?[")
+
+
+def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that the pattern stands for, in their order; a wildcard matches no dot.
+
+    Example:
+        >>> matching_names("*.weight", ["0.weight", "0.bias", "1.norm.weight"])
+        ['0.weight']
+    """
+    wanted = pattern.split(".")
+
+    def matches(name: str) -> bool:
+        parts = name.split(".")
+        return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+    return [name for name in names if matches(name)]
+
+
+def close_names(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The names that a mistyped one was most likely meant to be, for error messages."""
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
+
+
+def split_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The submodule that has what is named, and the last part of the name."""
+    owner, _, last = name.rpartition(".")
+    return module.get_submodule(owner), last
