@@ -22,12 +22,12 @@ from tilework.comm.backend import BackendConfig
 from tilework.comm.compiler_disable import leave_function
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.groups import _Plan
+from tilework.comm.sparse import all_reduce_sparse
 from tilework.comm.world import World
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
 from tilework.torch_backend.options import is_async, reduction, root, time_limit
-from tilework.torch_backend.sparse import all_reduce_sparse
 from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork, SeveralWorks
 
 BACKEND_NAME = "tilework"
