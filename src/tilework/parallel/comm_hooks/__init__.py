@@ -1,0 +1,54 @@
+"""Communication hooks: other ways to reduce the gradients of a bucket than an average."""
+
+from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
+from tilework.parallel.comm_hooks.debugging_hooks import (
+    BucketRecord,
+    RecordState,
+    noop_hook,
+    recording_hook,
+)
+from tilework.parallel.comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from tilework.parallel.comm_hooks.post_local_sgd import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from tilework.parallel.comm_hooks.powersgd import (
+    CompressionStats,
+    PowerSGDState,
+    batched_powerSGD_hook,
+    orthogonalize,
+    powerSGD_hook,
+)
+from tilework.parallel.comm_hooks.quantization_hooks import (
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+
+__all__ = [
+    "BucketRecord",
+    "CommHook",
+    "CompressionStats",
+    "GradBucket",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "RecordState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "orthogonalize",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "recording_hook",
+]

@@ -1,0 +1,71 @@
+"""What a communication hook is given, and what it may do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradBucket:
+    """The gradients of one bucket, as a communication hook sees them.
+
+    All gradients lie one after the other in :meth:`buffer`, this rank's own and not yet averaged.
+    The hook returns a future of the tensor that takes the buffer's place.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        gradients: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        is_last: bool,
+    ) -> None:
+        self._index, self._buffer, self._is_last = index, buffer, is_last
+        self._gradients, self._parameters = list(gradients), list(parameters)
+
+    def index(self) -> int:
+        """The bucket's place in the order of reduction, from 0."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """All gradients of the bucket in one flat tensor; shares memory with the bucket."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, in the shapes of the parameters."""
+        return list(self._gradients)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """True for the last bucket of a backward pass."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replace the buffer by another of the same number of elements.
+
+        Raises:
+            ValueError: The sizes differ.
+        """
+        if tensor.numel() != self._buffer.numel():
+            raise ValueError(
+                f"a bucket of {self._buffer.numel()} elements cannot have a buffer of "
+                f"{tensor.numel()}"
+            )
+        self._buffer = tensor
+
+    def __repr__(self) -> str:
+        return (
+            f"GradBucket(index={self._index}, {len(self._parameters)} gradients, "
+            f"{self._buffer.nbytes} bytes, is_last={self._is_last})"
+        )
+
+
+#: ``hook(state, bucket)`` starts the reduction of a bucket and returns a future of its result.
+CommHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]

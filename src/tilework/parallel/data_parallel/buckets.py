@@ -1,0 +1,171 @@
+"""The assignment of gradients to buckets: pure, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The limit of the first bucket: small, so that its reduction starts early in backward.
+FIRST_BUCKET_BYTES = 1 << 20
+#: The limit of all other buckets where the user sets none.
+DEFAULT_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The gradients of each bucket, in the order in which buckets are reduced.
+
+    Attributes:
+        buckets: For each bucket the indices of its parameters, in the order of its memory.
+        size_limits: For each bucket the size in bytes at which it was closed.
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+    size_limits: tuple[int, ...]
+
+
+@dataclass
+class _Open:
+    """A bucket under construction for one dtype and device."""
+
+    indices: list[int] = field(default_factory=list)
+    size_bytes: int = 0
+    limit: int = 0
+    """The place in the list of limits of the one that closes it."""
+
+
+def plan_buckets(
+    tensors: Sequence[Tensor],
+    size_limits: Sequence[int],
+    *,
+    sparse: Sequence[bool] = (),
+    indices: Sequence[int] = (),
+) -> BucketPlan:
+    """The bucket plan of gradients like ``tensors``. Local; looks at shapes and dtypes only.
+
+    A bucket holds gradients of one dtype and device, in the order of ``tensors``, and is closed
+    once it has reached its limit. The first bucket of each dtype and device takes the first of
+    ``size_limits``, the next the second, and so on; the last limit serves all others. A sparse
+    gradient has a bucket of its own.
+
+    Args:
+        tensors: The parameters, in the order in which their gradients are expected.
+        size_limits: In bytes; at least one.
+        sparse: For each tensor True if its gradient is sparse; empty for none.
+        indices: What to call the tensors in the result; empty for their places. If empty, buckets
+            are sorted by their first index, as dtypes may interleave.
+
+    Raises:
+        ValueError: There are no tensors or limits, or the lists have different lengths.
+
+    Example:
+        >>> import torch
+        >>> plan_buckets([torch.empty(10) for _ in range(4)], [40, 80])
+        BucketPlan(buckets=((0,), (1, 2), (3,)), size_limits=(40, 80, 80))
+    """
+    _check(tensors, size_limits, sparse, indices)
+    names = list(indices) or list(range(len(tensors)))
+    opened: dict[Any, _Open] = {}
+    closed: list[tuple[list[int], int]] = []
+    for place, tensor in enumerate(tensors):
+        if sparse and sparse[place]:
+            closed.append(([names[place]], 0))
+            continue
+        bucket = opened.setdefault((tensor.dtype, tensor.device), _Open())
+        bucket.indices.append(names[place])
+        bucket.size_bytes += tensor.numel() * tensor.element_size()
+        if bucket.size_bytes >= size_limits[bucket.limit]:
+            closed.append((bucket.indices, size_limits[bucket.limit]))
+            bucket.indices, bucket.size_bytes = [], 0
+            bucket.limit = min(bucket.limit + 1, len(size_limits) - 1)
+    closed += [(rest.indices, size_limits[rest.limit]) for rest in opened.values() if rest.indices]
+    if not indices:
+        closed.sort(key=lambda bucket: min(bucket[0]))
+    return BucketPlan(
+        tuple(tuple(members) for members, _ in closed), tuple(limit for _, limit in closed)
+    )
+
+
+def _check(
+    tensors: Sequence[Tensor],
+    size_limits: Sequence[int],
+    sparse: Sequence[bool],
+    indices: Sequence[int],
+) -> None:
+    if not tensors:
+        raise ValueError("buckets are made of at least one tensor, got none")
+    if not size_limits or any(limit <= 0 for limit in size_limits):
+        raise ValueError(
+            f"bucket size limits are positive numbers of bytes, at least one; got "
+            f"{list(size_limits)}"
+        )
+    for name, others in (("expect_sparse_gradient", sparse), ("tensor_indices", indices)):
+        if others and len(others) != len(tensors):
+            raise ValueError(
+                f"{name} has an entry for each of the {len(tensors)} tensors or is empty, got "
+                f"{len(others)}"
+            )
+
+
+def compute_bucket_assignment_by_size(
+    tensors: Sequence[Tensor],
+    bucket_size_limits: Sequence[int],
+    expect_sparse_gradient: Sequence[bool] = (),
+    tensor_indices: Sequence[int] = (),
+) -> tuple[list[list[int]], list[int]]:
+    """The indices of the tensors in each bucket, and the size limit of each bucket.
+
+    :func:`plan_buckets` by torch's name and in torch's form. Local.
+
+    Example:
+        >>> import torch
+        >>> floats = [torch.empty(50), torch.empty(25, dtype=torch.double)] * 2
+        >>> compute_bucket_assignment_by_size(floats, [400])
+        ([[0, 2], [1, 3]], [400, 400])
+    """
+    plan = plan_buckets(
+        tensors, bucket_size_limits, sparse=expect_sparse_gradient, indices=tensor_indices
+    )
+    return [list(bucket) for bucket in plan.buckets], list(plan.size_limits)
+
+
+def first_step_plan(
+    parameters: Sequence[Tensor], sparse: Sequence[bool], bucket_bytes: int
+) -> BucketPlan:
+    """The plan before any backward has run: gradients are expected in reverse order of use."""
+    backwards = range(len(parameters) - 1, -1, -1)
+    return ordered_plan(parameters, sparse, bucket_bytes, backwards)
+
+
+def ordered_plan(
+    parameters: Sequence[Tensor], sparse: Sequence[bool], bucket_bytes: int, order: Sequence[int]
+) -> BucketPlan:
+    """The plan for gradients that come in ``order``, a permutation of the parameters' indices."""
+    return plan_buckets(
+        [parameters[index] for index in order],
+        [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes],
+        sparse=[sparse[index] for index in order],
+        indices=order,
+    )
+
+
+def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
+    """The size limit of a bucket in bytes, from a user's setting in MiB.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    if bucket_cap_mb is None:
+        return DEFAULT_BUCKET_BYTES
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb}")
+    return max(1, int(bucket_cap_mb * (1 << 20)))
+
+
+def element_count(parameter: Tensor) -> int:
+    """The elements that a parameter's gradient takes in a bucket."""
+    return 0 if parameter.device == torch.device("meta") else parameter.numel()

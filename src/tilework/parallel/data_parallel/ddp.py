@@ -1,0 +1,658 @@
+"""DistributedDataParallel: a replica of a module on every rank, with averaged gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilework.comm.agreement import agree
+from tilework.comm.collectives import all_reduce, broadcast
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.world import AnyGroup, NonMember, get_default_group
+from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.mesh import DeviceMesh
+from tilework.parallel.comm_hooks.bucket import CommHook
+from tilework.parallel.data_parallel.buckets import bucket_bytes_of
+from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
+from tilework.parallel.data_parallel.leaves import GradLeaf, grad_leaves, local_tensors
+from tilework.parallel.data_parallel.outputs import (
+    call_at_backward,
+    leaves_of_graph,
+    replace_tensors,
+    tensors_of,
+)
+from tilework.parallel.data_parallel.reducer import Reducer, ReducerOptions
+from tilework.parallel.data_parallel.report import StepReport
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a step of DistributedDataParallel.
+
+    Attributes:
+        param_dtype: Forward and backward compute in it; parameters themselves stay as they are.
+        reduce_dtype: Gradients are averaged in it; None: in the parameters' own dtype.
+        buffer_dtype: Floating-point buffers are cast to it once, at construction.
+        cast_forward_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """A module replicated on every rank of a group, whose gradients are the average over the ranks.
+
+    Construction and each synchronised backward pass are collective over the group, and block. Each
+    rank runs its own inputs. With losses that are means over equally many rows on each rank, the
+    gradients are those of the mean over all rows. They have the same bits on every rank, in every
+    run, and for every bucket size: reductions combine the ranks in ascending order.
+
+    Gradients are reduced in buckets while backward goes on. A gradient that is missing on a rank
+    raises at the end of backward on every rank, naming the parameters; with
+    ``find_unused_parameters`` it counts as zero, and is left alone where no rank has it.
+
+    Args:
+        module: Parameters and buffers become those of the group's first rank. DTensor and
+            ShardedTensor parameters are averaged shard by shard: their mesh must not include
+            the axis of this group.
+        device_ids: None, or the one device of a module on an accelerator; its inputs are moved.
+        output_device: Accepted for torch's sake; as the only device of ``device_ids``.
+        dim: Accepted for torch's sake.
+        broadcast_buffers: Each synchronised forward pass begins with the first rank's buffers.
+            None: True.
+        init_sync: False: parameters and buffers are not sent, but compared.
+        process_group: The group; None: the default group.
+        bucket_cap_mb: The size of a bucket in MiB; None: 25. The first has at most 1 MiB.
+        find_unused_parameters: Outputs need not depend on all parameters. The graph is searched
+            after each forward pass, so that buckets with unused parameters are reduced early.
+        check_reduction: Accepted for torch's sake: always checked.
+        gradient_as_bucket_view: Gradients are views of the buckets, which saves their memory.
+        static_graph: Every step uses the same parameters, equally often. Then reentrant checkpoints
+            may run a module several times, and unused parameters need no search.
+        delay_all_reduce_named_params: (name, parameter) pairs that are averaged together, outside
+            of the buckets, when the gradient of ...
+        param_to_hook_all_reduce: ... this parameter is ready.
+        mixed_precision: Dtypes of computation and reduction.
+        device_mesh: A mesh of one axis, in place of ``process_group``.
+
+    Raises:
+        RuntimeError: No parameter requires a gradient; the module is wrapped already.
+        ValueError: Arguments do not fit; parameters differ between ranks, by name.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import DistributedDataParallel
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        ...     model(torch.tensor([[rank + 1.0]])).sum().backward()
+        ...     return model.module.weight.grad.item()
+        >>> run_ranks(2, program)
+        [1.5, 1.5]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: AnyGroup = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        _check_module(module)
+        self.process_group = _group_of(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        self.dim = dim
+        self.broadcast_buffers = broadcast_buffers is not False
+        self.bucket_bytes_cap = bucket_bytes_of(bucket_cap_mb)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        #: False within no_sync().
+        self.require_backward_grad_sync = True
+        self._delayed_names = tuple(name for name, _ in delay_all_reduce_named_params or ())
+        self._delay_trigger = param_to_hook_all_reduce
+        self._ignored: tuple[str, ...] = tuple(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        self._forward_count = 0
+        self.module = module
+        self.device_ids, self.output_device = _devices(module, device_ids, output_device)
+        self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
+        self._cast_buffers()
+        self._start(init_sync)
+
+    def _start(self, init_sync: bool) -> None:
+        """Compare and synchronise the replicas, and make the reducer. Collective."""
+        check_replicas(self.module, self.process_group, self._ignored, values=not init_sync)
+        if init_sync:
+            broadcast_tensors(self._state_tensors(), self.process_group)
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        leaves = grad_leaves(self.module, (*self._ignored, *self._delayed_names))
+        options = ReducerOptions(
+            self.bucket_bytes_cap,
+            self.find_unused_parameters,
+            self.static_graph,
+            self.gradient_as_bucket_view,
+            self.mixed_precision.reduce_dtype if self.mixed_precision else None,
+        )
+        self.reducer = Reducer(leaves, self.process_group, options)
+        self._delayed = self._make_delayed()
+        self._structure = _structure(self.module)
+
+    def _make_delayed(self) -> _DelayedReduction | None:
+        if not self._delayed_names:
+            return None
+        if self._delay_trigger is None:
+            raise ValueError(
+                "delay_all_reduce_named_params needs param_to_hook_all_reduce: the parameter whose "
+                "gradient starts the reduction of the others"
+            )
+        leaves = [leaf for leaf in grad_leaves(self.module) if leaf.name in self._delayed_names]
+        return _DelayedReduction(leaves, self._delay_trigger, self.reducer)
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs for this rank's inputs.
+
+        Collective where gradients are enabled and buffers are broadcast, or in a join context.
+        """
+        self._before_forward()
+        if self.device_ids:
+            inputs, kwargs = _moved((inputs, kwargs), self.device_ids[0])
+        outputs = self._run_module(inputs, kwargs)
+        return self._after_forward(outputs)
+
+    def _before_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.reducer.abandon()
+        if self.join_context is not None:
+            Join.notify_join_context(self)
+        active = active_group(self.process_group)
+        self.reducer.active_group = None if active is self.process_group else active
+        self.reducer.accumulating = not self.require_backward_grad_sync
+        if not self.require_backward_grad_sync:
+            return
+        self._follow_changes()
+        if self.reducer.active_group is None:
+            self.reducer.rebuild()
+        if self.broadcast_buffers:
+            broadcast_tensors(self._buffers_to_send(), active)
+
+    def _follow_changes(self) -> None:
+        """Make a new reducer if parameters were frozen, unfrozen, added or replaced."""
+        structure = _structure(self.module)
+        if structure == self._structure:
+            return
+        hook = self.reducer.hook
+        self.reducer.close()
+        check_replicas(self.module, self.process_group, self._ignored)
+        self._make_reducer()
+        self.reducer.hook = hook
+
+    def _run_module(self, inputs: Any, kwargs: Any) -> Any:
+        precision = self.mixed_precision
+        if precision is None or precision.param_dtype is None:
+            return self.module(*inputs, **kwargs)
+        dtype = precision.param_dtype
+        if precision.cast_forward_inputs:
+            inputs, kwargs = _cast((inputs, kwargs), dtype)
+        parameters = {
+            name: parameter.to(dtype) if parameter.is_floating_point() else parameter
+            for name, parameter in self.module.named_parameters()
+        }
+        return torch.func.functional_call(self.module, parameters, inputs, kwargs)
+
+    def _after_forward(self, outputs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
+            return outputs
+        self._forward_count += 1
+        unused = None
+        if self.find_unused_parameters and not self.static_graph:
+            reached = leaves_of_graph(tensors_of(outputs))
+            leaves = enumerate(self.reducer.leaves)
+            unused = {at for at, leaf in leaves if id(leaf.tensor) not in reached}
+        self.reducer.expect(unused)
+        return call_at_backward(outputs, self.reducer.begin)
+
+    # -- settings ----------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients accumulate on each rank and are not averaged.
+
+        Run forward *and* backward within it; the first forward pass after it synchronises all that
+        was accumulated. Local.
+
+        Example:
+            >>> import torch
+            >>> from tilework.parallel import DistributedDataParallel
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+            ...     with model.no_sync():
+            ...         model(torch.ones(1, 1)).sum().backward()
+            ...     model(torch.full((1, 1), float(rank))).sum().backward()
+            ...     return model.module.weight.grad.item()
+            >>> run_ranks(2, program)
+            [1.5, 1.5]
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Reduce buckets by ``hook(state, bucket)`` instead of an average. Local.
+
+        Args:
+            state: Handed to the hook.
+            hook: Takes a GradBucket, starts its reduction, and returns a ``torch.futures.Future``
+                of the tensor that takes the place of the bucket's buffer. It has to average.
+
+        Raises:
+            RuntimeError: There is a hook already.
+            TypeError: It cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        if self.reducer.hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once.")
+        self.reducer.hook = (state, hook)
+
+    # -- uneven inputs -----------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs. Collective at its end.
+
+        Ranks that have run out follow the others; at the end all have the parameters of a rank
+        that ran out last. SyncBatchNorm layers, ``no_sync`` and other joinables work within it.
+
+        Args:
+            divide_by_initial_world_size: Gradients are divided by the number of all ranks, so that
+                each row counts equally; False: by the number of ranks that still have inputs.
+            enable: False: the context does nothing.
+            throw_on_early_termination: Raise on every rank as soon as one has run out.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one join context; takes ``divide_by_initial_world_size``."""
+        self.reducer.divide_by_initial_size = kwargs.get("divide_by_initial_world_size", True)
+        return _FinalSync(self)
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        return self.process_group
+
+    # -- what it did -------------------------------------------------------------------------
+
+    def report(self) -> StepReport:
+        """The last synchronised backward pass on this rank: buckets, bytes, times. Local.
+
+        Raises:
+            RuntimeError: There was none.
+        """
+        return self.reducer.report()
+
+    def get_ddp_logging_data(self) -> dict[str, Any]:
+        """Settings and counts of this module, by torch's names. Local.
+
+        Integers, strings and bools; lists are strings of numbers separated by commas.
+        """
+        reducer = self.reducer
+        sizes = [0 if b.flat is None else b.flat.nbytes for b in reducer.buckets]
+        parameters = [leaf.tensor for leaf in reducer.leaves]
+        rebuilt = ", ".join(map(str, sizes))
+        _, hook = reducer.hook or (None, None)
+        return {
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "module_name": type(self.module).__name__,
+            "backend_name": self.process_group.getBackendName(),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else str(self.output_device),
+            "broadcast_buffers": self.broadcast_buffers,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "is_multi_device_module": self.is_multi_device_module,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+            "dtypes": ", ".join(sorted({str(p.dtype)[6:] for p in parameters})),
+            "bucket_sizes": rebuilt,
+            "has_rebuilt_buckets": reducer.rebuilt,
+            "rebuilt_bucket_sizes": rebuilt if reducer.rebuilt else "",
+            "num_buckets_reduced": len(sizes),
+            "iteration": self._forward_count,
+            "comm_hook": getattr(hook, "__qualname__", ""),
+        }
+
+    # -- copies and files --------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("reducer", "process_group", "device_mesh", "_delayed", "_structure")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        state["join_context"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.process_group, self.device_mesh = get_default_group(), None
+        self._make_reducer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        made.process_group, made.device_mesh = self.process_group, self.device_mesh
+        made._make_reducer()
+        return made
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        super().train(mode)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take state dicts of the plain module, too, whose keys lack ``module.``."""
+        own = [key for key in state_dict if key.startswith(prefix)]
+        if own and not any(key.startswith(f"{prefix}module.") for key in own):
+            for key in own:
+                state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    # -- parameters and buffers --------------------------------------------------------------
+
+    def _state_tensors(self) -> list[Tensor]:
+        parameters = [
+            local
+            for name, parameter in self.module.named_parameters()
+            if name not in self._ignored
+            for local in local_tensors(parameter.detach())
+        ]
+        return [*parameters, *self._buffers_to_send()]
+
+    def _buffers_to_send(self) -> list[Tensor]:
+        return [
+            local
+            for name, buffer in self.module.named_buffers()
+            if name not in self._ignored
+            for local in local_tensors(buffer)
+        ]
+
+    def _cast_buffers(self) -> None:
+        dtype = self.mixed_precision.buffer_dtype if self.mixed_precision else None
+        if dtype is not None:
+            for buffer in self.module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
+
+
+class _FinalSync(JoinHook):
+    """Gives all ranks the parameters and buffers of one that ran out of inputs last."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        ddp = self._ddp
+        group = ddp.process_group
+        last = torch.tensor([group.rank() if is_last_joiner else -1])
+        all_reduce(last, ReduceOp.MAX, group)
+        broadcast_tensors(ddp._state_tensors(), group, int(last))
+        ddp.reducer.active_group = None
+        ddp.reducer.divide_by_initial_size = True
+
+
+class _DelayedReduction:
+    """The average of some gradients in one message, when that of another parameter is ready."""
+
+    def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
+        self._leaves, self._reducer = list(leaves), reducer
+        on_grad: Any = trigger.register_post_accumulate_grad_hook
+        self._remover = on_grad(lambda _: self._reduce())
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        if self._reducer.accumulating:
+            return
+        grads = [leaf.tensor.grad for leaf in self._leaves]
+        dense = [
+            torch.zeros_like(leaf.tensor) if grad is None else grad
+            for leaf, grad in zip(self._leaves, grads, strict=True)
+        ]
+        flat = torch.cat([grad.reshape(-1) for grad in dense])
+        all_reduce(flat, ReduceOp.AVG, self._reducer.active)
+        for leaf, grad, part in zip(
+            self._leaves, dense, torch.split(flat, [g.numel() for g in dense]), strict=True
+        ):
+            grad.copy_(part.view(grad.shape))
+            leaf.tensor.grad = grad
+
+
+# -- construction ------------------------------------------------------------------------------
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps an nn.Module, got {type(module).__name__}")
+    for name, inner in module.named_modules():
+        if isinstance(inner, DistributedDataParallel):
+            where = f"its module {name!r}" if name else "the module"
+            raise RuntimeError(
+                f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
+                f"wrap the plain module (ddp.module) once"
+            )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameters that "
+            "require a gradient."
+        )
+
+
+def _group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+        return mesh.get_group(0)
+    if isinstance(group, NonMember):
+        raise ValueError(
+            f"this rank is not in the group of ranks {list(group.global_ranks)}, and cannot hold a "
+            f"replica: construct DistributedDataParallel on the group's ranks only"
+        )
+    return get_default_group() if group is None else group
+
+
+def _devices(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[torch.device] | None, torch.device | None]:
+    """The device that inputs are moved to, as a list, and that of outputs."""
+    if not device_ids and output_device is None:
+        return None, None
+    devices = {parameter.device for parameter in module.parameters()}
+    kinds = {device.type for device in devices}
+    if len(device_ids or ()) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, but got {device_ids}"
+        )
+    if kinds <= {"cpu", "meta"} or len(devices) > 1:
+        raise ValueError(
+            f"DistributedDataParallel device_ids and output_device arguments only work with "
+            f"single-device modules on an accelerator, but got device_ids {device_ids}, "
+            f"output_device {output_device}, and module parameters {devices}: pass None"
+        )
+    (kind,) = kinds
+    first = device_ids[0] if device_ids else output_device
+    assert first is not None
+    device = torch.device(kind, first) if isinstance(first, int) else torch.device(first)
+    return [device], device
+
+
+def check_replicas(
+    module: nn.Module, group: ProcessGroup, ignored: Sequence[str] = (), *, values: bool = False
+) -> None:
+    """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
+
+    Args:
+        module: The replica of this rank.
+        group: The ranks with replicas.
+        ignored: Names of parameters that may differ.
+        values: Compare elements, too, not only names, shapes, dtypes and ``requires_grad``.
+
+    Raises:
+        ValueError: They differ; on every rank, naming the first that does, and both sides.
+    """
+
+    def facts() -> list[tuple[str, str]]:
+        return [
+            (name, _described(parameter, values))
+            for name, parameter in module.named_parameters()
+            if name not in ignored
+        ]
+
+    mine = agree(facts, group)
+    reference = mine[0]
+    for rank, theirs in zip(group.global_ranks, mine, strict=True):
+        if theirs != reference:
+            raise ValueError(_difference(group.global_ranks[0], reference, rank, theirs))
+
+
+def _described(parameter: Tensor, values: bool) -> str:
+    shapes = [tuple(local.shape) for local in local_tensors(parameter)]
+    shape = " and ".join(str(list(each)) for each in shapes) or "no shard"
+    text = f"{str(parameter.dtype)[6:]} {shape}"
+    text += "" if parameter.requires_grad else ", frozen"
+    if values and not parameter.is_meta:
+        hashes = [content_hash(local.detach()) for local in local_tensors(parameter)]
+        text += f", elements with hash {' '.join(each[:8] for each in hashes)}"
+    return text
+
+
+def _difference(
+    first: int, reference: list[tuple[str, str]], rank: int, theirs: list[tuple[str, str]]
+) -> str:
+    start = "DistributedDataParallel needs the same parameters on all ranks, but "
+    for (name, one), (other_name, other) in zip(reference, theirs, strict=False):
+        if name != other_name:
+            return f"{start}where rank {first} has {name}, rank {rank} has {other_name}"
+        if one != other:
+            return f"{start}{name} is {one} on rank {first} and {other} on rank {rank}"
+    more, fewer = (first, rank) if len(reference) > len(theirs) else (rank, first)
+    longer, at = max(reference, theirs, key=len), min(len(reference), len(theirs))
+    return (
+        f"{start}rank {first} has {len(reference)} of them and rank {rank} {len(theirs)}: rank "
+        f"{fewer} lacks {longer[at][0]}, which rank {more} has"
+    )
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src: int = 0) -> None:
+    """Overwrite tensors with those of one rank, in few messages. Collective; blocks.
+
+    Args:
+        tensors: The same shapes and dtypes on every rank; meta tensors are left alone.
+        group: The ranks.
+        group_src: The rank within the group whose values count.
+    """
+    if group.size() == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        for chunk in _chunks(alike):
+            _broadcast_flat(chunk, group, group_src)
+
+
+#: The most that is broadcast in one message.
+_BROADCAST_BYTES = 64 << 20
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and size + tensor.nbytes > _BROADCAST_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _broadcast_flat(tensors: list[Tensor], group: ProcessGroup, group_src: int) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        broadcast(tensors[0], group=group, group_src=group_src)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    broadcast(flat, group=group, group_src=group_src)
+    if group.rank() != group_src:
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        shaped = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(tensors, shaped)
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """What tells that parameters were added, replaced, frozen or unfrozen since."""
+    return [
+        (id(parameter), parameter.requires_grad)
+        for owner in module.modules()
+        for parameter in owner._parameters.values()
+        if parameter is not None
+    ]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return replace_tensors(value, lambda tensor: tensor.to(device))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return replace_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -1,0 +1,184 @@
+"""Uneven inputs: ranks that have run out of inputs let the others go on.
+
+Within ``Join``, each training iteration begins with one small all_gather in which ranks say if they
+still have inputs. The ranks that do make a group of their own whenever their number changes, and
+reduce gradients (and the statistics of SyncBatchNorm) within it. So a rank that has run out takes
+part in nothing but that all_gather, whatever the other ranks compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tilework.comm.collectives import all_gather_into_tensor
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.groups import new_group
+from tilework.comm.world import current_world
+
+
+class JoinHook:
+    """What a joinable does on a rank that has run out of inputs."""
+
+    def main_hook(self) -> None:
+        """Called once for each iteration that the other ranks still make."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once when all ranks have run out.
+
+        Args:
+            is_last_joiner: True on the ranks that ran out last.
+        """
+
+
+class Joinable(ABC):
+    """An object whose collectives follow uneven inputs, within :class:`Join`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Set while a Join context holds this object.
+        self.join_context: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one join context; ``kwargs`` are those of the context."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> ProcessGroup:
+        """The group whose ranks may run out of inputs."""
+
+
+@dataclass
+class _ActiveGroups:
+    """The groups of ranks that still have inputs, by the group that they are part of."""
+
+    of: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
+
+
+def active_group(group: ProcessGroup) -> ProcessGroup:
+    """The ranks of a group that still have inputs: the group itself outside of :class:`Join`."""
+    return current_world().state(_ActiveGroups).of.get(group, group)
+
+
+class Join:
+    """A context in which ranks may have different numbers of inputs. Collective at its end.
+
+    Every rank enters it with the same joinables and iterates over its own inputs. A rank that
+    leaves the block waits until all have left, and follows the others' iterations meanwhile.
+
+    Args:
+        joinables: DistributedDataParallel modules, optimizers, and objects of your own. The first
+            tells the other ranks of each iteration (:meth:`notify_join_context`).
+        enable: False: the context does nothing.
+        throw_on_early_termination: Raise on every rank as soon as one has run out.
+        kwargs: For each joinable's ``join_hook``.
+
+    Raises:
+        ValueError: There are no joinables, or they are on different groups.
+        RuntimeError: ``throw_on_early_termination``, and a rank has run out of inputs.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not joinables:
+            raise ValueError("Join() needs at least one joinable, got none")
+        groups = {joinable.join_process_group for joinable in joinables}
+        if len(groups) > 1:
+            raise ValueError(f"all joinables of one Join must be on one group, got {len(groups)}")
+        self.group = groups.pop()
+        self.joinables, self.enabled = list(joinables), enable
+        self._throws, self._kwargs = throw_on_early_termination, kwargs
+        self._hooks: list[JoinHook] = []
+        self._size = self.group.size()
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def __enter__(self) -> Join:
+        if self.enabled:
+            self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self.joinables]
+            for joinable in self.joinables:
+                joinable.join_context = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self.enabled:
+            return
+        try:
+            if kind is None:
+                self._follow()
+        finally:
+            for joinable in self.joinables:
+                joinable.join_context = None
+            current_world().state(_ActiveGroups).of.pop(self.group, None)
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> None:
+        """Tell the other ranks that this one begins another iteration. Collective; blocks.
+
+        Call it at the start of each iteration. Does nothing outside a join context, and for all
+        but the context's first joinable.
+
+        Raises:
+            RuntimeError: The context throws on early termination, and a rank has run out.
+        """
+        context = joinable.join_context
+        if context is not None and context.joinables[0] is joinable:
+            context._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        ranks = self._exchange(True)
+        if len(ranks) < self.group.size() and self._throws:
+            raise RuntimeError(_EARLY)
+        self._activate(ranks)
+
+    def _exchange(self, has_inputs: bool) -> tuple[int, ...]:
+        """The global ranks that still have inputs. Collective over the whole group."""
+        flags = torch.empty(self.group.size(), dtype=torch.uint8)
+        all_gather_into_tensor(flags, torch.tensor([has_inputs], dtype=torch.uint8), self.group)
+        return tuple(r for r, flag in zip(self.group.global_ranks, flags, strict=True) if flag)
+
+    def _activate(self, ranks: tuple[int, ...]) -> None:
+        """Let collectives of the joinables run among the ranks that still have inputs."""
+        active = current_world().state(_ActiveGroups).of
+        if len(ranks) == self.group.size():
+            active.pop(self.group, None)
+            return
+        if ranks not in self._made:
+            made = new_group(list(ranks), use_local_synchronization=True)
+            assert isinstance(made, ProcessGroup)
+            self._made[ranks] = made
+        active[self.group] = self._made[ranks]
+
+    def _follow(self) -> None:
+        """Follow the iterations of the other ranks until all have run out of inputs."""
+        is_last = True
+        while self._exchange(False):
+            is_last = False
+            if self._throws:
+                raise RuntimeError(_EARLY)
+            for hook in self._hooks:
+                hook.main_hook()
+        current_world().state(_ActiveGroups).of.pop(self.group, None)
+        for hook in self._hooks:
+            hook.post_hook(is_last)
+
+
+_EARLY = (
+    "a rank has run out of inputs, and the join context was made with "
+    "throw_on_early_termination=True: all ranks stop here"
+)

@@ -1,0 +1,91 @@
+"""The plain tensors behind a module's parameters: the leaves that gradients accumulate into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilework.tiled.tensor import TiledTensor
+
+
+@dataclass(frozen=True, eq=False)
+class GradLeaf:
+    """One tensor that receives a gradient.
+
+    Attributes:
+        name: The parameter's name in the module; with the number of the local shard behind it
+            where a parameter has several.
+        module: The class of the module that the parameter belongs to.
+        tensor: The parameter itself, or a local tensor of a DTensor or ShardedTensor.
+        sparse: True if its gradient is sparse.
+    """
+
+    name: str
+    module: str
+    tensor: Tensor
+    sparse: bool = False
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient as it is now."""
+        return self.tensor.grad
+
+    def on_grad(self, call: Callable[[Tensor], None]) -> Any:
+        """Call a function whenever the gradient was accumulated into; the handle removes it."""
+        register: Any = self.tensor.register_post_accumulate_grad_hook
+        return register(call)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.module}, {list(self.tensor.shape)})"
+
+
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold this rank's part of a tensor: itself, if it is plain."""
+    return list(tensor.local_tiles()) if isinstance(tensor, TiledTensor) else [tensor]
+
+
+def grad_leaves(module: nn.Module, ignored: Sequence[str] = ()) -> list[GradLeaf]:
+    """The leaves of all parameters that require a gradient, each once. Local.
+
+    Args:
+        module: The module.
+        ignored: Names of parameters to leave out.
+    """
+    return [
+        GradLeaf(name if len(tensors) == 1 else f"{name}[{at}]", kind, tensor, sparse)
+        for name, parameter, kind, sparse in _parameters(module)
+        if parameter.requires_grad and name not in ignored
+        for tensors in [local_tensors(parameter)]
+        for at, tensor in enumerate(tensors)
+    ]
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str, bool]]:
+    """Every parameter once: name, tensor, class of its module, and if its gradient is sparse."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
+            yield f"{prefix}.{name}" if prefix else name, parameter, type(owner).__name__, sparse
+
+
+def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
+    """A view of a flat range of a bucket in the shape of a parameter, and in its strides if dense.
+
+    So that a gradient in channels-last order is copied without being permuted.
+    """
+    if leaf.is_contiguous() or not _is_dense(leaf):
+        return flat.view(leaf.shape)
+    return flat.as_strided(leaf.shape, leaf.stride())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the elements fill one range of memory without overlap."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -1,0 +1,104 @@
+"""The tensors in the outputs of a module: sequences, mappings, dataclasses, nested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a value, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for each in value.values() for tensor in tensors_of(each)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    if _is_dataclass(value):
+        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        return [tensor for each in fields for tensor in tensors_of(each)]
+    return []
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a value in which ``change`` was applied to each tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if _is_dataclass(value):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                new = replace_tensors(getattr(value, field.name), change)
+                object.__setattr__(changed, field.name, new)
+        if isinstance(value, Mapping):  # such as transformers' ModelOutput
+            for key in value:
+                dict.__setitem__(changed, key, getattr(changed, key))
+        return changed
+    if isinstance(value, Mapping):
+        changed = copy.copy(value)
+        for key, each in value.items():
+            changed[key] = replace_tensors(each, change)  # type: ignore[index]
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replace_tensors(each, change) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(replace_tensors(each, change) for each in value)
+    return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
+    """The ids of the leaf tensors that the graphs of ``outputs`` reach."""
+    seen: set[Any] = set()
+    leaves: set[int] = set()
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    leaves.update(id(tensor) for tensor in outputs if tensor.grad_fn is None)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(id(variable))
+        todo.extend(after for after, _ in node.next_functions if after is not None)
+    return leaves
+
+
+class BackwardStart(torch.autograd.Function):
+    """The identity, whose backward calls a function before that of everything else."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors themselves, as views."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients as they come."""
+        ctx.call()
+        return None, *grads
+
+
+def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
+    """A copy of a module's output; ``call`` runs when backward reaches one of its tensors."""
+    tensors = [
+        tensor
+        for tensor in tensors_of(value)
+        if tensor.requires_grad and type(tensor) in (Tensor, torch.nn.Parameter)
+    ]
+    if not tensors:
+        return value
+    results = BackwardStart.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    changed = {id(old): new for old, new in zip(tensors, results, strict=True)}
+    return replace_tensors(value, lambda tensor: changed.get(id(tensor), tensor))

@@ -1,0 +1,474 @@
+"""The reduction of gradients, bucket by bucket, while backward goes on.
+
+Each parameter's post-accumulate hook marks its gradient ready. When all gradients of a bucket are
+ready, and all buckets before it were started, the bucket is started: its gradients are copied into
+one flat buffer, which is averaged asynchronously. At the end of the backward pass what is left is
+started with zeros, everything is waited for, and the averages become the gradients. So all ranks
+start the same buckets in the same order in every pass, and none waits for another that has fewer
+gradients; whether they had the same is compared afterwards.
+
+The scheme is that of S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training*, VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.collectives import all_reduce, broadcast
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.sparse import all_reduce_sparse
+from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
+from tilework.parallel.data_parallel.buckets import (
+    BucketPlan,
+    element_count,
+    first_step_plan,
+    ordered_plan,
+)
+from tilework.parallel.data_parallel.leaves import GradLeaf, grad_view
+from tilework.parallel.data_parallel.report import (
+    BucketReport,
+    BucketTimes,
+    PassTimes,
+    StepReport,
+)
+
+#: What ``then`` of torch's futures returns is of the base class only.
+_AnyFuture: Any = torch._C.Future
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Settings of a reducer, the same on all ranks.
+
+    Attributes:
+        bucket_bytes: The size limit of a bucket.
+        find_unused: Gradients may be missing, on some ranks or on all.
+        static_graph: Every pass marks the same gradients ready, as often as the first did.
+        bucket_view: Gradients are views of the buckets.
+        reduce_dtype: What gradients are reduced in; None: as they are.
+    """
+
+    bucket_bytes: int
+    find_unused: bool = False
+    static_graph: bool = False
+    bucket_view: bool = False
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """The memory and state of one bucket."""
+
+    index: int
+    members: tuple[int, ...]
+    flat: Tensor | None
+    """All gradients, one after the other; None for a sparse gradient."""
+    views: list[Tensor]
+    pending: int = 0
+    started: bool = False
+    work: Work | torch.futures.Future[Any] | None = None
+    times: BucketTimes = field(default_factory=BucketTimes)
+
+
+class Reducer:
+    """Averages the gradients of one replica with those of the other ranks.
+
+    Args:
+        leaves: The tensors that get gradients, in the order of the module's parameters.
+        group: The ranks that have replicas.
+        options: Its settings.
+    """
+
+    def __init__(
+        self, leaves: Sequence[GradLeaf], group: ProcessGroup, options: ReducerOptions
+    ) -> None:
+        self.leaves, self.group, self.options = list(leaves), group, options
+        self.hook: tuple[Any, CommHook] | None = None
+        #: Ranks that have run out of inputs take no part; None: every rank of the group has inputs.
+        self.active_group: ProcessGroup | None = None
+        #: False: a join context divides by the number of ranks that still have inputs.
+        self.divide_by_initial_size = True
+        #: True: the next backward pass accumulates and does not reduce.
+        self.accumulating = False
+        #: A forward pass was made whose backward is to reduce.
+        self._expecting = False
+        self.passes = 0
+        self.times: list[PassTimes] = []
+        self.rebuilt = False
+        self._order: list[int] = []
+        #: For static graphs: how often each gradient is marked ready in a pass.
+        self._expected_marks: list[int] | None = None
+        self._unused_ahead: set[int] | None = None
+        #: Gradients that passes without reduction have accumulated into.
+        self._accumulated: set[int] = set()
+        self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
+        sparse = [leaf.sparse for leaf in self.leaves]
+        tensors = [leaf.tensor for leaf in self.leaves]
+        self._assign(first_step_plan(tensors, sparse, options.bucket_bytes))
+        self._reset()
+
+    def close(self) -> None:
+        """Remove the hooks. Idempotent; not collective."""
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+
+    # -- buckets -----------------------------------------------------------------------------
+
+    def _assign(self, plan: BucketPlan) -> None:
+        """Make the buckets of a plan."""
+        self.plan = plan
+        self.buckets = [self._bucket(i, members) for i, members in enumerate(plan.buckets)]
+        self._bucket_of = [0] * len(self.leaves)
+        for bucket in self.buckets:
+            for member in bucket.members:
+                self._bucket_of[member] = bucket.index
+
+    def _bucket(self, index: int, members: tuple[int, ...]) -> _Bucket:
+        leaves = [self.leaves[member] for member in members]
+        first = leaves[0]
+        if first.sparse:
+            return _Bucket(index, members, None, [])
+        sizes = [element_count(leaf.tensor) for leaf in leaves]
+        dtype = self.options.reduce_dtype or first.tensor.dtype
+        if first.tensor.device.type == "cpu":
+            flat = self.group.empty(sum(sizes), dtype=dtype).zero_()
+        else:
+            flat = first.tensor.new_zeros(sum(sizes), dtype=dtype)
+        if first.tensor.is_meta:
+            return _Bucket(index, members, flat, [leaf.tensor for leaf in leaves])
+        ranges = torch.split(flat, sizes)
+        views = [grad_view(r, leaf.tensor) for r, leaf in zip(ranges, leaves, strict=True)]
+        return _Bucket(index, members, flat, views)
+
+    def rebuild(self) -> bool:
+        """Assign the buckets anew, in the order in which gradients came in the first pass.
+
+        Once, before the second forward pass. Collective: all ranks take the first rank's order.
+        True if it did.
+        """
+        if self.rebuilt or not self.passes or self._open:
+            return False
+        self.rebuilt = True
+        seen = set(self._order)
+        order = [*self._order, *(i for i in range(len(self.leaves)) if i not in seen)]
+        shared = torch.tensor(order, dtype=torch.int64)
+        broadcast(shared, group=self.group, group_src=0)
+        sparse = [leaf.sparse for leaf in self.leaves]
+        tensors = [leaf.tensor for leaf in self.leaves]
+        plan = ordered_plan(tensors, sparse, self.options.bucket_bytes, shared.tolist())
+        if plan != self.plan:
+            self._assign(plan)
+        self._reset()
+        return True
+
+    # -- one backward pass -------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._open = False
+        self._marks = [0] * len(self.leaves)
+        self._missing: list[int] = []
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.pending, bucket.started, bucket.work = len(bucket.members), False, None
+
+    def expect(self, unused: set[int] | None) -> None:
+        """Expect a backward pass, after a forward pass. Local.
+
+        Args:
+            unused: The gradients that it will not produce; None: not known. With several forward
+                passes before one backward, what none of them uses is unused.
+        """
+        self._expecting = True
+        known = self._unused_ahead
+        self._unused_ahead = unused if known is None or unused is None else known & unused
+
+    def abandon(self) -> None:
+        """Forget a backward pass that raised before its end. Local."""
+        if self._open and torch._C._current_graph_task_id() == -1:
+            self._reset()
+
+    def begin(self) -> None:
+        """Open a backward pass, unless one is open. Called within backward."""
+        if self._open or self.accumulating:
+            return
+        self._reset()
+        self._open = True
+        if not self.rebuilt:
+            self._order = []
+        self._clock = PassTimes(started=time.perf_counter())
+        _engine.queue_callback(self._end)
+        unused, self._unused_ahead = self._unused_ahead, None
+        if self.options.find_unused and not self.options.static_graph:
+            for index in sorted(unused or ()):
+                self._missing.append(index)
+                self._mark(index)
+        elif self._expected_marks is not None:
+            for index, count in enumerate(self._expected_marks):
+                if count == 0:
+                    self._missing.append(index)
+                    self._count_down(index)
+
+    def _marker(self, index: int) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            if self.accumulating:
+                self._accumulated.add(index)
+                return
+            if not self._open:
+                if not self._expecting:  # backward of the module without the wrapper
+                    return
+                self.begin()
+            self._mark(index)
+
+        return mark
+
+    def _mark(self, index: int) -> None:
+        """Mark a gradient ready; start what that completes."""
+        self._marks[index] += 1
+        if not self.options.static_graph:
+            if self._marks[index] > 1:
+                self._open = False
+                raise RuntimeError(_twice(self.leaves[index]))
+            if not self.rebuilt and index not in self._missing:
+                self._order.append(index)
+            self._count_down(index)
+        elif self._expected_marks is None:  # the first pass finds out how often each comes
+            if self._marks[index] == 1:
+                self._order.append(index)
+        elif self._marks[index] == self._expected_marks[index]:
+            self._count_down(index)
+        elif self._marks[index] > self._expected_marks[index]:
+            self._open = False
+            raise RuntimeError(
+                f"static_graph=True, but the gradient of {self.leaves[index]} came more often than "
+                f"in the first backward pass ({self._expected_marks[index]} times): the graph "
+                f"changes between steps, so construct DistributedDataParallel without static_graph"
+            )
+
+    def _count_down(self, index: int) -> None:
+        bucket = self.buckets[self._bucket_of[index]]
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            bucket.times.ready = time.perf_counter()
+        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+            self._start(self.buckets[self._next])
+            self._next += 1
+
+    @property
+    def active(self) -> ProcessGroup:
+        """The group that reduces: without ranks that have run out of inputs."""
+        return self.active_group or self.group
+
+    def _start(self, bucket: _Bucket) -> None:
+        """Copy a bucket's gradients into its buffer and start its reduction."""
+        bucket.started = True
+        bucket.times.started = time.perf_counter()
+        if bucket.flat is None or bucket.flat.is_meta:
+            return  # sparse gradients are reduced at the end
+        with torch.no_grad():
+            self._fill(bucket)
+        if self.hook is None:
+            bucket.work = self._average(bucket.flat)
+            return
+        state, hook = self.hook
+        leaves = [self.leaves[member].tensor for member in bucket.members]
+        is_last = bucket.index == len(self.buckets) - 1
+        grads = GradBucket(bucket.index, bucket.flat, bucket.views, leaves, is_last)
+        bucket.work = hook(state, grads)
+        if not isinstance(bucket.work, _AnyFuture):
+            raise TypeError(
+                f"a communication hook returns a torch.futures.Future of the reduced buffer, got "
+                f"{type(bucket.work).__name__} from {getattr(hook, '__qualname__', hook)}"
+            )
+
+    def _average(self, flat: Tensor) -> Work | None:
+        divisor = self._divisor()
+        if divisor == self.active.size():
+            return all_reduce(flat, ReduceOp.AVG, self.active, async_op=True)
+        flat.div_(divisor)
+        return all_reduce(flat, ReduceOp.SUM, self.active, async_op=True)
+
+    def _divisor(self) -> int:
+        return self.group.size() if self.divide_by_initial_size else self.active.size()
+
+    def _fill(self, bucket: _Bucket) -> None:
+        """Make the buffer hold the gradients; zeros for those that there are not."""
+        targets, sources = [], []
+        for member, view in zip(bucket.members, bucket.views, strict=True):
+            grad = self.leaves[member].tensor.grad
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    # -- the end of a pass -------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Finish the pass: start what is left, wait, compare, and hand the averages out."""
+        try:
+            with torch.no_grad():
+                self._finish()
+        finally:
+            self._open = self._expecting = False
+
+    def _finish(self) -> None:
+        if self.options.static_graph and self._expected_marks is None:
+            self._expected_marks = list(self._marks)
+        unmarked = {index for index, count in enumerate(self._marks) if not count}
+        self._missing = sorted(unmarked.union(self._missing) - self._accumulated)
+        self._accumulated.clear()
+        for bucket in self.buckets[self._next :]:
+            self._start(bucket)
+        self._clock.computed = time.perf_counter()
+        used = self._compare()
+        for bucket in self.buckets:
+            self._wait(bucket)
+        self._clock.ended = time.perf_counter()
+        for bucket in self.buckets:
+            self._hand_out(bucket, used)
+        self._clock.buckets = [bucket.times.copy() for bucket in self.buckets]
+        self.times.append(self._clock)
+        del self.times[:-1]
+        self.passes += 1
+
+    def _compare(self) -> list[bool]:
+        """For each gradient True if some rank has it. Collective.
+
+        Raises:
+            RuntimeError: Gradients are missing where none may be; on every rank.
+        """
+        if self.options.find_unused or self.options.static_graph:
+            used = torch.ones(len(self.leaves), dtype=torch.int32)
+            used[self._missing] = 0
+            all_reduce(used, ReduceOp.MAX, self.active)
+            return used.bool().tolist()
+        count = torch.tensor([len(self._missing)])
+        all_reduce(count, group=self.active)
+        if int(count):
+            self._raise_missing()
+        return [True] * len(self.leaves)
+
+    def _raise_missing(self) -> None:
+        """Raise, on every rank, naming which ranks have no gradient for which parameters."""
+        names = agree(lambda: [str(self.leaves[i]) for i in self._missing], self.active)
+        ranks = dict(zip(self.active.global_ranks, names, strict=True))
+        self._open = False
+        raise RuntimeError(_missing(ranks))
+
+    def _wait(self, bucket: _Bucket) -> None:
+        if isinstance(bucket.work, _AnyFuture):
+            value = bucket.work.wait()
+            result = value[0] if isinstance(value, list | tuple) else value
+            flat = bucket.flat
+            assert flat is not None
+            if not isinstance(result, Tensor) or result.numel() != flat.numel():
+                raise TypeError(
+                    f"a communication hook's future holds the reduced buffer of {flat.numel()} "
+                    f"elements, got {_described(result)}"
+                )
+            if result.data_ptr() != flat.data_ptr():
+                flat.copy_(result.reshape(flat.shape))
+        elif bucket.work is not None:
+            bucket.work.wait()
+        bucket.times.reduced = time.perf_counter()
+
+    def _hand_out(self, bucket: _Bucket, used: Sequence[bool]) -> None:
+        """Make the averages the gradients of the bucket's parameters."""
+        if bucket.flat is None:
+            self._reduce_sparse(bucket)
+            return
+        if bucket.flat.is_meta:
+            return
+        targets, sources = [], []
+        for member, view in zip(bucket.members, bucket.views, strict=True):
+            tensor = self.leaves[member].tensor
+            if not used[member]:
+                continue
+            if self.options.bucket_view and view.dtype == tensor.dtype:
+                tensor.grad = view
+            elif tensor.grad is None:
+                tensor.grad = view.to(tensor.dtype, copy=True)
+            else:
+                targets.append(tensor.grad)
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _reduce_sparse(self, bucket: _Bucket) -> None:
+        (member,) = bucket.members
+        tensor = self.leaves[member].tensor
+        grad = tensor.grad
+        if grad is None:
+            grad = torch.zeros_like(tensor).to_sparse()
+        if grad.layout is torch.strided:
+            all_reduce(grad, group=self.active)
+        else:
+            all_reduce_sparse(grad, ReduceOp.SUM, self.active)
+        tensor.grad = grad.div_(self._divisor())
+
+    def report(self) -> StepReport:
+        """The last pass on this rank.
+
+        Raises:
+            RuntimeError: There was none.
+        """
+        if not self.times:
+            raise RuntimeError("report() is of the last backward pass, and there was none yet")
+        times = self.times[-1]
+        start = times.started
+        return StepReport(
+            tuple(
+                BucketReport(
+                    bucket.index,
+                    tuple(self.leaves[member].name for member in bucket.members),
+                    0 if bucket.flat is None else bucket.flat.nbytes,
+                    "sparse" if bucket.flat is None else str(bucket.flat.dtype)[6:],
+                    ready_ms=((each.ready or each.started) - start) * 1e3,
+                    started_ms=(each.started - start) * 1e3,
+                    reduced_ms=(each.reduced - start) * 1e3,
+                )
+                for bucket, each in zip(self.buckets, times.buckets, strict=False)
+            ),
+            (times.computed - start) * 1e3,
+            (times.ended - times.computed) * 1e3,
+            self.rebuilt,
+        )
+
+
+def _described(value: Any) -> str:
+    return f"{value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _twice(leaf: GradLeaf) -> str:
+    return (
+        f"Expected to mark a variable ready only once. The gradient of parameter {leaf} came twice "
+        f"in one backward pass. Causes: a module that is checkpointed with use_reentrant=True runs "
+        f"more than once, or parameters that are used within a reentrant checkpoint were taken for "
+        f"unused by find_unused_parameters=True. Use checkpoint(..., use_reentrant=False), or "
+        f"static_graph=True if every step has the same graph."
+    )
+
+
+def _missing(names: dict[int, list[str]]) -> str:
+    each = "\n".join(f"  rank {rank}: {', '.join(those)}" for rank, those in names.items() if those)
+    everywhere = len({tuple(those) for those in names.values()}) == 1
+    what = "on no rank" if everywhere else "not on all ranks"
+    return (
+        f"the loss does not depend on all parameters: these have a gradient {what}, and the "
+        f"others' averages are not to be used.\nNo gradient:\n{each}\nUse every output of "
+        f"the module in the loss, or construct it with find_unused_parameters=True; a parameter "
+        f"that is never used can be frozen with requires_grad_(False)."
+    )

@@ -1,0 +1,230 @@
+"""SyncBatchNorm: batch normalisation over the rows of all ranks, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.functional import api as functional
+from tilework.comm.world import get_default_group
+from tilework.parallel.data_parallel.join import active_group
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose statistics are those of all ranks' rows together.
+
+    Outputs, gradients and running statistics are those of ``nn.BatchNorm`` over the whole batch;
+    ranks may have different numbers of rows, or none. In training, forward and backward are each
+    one collective over the group, and block. Differentiable twice.
+
+    Args:
+        num_features: Channels: the size of dim 1 of the input.
+        eps: Added to the variance.
+        momentum: Weight of a new value in the running statistics; None: their plain average.
+        affine: True: channels have a weight and a bias.
+        track_running_stats: True: evaluation uses running statistics.
+        process_group: The ranks; None: the default group at the time of the call.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import SyncBatchNorm
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     layer = SyncBatchNorm(1, affine=False, eps=0)
+        ...     return layer(torch.tensor([[float(rank)]])).item()
+        >>> run_ranks(2, program)
+        [-1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm of {self.num_features} channels got an input of shape "
+                f"{list(input.shape)}, which has {input.size(1)} in dim 1"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised input, of its shape and dtype. Collective in training."""
+        self._check_input_dim(input)
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch:
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=False,
+                eps=self.eps,
+            )
+        mean, var, count = self._statistics(input)
+        if self.training and self.track_running_stats and count > 0:
+            self._update(mean.detach(), var.detach(), count)
+        return self._normalised(input, mean, var)
+
+    def _statistics(self, input: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Mean and biased variance of each channel over all ranks' rows, and the number of rows."""
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(dtype)
+        dims = [0, *range(2, x.dim())]
+        rows = x.numel() // max(1, x.size(1))
+        mean = x.sum(dims) / max(1, rows)
+        squares = (x - self._by_channel(mean, x)).square().sum(dims)
+        own = torch.cat([mean, squares, x.new_tensor([float(rows)])])
+        group = self._group()
+        if group is None:
+            return mean, squares / max(1, rows), rows
+        if torch.is_grad_enabled() and not own.requires_grad:
+            own.requires_grad_()  # backward is collective where any rank's input needs a gradient
+        every = functional.all_gather_tensor(own.unsqueeze(0), 0, group)
+        channels = self.num_features
+        counts = every[:, -1:].detach()
+        total = counts.sum()
+        means = every[:, :channels]
+        mean = (means * counts).sum(0) / total.clamp_min(1)
+        # Chan, Golub, LeVeque: the squares around one mean, from those around each rank's own.
+        apart = ((means - mean).square() * counts).sum(0)
+        var = (every[:, channels:-1].sum(0) + apart) / total.clamp_min(1)
+        return mean, var, int(total)
+
+    def _group(self) -> ProcessGroup | None:
+        """The ranks that have inputs; None for this rank alone, or outside of training."""
+        if not self.training:
+            return None
+        group = active_group(self.process_group or get_default_group())
+        return group if group.size() > 1 else None
+
+    def _by_channel(self, values: Tensor, x: Tensor) -> Tensor:
+        return values.view(1, -1, *([1] * (x.dim() - 2)))
+
+    def _normalised(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        x = input.to(mean.dtype)
+        scale = torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight.to(scale.dtype)
+        centred = x - self._by_channel(mean, x)
+        if self.bias is None:
+            out = centred * self._by_channel(scale, x)
+        else:
+            bias = self._by_channel(self.bias.to(scale.dtype), x)
+            out = torch.addcmul(bias, centred, self._by_channel(scale, x))
+        return out.to(input.dtype)
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, var: Tensor, count: int) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = self.momentum
+        if factor is None:
+            factor = 1.0 / float(self.num_batches_tracked)
+        unbiased = var * (count / max(1, count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: ProcessGroup | None = None
+    ) -> nn.Module:
+        """A module with every batch normalisation in it replaced by a SyncBatchNorm. Local.
+
+        Layers keep their parameters, statistics and settings. Wrap the module in
+        DistributedDataParallel after it, or before: parameters are the same tensors.
+
+        Args:
+            module: Changed in place; returned, or its replacement if it is such a layer itself.
+            process_group: The ranks; None: the default group.
+        """
+        return _replaced(module, lambda layer: _synchronised(cls, layer, process_group))
+
+    @classmethod
+    def revert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+        """A module with every SyncBatchNorm in it replaced by a plain batch normalisation. Local.
+
+        The opposite of :meth:`convert_sync_batchnorm`; layers take inputs of any number of dims.
+        """
+        return _replaced(module, _plain)
+
+
+class _AnyDimBatchNorm(_BatchNorm):
+    """Batch normalisation of inputs with any number of dims from two on."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+def _replaced(module: nn.Module, replacement: Any) -> nn.Module:
+    new = replacement(module)
+    if new is not None:
+        return new  # type: ignore[no-any-return]
+    for name, child in list(module.named_children()):
+        changed = _replaced(child, replacement)
+        if changed is not child:
+            setattr(module, name, changed)
+    return module
+
+
+def _synchronised(
+    cls: type[SyncBatchNorm], layer: nn.Module, group: ProcessGroup | None
+) -> nn.Module | None:
+    if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+        return None
+    made = cls(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        layer.affine,
+        layer.track_running_stats,
+        group,
+        device="meta",
+    )
+    return _with_state_of(layer, made)
+
+
+def _plain(layer: nn.Module) -> nn.Module | None:
+    if not isinstance(layer, SyncBatchNorm):
+        return None
+    made = _AnyDimBatchNorm(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        layer.affine,
+        layer.track_running_stats,
+        device="meta",
+    )
+    return _with_state_of(layer, made)
+
+
+def _with_state_of(layer: _BatchNorm, made: _BatchNorm) -> _BatchNorm:
+    """``made`` with the very parameters, buffers, mode and hooks of ``layer``."""
+    made._parameters.update(layer._parameters)
+    made._buffers.update(layer._buffers)
+    made.training = layer.training
+    return made

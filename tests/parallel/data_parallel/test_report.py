@@ -1,0 +1,58 @@
+"""The report of a step, as numbers, as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from tests.parallel.data_parallel.models import batch, mlp
+from tilework.parallel import DistributedDataParallel
+from tilework.parallel.data_parallel.report import BucketReport, StepReport
+from tilework.testing import run_ranks
+
+
+def one_step(rank: int) -> StepReport:
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0003)
+    with pytest.raises(RuntimeError, match="there was none yet"):
+        ddp.report()
+    for step in range(2):
+        torch.autograd.backward(ddp(batch(1, step)[0]).sum())
+    return ddp.report()
+
+
+def test_every_parameter_is_in_a_bucket() -> None:
+    report = run_ranks(2, one_step)[0]
+    names = [name for bucket in report.buckets for name in bucket.parameters]
+    assert sorted(names) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert report.rebuilt
+    for bucket in report.buckets:
+        assert 0 <= bucket.ready_ms <= bucket.started_ms <= bucket.reduced_ms
+        assert bucket.reduced_ms <= report.backward_ms + report.waited_ms
+
+
+def fixed(waited: float) -> StepReport:
+    buckets = (BucketReport(0, ("w", "b"), 2048, "float32", 2.0, 2.0, 8.0 + waited),)
+    return StepReport(buckets, 8.0, waited, True)
+
+
+def test_the_share_of_communication_that_is_hidden() -> None:
+    assert fixed(0.0).hidden == 1.0
+    assert fixed(6.0).hidden == 0.5
+    assert StepReport((), 1.0, 0.0, False).hidden == 1.0
+
+
+def test_the_table() -> None:
+    text = str(fixed(6.0))
+    assert "backward 8.0 ms, then 6.0 ms of waiting: 50% of communication hidden" in text
+    assert "2,048" in text
+    assert "w, b" in text
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    fixed(6.0).timeline(tmp_path / "step.svg")
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert root.tag.endswith("svg")
+    assert "bucket 0, 2 KiB" in (tmp_path / "step.svg").read_text()
