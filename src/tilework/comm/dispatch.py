@@ -31,6 +31,11 @@ _BY_TENSORS = (
 )
 
 
+def backend_for(group: ProcessGroup, device_type: str) -> ProcessGroup:
+    """The backend that serves tensors of a device type; the group itself if it is one."""
+    return group.by_device.get(device_type, group) if isinstance(group, DispatchGroup) else group
+
+
 class DispatchGroup(ProcessGroup):
     """Hands each operation to the backend of its tensors' device.
 

@@ -125,6 +125,11 @@ class DTensorSpec:
         """The shape of this rank's part; ``[0]`` outside the mesh."""
         return torch.Size(self.local_box.sizes if self.takes_part else (0,))
 
+    def is_first(self, axes: Sequence[int]) -> bool:
+        """True if this rank is the first along all of these axes; False outside the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        return coordinate is not None and not any(coordinate[axis] for axis in axes)
+
     @cached_property
     def tiling(self) -> Tiling:
         """Which global rank holds which box."""
@@ -152,8 +157,8 @@ class DTensorSpec:
         return spec_of(self.mesh, placements, self.shape, order)
 
     @cached_property
-    def routes(self) -> dict[Any, Any]:
-        """What redistribution remembers of the ways from here, by target and dtype."""
+    def redistributions(self) -> dict[Any, Any]:
+        """The redistributions that are prepared from here, by target and dtype."""
         return {}
 
     def nbytes(self, itemsize: int) -> int:

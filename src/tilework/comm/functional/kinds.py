@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.functional import primitives
 from tilework.comm.functional.reductions import factor_of, reduction
 from tilework.comm.functional.running import Collective, Named, empty_like, run, size_of
 from tilework.comm.reduce_op import check_reduction
@@ -35,13 +36,11 @@ class AllReduce(Collective):
     def keeps_input(self) -> bool:
         return self.op in _NONLINEAR
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         op = reduction(self.op)
         check_reduction(op, x.dtype)
         out = _copy(x)
-        if not later and group.direct.run("all_reduce", out, out, op):
-            return out, None
-        return out, group.allreduce([out], Options(op, asyncOp=later))
+        return out, primitives.all_reduce(group, out, op, async_op)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
@@ -59,14 +58,14 @@ class Reduce(Collective):
     def keeps_input(self) -> bool:
         return self.op in _NONLINEAR
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         op = reduction(self.op)
         check_reduction(op, x.dtype)
-        options = Options(op, self.root, asyncOp=later)
+        options = Options(op, self.root, asyncOp=async_op)
         if group.rank() == self.root:
             out = _copy(x)
             return out, group.reduce([out], options)
-        source = _copy(x) if later else x
+        source = _copy(x) if async_op else x
         return x.new_zeros(x.shape), group.reduce([source], options)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
@@ -85,21 +84,17 @@ class ReduceScatter(Collective):
     def keeps_input(self) -> bool:
         return self.op in _NONLINEAR
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         op = reduction(self.op)
         check_reduction(op, x.dtype)
         _check_rows(self.rows, group, x.shape[self.dim])
-        source = _front(x, self.dim, later)
+        source = _front(x, self.dim, async_op)
         out = _with_rows(x, self.dim, self.rows[group.rank()])
         target = _rows_first(out, self.dim)
-        options = Options(op, asyncOp=later)
         if _even(self.rows):
-            if not later and group.direct.run("reduce_scatter_tensor", source, target, op):
-                return out, None
-            work = group.reduce_scatter_tensor(target, source, options)
-        else:
-            work = group.reduce_scatter([target], [_parts(source, self.rows)], options)
-        return out, work
+            return out, primitives.reduce_scatter_tensor(group, target, source, op, async_op)
+        inputs = _parts(source, self.rows)
+        return out, primitives.reduce_scatter(group, target, inputs, op, async_op)
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
@@ -159,20 +154,15 @@ class AllGather(Collective):
     def __init__(self, dim: int, rows: Sequence[int]) -> None:
         self.dim, self.rows = dim, rows
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         _check_rows(self.rows, group)
         _check_own_rows(self.rows, group, x.shape[self.dim])
-        source = _front(x, self.dim, later)
+        source = _front(x, self.dim, async_op)
         out = _with_rows(x, self.dim, sum(self.rows))
         target = _rows_first(out, self.dim)
-        options = Options(asyncOp=later)
         if _even(self.rows):
-            if not later and group.direct.run("all_gather_into_tensor", source, target):
-                return out, None
-            work = group.allgather_into_tensor(target, source, options)
-        else:
-            work = group.allgather([_parts(target, self.rows)], [source], options)
-        return out, work
+            return out, primitives.all_gather_into_tensor(group, target, source, async_op)
+        return out, primitives.all_gather(group, _parts(target, self.rows), source, async_op)
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         return _with_rows(x, self.dim, sum(self.rows))
@@ -189,16 +179,13 @@ class AllToAll(Collective):
     def __init__(self, received: Sequence[int], sent: Sequence[int]) -> None:
         self.received, self.sent = received, sent
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         _check_rows(self.received, group)
         _check_rows(self.sent, group, x.shape[0])
-        source = _front(x, 0, later)
+        source = _front(x, 0, async_op)
         out = _with_rows(x, 0, sum(self.received))
-        received, sent = list(self.received), list(self.sent)
-        direct = ("all_to_all_single", source, out, None, 0, sent, received)
-        if not later and group.direct.run(*direct):
-            return out, None
-        return out, group.alltoall_single(out, source, received, sent, Options(asyncOp=later))
+        rows = list(self.sent), list(self.received)
+        return out, primitives.all_to_all_single(group, out, source, rows, async_op)
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         return _with_rows(x, 0, sum(self.received))
@@ -215,11 +202,9 @@ class Broadcast(Collective):
     def __init__(self, root: int) -> None:
         self.root = root
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         out = _copy(x) if group.rank() == self.root else empty_like(x)
-        if not later and group.direct.run("broadcast", None, out, None, self.root):
-            return out, None
-        return out, group.broadcast([out], Options(rootRank=self.root, asyncOp=later))
+        return out, primitives.broadcast(group, out, self.root, async_op)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(Reduce, grad, group, "sum", self.root)
@@ -233,14 +218,14 @@ class Gather(Collective):
     def __init__(self, root: int, dim: int, rows: Sequence[int]) -> None:
         self.root, self.dim, self.rows = root, dim, rows
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         _check_rows(self.rows, group)
         _check_own_rows(self.rows, group, x.shape[self.dim])
-        source = _front(x, self.dim, later)
+        source = _front(x, self.dim, async_op)
         at_root = group.rank() == self.root
         out = _with_rows(x, self.dim, sum(self.rows) if at_root else 0)
         lists = [_parts(_rows_first(out, self.dim), self.rows)] if at_root else []
-        work = group.gather(lists, [source], Options(rootRank=self.root, asyncOp=later))
+        work = group.gather(lists, [source], Options(rootRank=self.root, asyncOp=async_op))
         return out, work
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
@@ -259,14 +244,14 @@ class Scatter(Collective):
     def __init__(self, root: int, dim: int, rows: Sequence[int]) -> None:
         self.root, self.dim, self.rows = root, dim, rows
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         at_root = group.rank() == self.root
         _check_rows(self.rows, group, x.shape[self.dim] if at_root else None)
-        source = _front(x, self.dim, later)
+        source = _front(x, self.dim, async_op)
         out = _with_rows(x, self.dim, self.rows[group.rank()])
         target = _rows_first(out, self.dim)
         lists = [_parts(source, self.rows)] if at_root else []
-        work = group.scatter([target], lists, Options(rootRank=self.root, asyncOp=later))
+        work = group.scatter([target], lists, Options(rootRank=self.root, asyncOp=async_op))
         return out, work
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
@@ -286,21 +271,21 @@ class Permute(Collective):
         #: For each rank where it sends; -1 for nowhere.
         self.destinations = destinations
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         _check_count(self.destinations, group, "destinations")
         me, size = group.rank(), group.size()
         sources = inverse(self.destinations)
         sent, received = [0] * size, [0] * size
         if self.destinations[me] >= 0:
             sent[self.destinations[me]] = x.numel()
-        source = _front(x, 0, later).view(-1)[: sum(sent)]
+        source = _front(x, 0, async_op).view(-1)[: sum(sent)]
         if sources[me] < 0:
             out = x.new_zeros(x.shape)
         else:
             out = empty_like(x)
             received[sources[me]] = x.numel()
         target = out.view(-1)[: sum(received)]
-        work = group.alltoall_single(target, source, received, sent, Options(asyncOp=later))
+        work = group.alltoall_single(target, source, received, sent, Options(asyncOp=async_op))
         return out, work
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
@@ -324,7 +309,7 @@ class CopyToGroup(Collective):
 
     name, schema, local, elementwise = "copy_to_group", "", True, True
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         return x.view_as(x), None
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
@@ -336,8 +321,8 @@ class ReduceFromGroup(Collective):
 
     name, schema, elementwise = "reduce_from_group", "", True
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
-        return AllReduce("sum").start(group, x, later)
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        return AllReduce("sum").start(group, x, async_op)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
         return run(CopyToGroup, grad, group)
@@ -351,7 +336,7 @@ class OwnPart(Collective):
     def __init__(self, dim: int, rows: Sequence[int]) -> None:
         self.dim, self.rows = dim, rows
 
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> Started:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         _check_rows(self.rows, group, x.shape[self.dim])
         me = group.rank()
         return x.narrow(self.dim, sum(self.rows[:me]), self.rows[me]).clone(), None
@@ -387,10 +372,10 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _front(x: Tensor, dim: int, later: bool) -> Tensor:
-    """``x`` with ``dim`` in front, contiguous; a copy if it is to be read later."""
+def _front(x: Tensor, dim: int, async_op: bool) -> Tensor:
+    """``x`` with ``dim`` in front, contiguous; a copy if it is to be read async_op."""
     moved = _rows_first(x, dim).resolve_conj().resolve_neg()
-    return _copy(moved) if later else moved.contiguous()
+    return _copy(moved) if async_op else moved.contiguous()
 
 
 def _rows_first(x: Tensor, dim: int) -> Tensor:

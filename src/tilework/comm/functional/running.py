@@ -48,10 +48,10 @@ class Collective(ABC):
         return False
 
     @abstractmethod
-    def start(self, group: ProcessGroup, x: Tensor, later: bool) -> tuple[Tensor, Work | None]:
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
         """Start it; return the result, its values there once the work is done.
 
-        ``x`` is not changed, and with ``later`` not read after this returned.
+        ``x`` is not changed, and with ``async_op`` not read after this returned.
         """
 
     def empty(self, x: Tensor, group_rank: Callable[[], int]) -> Tensor:
@@ -102,9 +102,9 @@ def _operators(kind: type[Collective], x: Tensor, group: Named, args: tuple[Any,
 def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
     """Start ``collective``; the work is None if it is done already."""
     checks.check_tensor(x, "tensor")
-    later = x.nbytes > AT_ONCE_BYTES
-    out, work = collective.start(group, x, later)
-    if work is None or later:
+    async_op = x.nbytes > AT_ONCE_BYTES
+    out, work = collective.start(group, x, async_op)
+    if work is None or async_op:
         return out, work
     work.wait()
     return out, None

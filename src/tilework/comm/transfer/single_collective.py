@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from tilework.comm import collectives
-from tilework.comm.dispatch import DispatchGroup
+from tilework.comm.dispatch import backend_for
 from tilework.comm.transfer.local import MOVED, Local, flat, in_rows
 from tilework.layout import Piece
 
@@ -22,19 +22,14 @@ _Find = Callable[[Local], Call | None]
 def straight_call(local: Local) -> Call | None:
     """The collective that the plan is recognised as, if this rank's memory fits it."""
     collective = local.plan.collective
-    if local.plan.reduces and not _reduces(local):
-        return None
+    if local.plan.reduces:
+        backend = backend_for(local.pg, local.device.type)
+        if not backend.reduces(local.reduce_op, local.dtype):
+            return None
     # Where groups of ranks do each the same among themselves, it is one exchange for all.
     everyone = len(collective.ranks) == local.pg.size()
     find = _FIND[collective.kind] if everyone else _all_to_all
     return find(local)
-
-
-def _reduces(local: Local) -> bool:
-    end = local.pg
-    if isinstance(end, DispatchGroup):
-        end = end.by_device[local.device.type]
-    return end.reduces(local.reduce_op, local.dtype)
 
 
 def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.dtensor.autograd.local_graph import local_of, lying_as, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
-from tilework.dtensor.redistribution.redistribute import out_of_terms, redistribute_local
+from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.layout import Placement
 
@@ -181,4 +181,4 @@ def autograd_grad(
 
 def _own(grad: Tensor, spec: DTensorSpec) -> Tensor:
     """The gradient of a tensor, to be differentiated further."""
-    return out_of_terms(grad, spec.dual, spec.partial_axes) if spec.partial_axes else grad
+    return counted_once(grad, spec.dual, spec.partial_axes) if spec.partial_axes else grad

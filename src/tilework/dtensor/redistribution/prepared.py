@@ -1,0 +1,149 @@
+"""Redistributions prepared for this rank: the planned steps, ready to run on local tensors.
+
+A mesh's ranks prepare one together, the first time that they meet its layouts and dtype, and keep
+it with the source's layout. What is here knows no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree_equal
+from tilework.comm.contract import Work
+from tilework.comm.functional.running import AT_ONCE_BYTES
+from tilework.dtensor.redistribution.adjoint import Adjoint
+from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step
+from tilework.dtensor.spec import DTensorSpec
+from tilework.errors import CollectiveMismatchError
+from tilework.layout import Steps, redistribution_steps
+from tilework.layout.cost import DEFAULT_COST
+
+
+class PreparedRedistribution:
+    """The steps from one layout to another, ready to run on this rank's tensors of one dtype."""
+
+    __slots__ = ("__dict__", "run_steps", "source", "steps", "target")
+
+    def __init__(
+        self, source: DTensorSpec, target: DTensorSpec, steps: Steps, run_steps: list[RunStep]
+    ) -> None:
+        self.source, self.target, self.steps, self.run_steps = source, target, steps, run_steps
+
+    def run(self, x: Tensor) -> Tensor:
+        """The local tensor afterwards. Collective; blocks."""
+        return _run_all(self.run_steps, x)
+
+    def start(self, x: Tensor) -> tuple[Tensor, Work | None]:
+        """The same, of which the last step may still be in flight."""
+        if x.nbytes <= AT_ONCE_BYTES:
+            return self.run(x), None
+        return self.run_steps[-1](_run_all(self.run_steps[:-1], x), True)
+
+    @cached_property
+    def adjoint(self) -> Adjoint:
+        """The redistribution of gradients on their way back."""
+        return Adjoint(self.source, self.target)
+
+
+def _run_all(run_steps: Sequence[RunStep], x: Tensor) -> Tensor:
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    for run_step in run_steps:
+        x, work = run_step(x, False)
+        if work is not None:
+            work.wait()
+    return x
+
+
+def prepared_from(
+    source: DTensorSpec,
+) -> dict[tuple[DTensorSpec, torch.dtype], PreparedRedistribution]:
+    """What is prepared already from a layout, by target and dtype."""
+    prepared: dict[tuple[DTensorSpec, torch.dtype], PreparedRedistribution] = source.redistributions
+    return prepared
+
+
+def prepare(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> PreparedRedistribution:
+    """Prepare a redistribution, and keep it. Collective over the ranks among which it moves data.
+
+    Raises:
+        ValueError: Meshes or shapes differ, or the local tensor is not of the source's shape.
+        CollectiveMismatchError: Ranks prepare different things; on every rank.
+    """
+    if source.mesh != target.mesh or source.shape != target.shape:
+        raise ValueError(
+            f"a redistribution goes from one layout of a tensor on a mesh to another on the same "
+            f"mesh, got {source} and {target}"
+        )
+    dtype = local.dtype
+    steps = plan_steps(source, target, dtype)
+    run_steps: list[RunStep] = []
+    if source.takes_part:
+        communicating = [step for step in steps.steps if step.kind not in LOCAL_STEPS]
+        for step in communicating:  # making groups is collective, preparing is not
+            source.mesh.axes_group(step.axes)
+
+        def prepare_here() -> dict[str, str]:
+            check_local(local, source)
+            run_steps.extend(_prepare_steps(steps, source, target, dtype))
+            return {"route": f"{str(dtype).removeprefix('torch.')} {steps.route}"}
+
+        if communicating:
+            group = source.mesh.axes_group({axis for step in communicating for axis in step.axes})
+            agree_equal(
+                prepare_here,
+                group,
+                f"rank {group.global_ranks[group.rank()]}, group {group.group_name!r}: ranks "
+                f"redistribute different things:",
+                hint=". Nothing has moved.",
+                error=CollectiveMismatchError,
+            )
+        else:
+            prepare_here()
+    redistribution = PreparedRedistribution(source, target, steps, run_steps)
+    return prepared_from(source).setdefault((target, dtype), redistribution)
+
+
+def plan_steps(source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype) -> Steps:
+    """The cheapest steps from one layout to another. Local; every rank plans the same."""
+    spec = source.mesh.spec
+    return redistribution_steps(
+        source.shape,
+        spec.shape,
+        source.placements,
+        target.placements,
+        source_order=source.order,
+        target_order=target.order,
+        itemsize=dtype.itemsize,
+        cost=DEFAULT_COST,
+        ranks=spec.ranks,
+        names=spec.names,
+    )
+
+
+def _prepare_steps(
+    steps: Steps, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype
+) -> Iterator[RunStep]:
+    each = steps.steps
+    specs = [source.with_placements(s.source.placements, s.source.order) for s in each] + [target]
+    for i, step in enumerate(each):
+        # A slice may stay a view if another step makes a tensor of it.
+        last = all(later.kind == "slice" for later in each[i + 1 :])
+        yield prepare_step(step, specs[i], specs[i + 1], dtype, last)
+
+
+def check_local(local: Tensor, source: DTensorSpec) -> None:
+    """Raise unless a tensor has the shape of this rank's local tensor.
+
+    Raises:
+        ValueError: It has another.
+    """
+    if local.shape != source.local_shape:
+        raise ValueError(
+            f"this rank's part of {source} has shape {list(source.local_shape)}, got a tensor of "
+            f"shape {list(local.shape)}"
+        )
