@@ -199,17 +199,17 @@ _noted = _Noted()
 @contextmanager
 def noting_gatherings() -> Iterator[None]:
     """Note which operators are gathered, instead of warning."""
-    before = explain.gathers
+    before = explain.warn_gather
 
     def gathers(name: str, *_: Any, **__: Any) -> None:
         if _noted.gathered is not None:
             _noted.gathered.append(name)
 
-    explain.gathers = gathers
+    explain.warn_gather = gathers
     try:
         yield
     finally:
-        explain.gathers = before
+        explain.warn_gather = before
 
 
 def run_on(

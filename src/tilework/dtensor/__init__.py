@@ -6,7 +6,7 @@ from tilework.dtensor import compiler_disable, optimizers, rules
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
-from tilework.dtensor.debug.formatting import show
+from tilework.dtensor.debug.show import show
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module

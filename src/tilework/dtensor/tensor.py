@@ -197,10 +197,10 @@ class DTensor(DTensorBase):
             placements = source.placements
         target = source.with_placements(placements, order)
         if explain.watchers:
-            explain.begins("redistribute")
+            explain.begin_operator("redistribute")
         local = redistribute_local(local_graph.local_of(self), source, target, async_op=async_op)
         if explain.watchers:
-            explain.tag(local)
+            explain.tag_gradient(local)
         return wrap(local, target)
 
     # -- gradients ---------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class DTensor(DTensorBase):
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         local_graph.local_of(self).requires_grad_(requires_grad)
-        local_graph.flag(self)
+        local_graph.mirror_requires_grad(self)
         return self
 
     @property

@@ -89,5 +89,5 @@ class MeshAxis:
         """:meth:`move`; of its gradient's terms each rank then gets only what it needs."""
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
-            partial_grads.lead_terms_back(moved, tensor, (self.number,))
+            partial_grads.route_partial_grads(moved, tensor, (self.number,))
         return moved

@@ -1,1 +1,6 @@
-"""Gradients of DTensors: the graph of the local tensors."""
+"""Gradients of DTensors: the graph is that of their local tensors.
+
+``local_graph.py`` has the local tensor at its place in the graph; ``partial_grads.py`` the places
+where partial gradients are reduced, and ``grad_reduction.py`` those of parameters, reduced together
+at the end of the backward pass; ``gradients.py`` what DTensor's methods and ``torch.autograd`` do.
+"""

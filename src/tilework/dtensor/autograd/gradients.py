@@ -1,4 +1,4 @@
-"""What DTensor's methods do about gradients."""
+"""Gradients of DTensors: ``grad``, ``data``, ``backward``, hooks and ``torch.autograd.grad``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd.local_graph import local_of, lying_as, plain
+from tilework.dtensor.autograd.local_graph import local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
 from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
@@ -20,18 +20,18 @@ _base: Any = torch._C.TensorBase
 
 
 def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Tensor:
-    """The local tensor, whose gradient will lie as ``placements`` say."""
+    """The local tensor, whose gradient will have these placements."""
     spec = tensor._spec
-    terms = spec_of(spec.mesh, placements, spec.shape, spec.order)
+    incoming = spec_of(spec.mesh, placements, spec.shape, spec.order)
     local = local_of(tensor)
-    if terms == spec.dual or not (local.requires_grad and torch.is_grad_enabled()):
+    if incoming == spec.dual or not (local.requires_grad and torch.is_grad_enabled()):
         return local
-    if terms.local_shape != spec.local_shape or terms.dual != spec.dual:
+    if incoming.local_shape != spec.local_shape or incoming.dual != spec.dual:
         raise ValueError(
             f"the gradient of a tensor that lies as {list(spec.placements)} cannot lie as "
             f"{list(placements)}: Partial() may stand where the tensor is replicated, nothing else"
         )
-    return alias(tensor, terms.partial_axes)
+    return alias(tensor, incoming.partial_axes)
 
 
 def set_grad(tensor: DTensorBase, value: Tensor) -> None:
@@ -46,13 +46,13 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         raise RuntimeError(
             f"a gradient has its tensor's shape, {list(tensor.shape)}, got {list(value.shape)}"
         )
-    tensor._local_tensor.grad = lying_as(value, tensor._spec.dual, "the gradient")
+    tensor._local_tensor.grad = local_as(value, tensor._spec.dual, "the gradient")
     if value._spec == tensor._spec.dual:
         tensor._grad = value
 
 
 def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
-    """Make ``tensor`` what an operator in place has changed it to, of whatever shape."""
+    """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
@@ -65,7 +65,7 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
 
 
 def set_data(tensor: DTensorBase, value: Tensor) -> None:
-    """Make ``value`` what the tensor holds, as ``tensor.data = value`` does."""
+    """Give the tensor the value and layout of another, as ``tensor.data = value`` does."""
     if not isinstance(value, DTensorBase):
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
@@ -87,7 +87,7 @@ def autograd_backward(
     """``torch.autograd.backward`` where some of the tensors are DTensors."""
     outs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if inputs is not None:
-        inputs = [plain(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        inputs = [plain(leaf) for leaf in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     pairs = _roots(outs, grad_tensors if grad_variables is None else grad_variables)
     if pairs:
         torch.autograd.backward(
@@ -101,10 +101,10 @@ def autograd_backward(
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
     """Local tensors that gradients start from, with theirs; none on a rank outside the mesh."""
-    given = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
+    grads = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
     return [
         root_of(out, grad) if isinstance(out, DTensorBase) else (out, grad)
-        for out, grad in zip(outs, given, strict=True)
+        for out, grad in zip(outs, grads, strict=True)
         if not isinstance(out, DTensorBase) or out._spec.takes_part
     ]
 
@@ -121,7 +121,7 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
                 f"a gradient has its tensor's shape, {list(tensor.shape)}, got "
                 f"{list(gradient.shape)}"
             )
-        grad = lying_as(gradient, spec.dual, "the gradient")
+        grad = local_as(gradient, spec.dual, "the gradient")
         if spec.partial_axes and spec.reduce_op == "sum" and grad.requires_grad:
             grad = alias_local(grad, as_partial(spec.dual, spec.partial_axes), spec.dual)
         return local, grad
@@ -134,12 +134,12 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """What ``DTensor.register_hook`` does."""
+    """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
     spec = tensor._spec.dual
 
     def called(grad: Tensor) -> Tensor | None:
-        found = hook(wrap_as(type(tensor), grad, spec))
-        return None if found is None else lying_as(found, spec, "what a hook returns")
+        result = hook(wrap_as(type(tensor), grad, spec))
+        return None if result is None else local_as(result, spec, "what a hook returns")
 
     local: Any = local_of(tensor)
     return local.register_hook(called)
@@ -162,9 +162,9 @@ def autograd_grad(
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
     roots = _roots(outs, grad_outputs)
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         [root for root, _ in roots],
-        [plain(one) for one in ins],
+        [plain(tensor) for tensor in ins],
         [grad for _, grad in roots],
         retain_graph=retain_graph,
         create_graph=create_graph,
@@ -172,13 +172,13 @@ def autograd_grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap_as(type(one), _own(grad, one._spec), one._spec.dual)
-        if isinstance(one, DTensorBase) and grad is not None
+        wrap_as(type(tensor), _differentiable(grad, tensor._spec), tensor._spec.dual)
+        if isinstance(tensor, DTensorBase) and grad is not None
         else grad
-        for one, grad in zip(ins, found, strict=True)
+        for tensor, grad in zip(ins, grads, strict=True)
     )
 
 
-def _own(grad: Tensor, spec: DTensorSpec) -> Tensor:
-    """The gradient of a tensor, to be differentiated further."""
+def _differentiable(grad: Tensor, spec: DTensorSpec) -> Tensor:
+    """The gradient of a tensor, to be differentiated further: counted once if that is partial."""
     return counted_once(grad, spec.dual, spec.partial_axes) if spec.partial_axes else grad

@@ -1,4 +1,4 @@
-"""Local tensors at their place in the graph, also behind a user's own autograd.Function."""
+"""Local tensors at their places in the graph, also behind a user's own autograd.Function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _grad_of = _base.grad.__get__
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
-    """This rank's part, at its place in the graph."""
+    """The local tensor, at its place in the graph."""
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
     local = tensor._local_tensor
@@ -29,8 +29,8 @@ def local_of(tensor: DTensorBase) -> Tensor:
     return local
 
 
-def flag(tensor: DTensorBase) -> None:
-    """Let C++ see whether it requires a gradient, so that a user's own Function keeps it."""
+def mirror_requires_grad(tensor: DTensorBase) -> None:
+    """Give the wrapper the local tensor's ``requires_grad``, for a user's own Function to see."""
     with _WithoutInterception():
         if _flag_of(tensor) != tensor._local_tensor.requires_grad and _grad_fn_of(tensor) is None:
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
@@ -44,7 +44,7 @@ def grad_fn_of(tensor: DTensorBase) -> Any:
 
 
 def _linked(tensor: DTensorBase) -> Tensor:
-    """The part of what a user's own autograd.Function returned, linked to the Function.
+    """The local tensor of a result of a user's own autograd.Function, linked to the Function.
 
     C++ put the Function into the graph of the wrappers, where no gradient would ever come.
     """
@@ -60,8 +60,8 @@ def _linked(tensor: DTensorBase) -> Tensor:
 
 
 def _leaves(node: Any) -> list[DTensorBase]:
-    """The wrappers that a node of C++'s graph comes from."""
-    found, seen, todo = [], set(), [node]
+    """The leaves of the wrappers' graph from which a node comes."""
+    leaves, seen, todo = [], set(), [node]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -69,9 +69,9 @@ def _leaves(node: Any) -> list[DTensorBase]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, DTensorBase):
-            found.append(variable)
+            leaves.append(variable)
         todo.extend(next_node for next_node, _ in node.next_functions)
-    return found
+    return leaves
 
 
 class _Link(torch.autograd.Function):
@@ -107,18 +107,26 @@ class _Link(torch.autograd.Function):
             accumulate_grad=True,
         )
         with _WithoutInterception():
-            found = [_grad_of(leaf) for leaf in ctx.leaves]
+            leaf_grads = [_grad_of(leaf) for leaf in ctx.leaves]
             for leaf in ctx.leaves:
                 _base.grad.__set__(leaf, None)
         grads = [
-            None if one is None else lying_as(one, leaf._spec.dual, "the gradient")
-            for one, leaf in zip(found, ctx.leaves, strict=True)
+            None if grad is None else local_as(grad, leaf._spec.dual, "the gradient")
+            for grad, leaf in zip(leaf_grads, ctx.leaves, strict=True)
         ]
         return None, None, None, *grads
 
 
-def lying_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
-    """The local part of ``tensor`` in another layout; a plain tensor counts as replicated."""
+def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
+    """The local tensor of ``tensor`` in another layout; a plain tensor counts as replicated.
+
+    Collective.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+        spec: The layout.
+        what: Its name in errors.
+    """
     if not isinstance(tensor, DTensorBase):
         return redistribute_local(tensor, spec.replicated, spec)
     if tensor._spec.mesh != spec.mesh:

@@ -1,1 +1,5 @@
-"""DTensors from nothing, from whole tensors, and from the ranks' parts."""
+"""New DTensors.
+
+``creation.py`` makes them from nothing (zeros, rand, …), ``distribute.py`` from full tensors;
+``from_local.py`` finds the layout of the tensor that the ranks' local tensors are shards of.
+"""

@@ -1,7 +1,7 @@
-"""What moves and why: ``explain()``, and the warning of what gathers.
+"""Collectives and their causes: ``explain()``, ``strict()``, and the warning of what gathers.
 
-While nobody listens it costs a look at one variable. What ranks tell each other to agree on
-something, and keys of random numbers, are not told.
+While none is open, all this costs a look at one variable. Agreements between ranks and the keys of
+random numbers are not listed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-#: How many of all ranks' ``explain`` and ``strict`` are open.
+#: The number of ``explain`` and ``strict`` that are open, of all ranks of this process.
 watchers = 0
 _lock = threading.Lock()
 
@@ -37,7 +37,7 @@ _LOCAL = ("slice", "fill")
 
 
 class GatherWarning(UserWarning):
-    """An operator has no rule for a call, so that every rank gets its tensors whole."""
+    """An operator has no rule for a call, so that every rank gets its full tensors."""
 
 
 @dataclass(frozen=True)
@@ -45,40 +45,40 @@ class Event:
     """One collective."""
 
     operator: str
-    """What needed it: torch's name of the operator, or the method."""
+    """Its cause: torch's name of the operator, or the method."""
     collective: str
     """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or ``plan``."""
     axes: tuple[str, ...]
-    """Along which axes of the mesh; by number where they have no names."""
+    """The axes of the mesh along which it runs; by number where they have no names."""
     tensor: str
-    """What was moved, like ``f32[8@dp, 4]``."""
+    """The tensor before, like ``f32[8@dp, 4]``."""
     target: str
-    """How it lies afterwards."""
+    """The tensor afterwards."""
     nbytes: int
-    """What this takes on the rank that sends or receives the most."""
+    """The bytes on the rank that sends or receives the most."""
     site: str
     """``file:line in function`` of the program; where ``backward`` was called for a gradient."""
     gradient: bool = False
-    """Whether it was in a backward pass."""
+    """True in a backward pass."""
     gathered: bool = False
-    """Whether the operator has no rule for such a call."""
+    """True if the operator has no rule for such a call."""
 
 
 @dataclass
 class Log:
-    """What this rank saw. ``print`` shows it as a table, and rich draws it."""
+    """This rank's collectives. ``print`` shows them as a table, and rich draws it."""
 
     events: list[Event] = field(default_factory=list)
-    """In the order in which they were."""
+    """In the order in which they ran."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all of them."""
+        """The bytes of all events."""
         return sum(event.nbytes for event in self.events)
 
     @property
     def gathered(self) -> list[Event]:
-        """Those for lack of a rule."""
+        """The events for lack of a rule."""
         return [event for event in self.events if event.gathered]
 
     def __len__(self) -> int:
@@ -94,8 +94,8 @@ class Log:
             len(self.events), f"{len(self.events)} collectives"
         )
         gathered = len(self.gathered)
-        told = f", {gathered} of them to gather for lack of a rule" if gathered else ""
-        return f"{count}{told}, {self.nbytes:,} bytes per rank"
+        causes = f", {gathered} of them to gather for lack of a rule" if gathered else ""
+        return f"{count}{causes}, {self.nbytes:,} bytes per rank"
 
     def _table(self) -> Table:
         from rich.table import Table
@@ -127,21 +127,21 @@ class Log:
 
 
 @dataclass(eq=False)
-class _Watch:
-    """What one rank is asked to tell."""
+class _Recorder:
+    """The open ``explain`` and ``strict`` of one rank."""
 
     logs: list[Log] = field(default_factory=list)
-    #: How many ``strict`` are open.
+    #: The number of ``strict``.
     strict: int = 0
-    #: The operator that runs, and whether it gathers.
+    #: The operator that runs, and True if it gathers.
     operator: str = ""
     gathered: bool = False
     #: Calls that were warned of.
     warned: set[Any] = field(default_factory=set)
 
 
-def _watch() -> _Watch:
-    return current_world().state(_Watch)
+def _recorder() -> _Recorder:
+    return current_world().state(_Recorder)
 
 
 @contextmanager
@@ -164,13 +164,13 @@ def explain() -> Iterator[Log]:
         >>> event.collective, event.axes, event.tensor, event.target, event.nbytes
         ('all_gather', ('tp',), 'f32[4@tp, 4]', 'f32[4, 4]', 32)
     """
-    watch, log = _watch(), Log()
-    watch.logs.append(log)
+    recorder, log = _recorder(), Log()
+    recorder.logs.append(log)
     with _watching():
         try:
             yield log
         finally:
-            watch.logs.remove(log)
+            recorder.logs.remove(log)
 
 
 @contextmanager
@@ -194,13 +194,13 @@ def strict() -> Iterator[None]:
         >>> run_ranks(2, program)[0]
         (Shard(dim=0),)
     """
-    watch = _watch()
-    watch.strict += 1
+    recorder = _recorder()
+    recorder.strict += 1
     with _watching():
         try:
             yield
         finally:
-            watch.strict -= 1
+            recorder.strict -= 1
 
 
 @contextmanager
@@ -218,32 +218,32 @@ def _count(more: int) -> None:
         watchers += more
 
 
-# -- what the rest of the package tells ------------------------------------------------------
+# -- reports of the rest of the package -----------------------------------------------------
 
 
-def begins(operator: str, gathered: bool = False) -> None:
-    """An operator is about to move tensors. To be told while there are watchers."""
-    watch = _watch()
-    watch.operator, watch.gathered = operator, gathered
-    if gathered and watch.strict:
+def begin_operator(operator: str, gathered: bool = False) -> None:
+    """Report an operator that is about to move tensors. Called only while there are watchers."""
+    recorder = _recorder()
+    recorder.operator, recorder.gathered = operator, gathered
+    if gathered and recorder.strict:
         raise NotImplementedError(_no_rule(operator) + "; this is strict()")
 
 
-def gathers(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtype]) -> None:
-    """An operator has no rule for such a call: it will gather its tensors."""
+def warn_gather(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtype]) -> None:
+    """Warn of an operator that has no rule for such a call and will gather; raise if strict."""
     moved = [
         (spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True) if not spec.is_replicated
     ]
-    watch = _watch()
+    recorder = _recorder()
     key = name, tuple(moved)
-    if not moved or key in watch.warned:
+    if not moved or key in recorder.warned:
         return
     nbytes = sum(spec.nbytes(dtype.itemsize) for spec, dtype in moved)
-    told = ", ".join(layout_text(spec, dtype) for spec, dtype in moved)
-    text = f"{_no_rule(name)}: every rank gets {told} whole, {nbytes:,} bytes"
-    if watch.strict:
+    layouts = ", ".join(layout_text(spec, dtype) for spec, dtype in moved)
+    text = f"{_no_rule(name)}: every rank gets {layouts} whole, {nbytes:,} bytes"
+    if recorder.strict:
         raise NotImplementedError(f"{text}; this is strict()")
-    watch.warned.add(key)
+    recorder.warned.add(key)
     frame = user_frame(sys._getframe(1))
     warnings.warn_explicit(
         f"{text} (told once; tilework.dtensor.register_rule teaches DTensor operators of your own)",
@@ -257,19 +257,19 @@ def _no_rule(name: str) -> str:
     return f"{name} has no rule for this call on DTensors, and gathers its tensors"
 
 
-def tag(made: Tensor) -> None:
-    """Let the gradient of what was moved for the operator that runs be told as this operator's."""
-    node: Any = made.grad_fn
+def tag_gradient(moved: Tensor) -> None:
+    """Name the operator that runs as the cause of what the gradient of its moved input costs."""
+    node: Any = moved.grad_fn
     if node is not None:
-        node.metadata.setdefault("operator", _watch().operator)
+        node.metadata.setdefault("operator", _recorder().operator)
 
 
-def ran(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
-    """A tensor is about to go these steps. To be told while there are watchers."""
-    watch = _watch()
-    if not watch.logs:
+def record_steps(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
+    """Record the steps that a tensor is about to go. Called only while there are watchers."""
+    recorder = _recorder()
+    if not recorder.logs:
         return
-    operator, gradient = _cause(watch)
+    operator, gradient = _cause(recorder)
     for step in steps.steps:
         if step.kind in _LOCAL:
             continue
@@ -284,15 +284,15 @@ def ran(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
             step.nbytes,
             call_site(),
             gradient,
-            watch.gathered and not gradient,
+            recorder.gathered and not gradient,
         )
-        for log in watch.logs:
+        for log in recorder.logs:
             log.events.append(event)
 
 
-def reduced(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Gradients that came in terms are about to be reduced together."""
-    watch = _watch()
+def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Record that partial gradients are about to be reduced together."""
+    recorder = _recorder()
     names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
     group = [names[axis] for axis in axes]
     nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -310,14 +310,14 @@ def reduced(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[Tensor]) -
         call_site(),
         gradient=True,
     )
-    for log in watch.logs:
+    for log in recorder.logs:
         log.events.append(event)
 
 
-def _cause(watch: _Watch) -> tuple[str, bool]:
-    """The operator, and whether it is its gradient that moves."""
+def _cause(recorder: _Recorder) -> tuple[str, bool]:
+    """The operator, and True if its gradient is what moves."""
     if torch._C._current_graph_task_id() == -1:
-        return watch.operator, False
+        return recorder.operator, False
     node: Any = torch._C._current_autograd_node()
     metadata = {} if node is None else node.metadata
     return metadata.get("operator", "backward"), True

@@ -194,7 +194,7 @@ class Operator:
             return args[0] if self.in_place else result_outside(self.name, sharding, mesh)
         gathered = sharding.outputs is None
         if explain.watchers:
-            explain.begins(self.name, gathered and any(sharding.inputs))
+            explain.begin_operator(self.name, gathered and any(sharding.inputs))
         locals_ = _local_inputs(sharding, tensors, mesh)
         if sharding.rewrite and locals_[0].requires_grad and _grad_enabled():
             # What is kept for its gradient must not be what is then written to.
@@ -257,9 +257,9 @@ class Operator:
             spec = outputs[0] if outputs else replicated_spec(result, target._spec.mesh)
             write(target, result, spec, self.name)
         if target._local_tensor.requires_grad:
-            local_graph.flag(target)
+            local_graph.mirror_requires_grad(target)
         if target._view_of is not None:
-            copied_views.written(target)
+            copied_views.write_back(target)
         return target
 
 
@@ -300,9 +300,9 @@ def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
     if target is source or target == source:
         local = partial_grads.alias(tensor, axes)
     elif axes:
-        local = partial_grads.moved(tensor, target, axes)
+        local = partial_grads.redistribute_with_partial_grad(tensor, target, axes)
     else:
         local = redistribute_local(local_graph.local_of(tensor), source, target)
     if explain.watchers:
-        explain.tag(local)
+        explain.tag_gradient(local)
     return local

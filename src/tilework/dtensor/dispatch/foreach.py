@@ -45,7 +45,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             for one in lists[0]:
                 if isinstance(one, DTensor):
-                    local_graph.flag(one)
+                    local_graph.mirror_requires_grad(one)
         return None
     return [
         one if spec is None else wrap(one, spec) for one, spec in zip(result, layouts, strict=True)

@@ -92,7 +92,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
 def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
     tensor._local_tensor = tensor._local_tensor.detach_()
-    local_graph.flag(tensor)
+    local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]
 
 

@@ -135,7 +135,7 @@ class ShardingPropagator:
                 return sharding
         if not self.entry.has_rule or not _is_refused(call):
             dtypes = [arg.dtype for arg in args]
-            explain.gathers(self.name, [arg.spec for arg in args], dtypes)
+            explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         return self._gathered(args, meta_result)
 
     def _silent_writes(self, call: Call) -> frozenset[int]:

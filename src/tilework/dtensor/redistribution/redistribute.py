@@ -67,7 +67,7 @@ def redistribute_local(
     if local.shape != source.local_shape:
         check_local(local, source)
     if explain.watchers:
-        explain.ran(source, prepared.steps, local.dtype)
+        explain.record_steps(source, prepared.steps, local.dtype)
     if local.requires_grad and torch.is_grad_enabled():
         call = _Call(prepared, async_op)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]

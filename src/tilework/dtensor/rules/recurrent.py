@@ -101,7 +101,7 @@ def _on_whole(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args:
         assert isinstance(sizes, DTensor)
         return function(first, sizes.full_tensor(), *args)
     if not first._spec.is_replicated:
-        explain.gathers(function.__name__, [first._spec], [first.dtype])
+        explain.warn_gather(function.__name__, [first._spec], [first.dtype])
     whole = first.redistribute(placements=first._spec.replicated.placements)
     if isinstance(sizes, DTensor):
         sizes = sizes.full_tensor()

@@ -1,9 +1,9 @@
 """Views that had to move elements: they are copies, but behave as if they shared memory.
 
-In torch ``y = x[0]; y.add_(1)`` changes ``x``. Where a view is computed on this rank's part, its
-part shares memory, and so it is here. Where elements had to be moved first, the view remembers
-what it is one of: what is written to it is written there too, and it is computed anew when it is
-used after that was written to.
+In torch ``y = x[0]; y.add_(1)`` changes ``x``. A view that is computed on the local tensor shares
+its memory, so that the same holds here. Where elements had to be moved first, the view remembers
+its base (``base.View``): writes to the view are written to the base too, and the view is computed
+anew when it is used after the base was written to.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from tilework.dtensor.base import DTensorBase, Redo, View, Write
 
 
 def mark(
-    made: Tensor, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
+    tensor: Tensor, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
 ) -> None:
-    """Let ``made`` be a view of ``base``. Local.
+    """Let ``tensor`` be a view of ``base``. Local.
 
     Args:
-        made: A DTensor.
-        base: What it is a view of.
-        redo: Makes the view of a tensor again; of a plain one too.
-        write: Writes a value to what the view shows of the base; None: by gathering the base.
-        shares: Whether it shares the base's memory, and the base is such a view itself.
+        tensor: A DTensor.
+        base: The tensor that it is a view of.
+        redo: As for :class:`~tilework.dtensor.base.View`; ``write`` and ``shares`` too.
     """
-    made._view_of = View(base, redo, write, shares)  # type: ignore[attr-defined]
+    tensor._view_of = View(base, redo, write, shares)  # type: ignore[attr-defined]
 
 
 def viewed(
@@ -65,22 +63,22 @@ def viewed(
 
 
 def _is_copy(view: View) -> bool:
-    """Whether torch's operator gives no view of such a tensor either. Collective if unknown."""
+    """True if torch's operator gives no view of such a tensor either. Collective if unknown."""
     base, mine = view.base, view.base_strides
     if mine is None:
         return False
     view.base_strides = None
-    # Strides of a part that has one row could be in another order.
-    told = min(base._local_tensor.shape, default=2) > 1
+    # Strides of a local tensor that has one row could be in another order.
+    definite = min(base._local_tensor.shape, default=2) > 1
     mesh = base._spec.mesh
-    every = agree(lambda: (told, mine), mesh.axes_group(tuple(range(mesh.ndim))))
-    strides = next((its for told, its in every if told), every[0][1])
+    every = agree(lambda: (definite, mine), mesh.axes_group(tuple(range(mesh.ndim))))
+    strides = next((its for definite, its in every if definite), every[0][1])
     plain = torch.empty_strided(base.shape, strides, device="meta")
     return not view.redo(plain)._is_view()
 
 
 def refresh(tensor: DTensorBase) -> None:
-    """Compute a view anew if what it is one of was written to. Collective in that case."""
+    """Compute a view anew if its base was written to. Collective in that case."""
     view = tensor._view_of
     assert view is not None
     if view.base._view_of is not None:
@@ -90,13 +88,13 @@ def refresh(tensor: DTensorBase) -> None:
             tensor._view_of = None
             return
         with torch.set_grad_enabled(view.graded):
-            made = view.redo(view.base)
-        tensor._local_tensor, tensor._aliases = made._local_tensor, None
+            anew = view.redo(view.base)
+        tensor._local_tensor, tensor._aliases = anew._local_tensor, None
         view.note()
 
 
-def written(tensor: DTensorBase) -> None:
-    """Write what was written to a view to what it is one of. Collective."""
+def write_back(tensor: DTensorBase) -> None:
+    """Write a view's new value to its base. Collective."""
     view = tensor._view_of
     assert view is not None
     if _is_copy(view):
@@ -104,18 +102,18 @@ def written(tensor: DTensorBase) -> None:
         return
     if view.shares:
         if view.base._view_of is not None:
-            written(view.base)
+            write_back(view.base)
     elif view.write is not None:
         view.write(view.base, tensor)
     else:
-        _write_whole(view, tensor)
+        _write_gathered(view, tensor)
     view.note()
 
 
-def _write_whole(view: View, tensor: DTensorBase) -> None:
+def _write_gathered(view: View, tensor: DTensorBase) -> None:
     base = view.base
-    whole = base.full_tensor()
-    if whole is base._local_tensor:
-        whole = whole.clone()
-    view.redo(whole).copy_(tensor.full_tensor())
-    base.copy_(whole)
+    full = base.full_tensor()
+    if full is base._local_tensor:
+        full = full.clone()
+    view.redo(full).copy_(tensor.full_tensor())
+    base.copy_(full)

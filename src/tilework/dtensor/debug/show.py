@@ -1,0 +1,105 @@
+"""Pictures of DTensors: who holds what, and a table of the ranks."""
+
+from __future__ import annotations
+
+import math
+
+from tilework.comm.world import get_rank
+from tilework.dtensor.debug.formatting import headline
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.tensor import DTensor
+from tilework.layout import Box
+from tilework.tiled.picture import Room, draw
+from tilework.tiled.terminal import (
+    COLOURS,
+    StyledLine,
+    bytes_text,
+    coloured_picture,
+    in_columns,
+    print_styled,
+)
+
+#: So many ranks are listed; of more, the first ones.
+_LISTED = 32
+
+
+def show(tensor: DTensor) -> None:
+    """Print how a tensor lies: a picture of who holds what, and a table of the ranks.
+
+    Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) the labels
+    tell the same: ``0, 1`` is held by both ranks, ``0+1`` is what both hold, reduced.
+
+    Raises:
+        TypeError: It is no DTensor.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh, show
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     if rank == 0:
+        ...         show(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None))
+        >>> _ = run_ranks(2, program)
+        DTensor f32[8@tp, 4] on cpu mesh tp=2
+        ...
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"show() takes a DTensor, got {type(tensor).__name__}")
+    spec = tensor._spec
+    print_styled(
+        lambda width: [
+            [(headline(tensor), "bold")],
+            [],
+            *_picture(spec, width),
+            [],
+            *_table(tensor, width),
+        ]
+    )
+
+
+def _holders(spec: DTensorSpec) -> dict[Box, list[list[int]]]:
+    """The ranks that hold each box: one list, or of partial values one for each."""
+    holders: dict[Box, list[list[int]]] = {}
+    for tile in spec.tiling.tiles:
+        holders.setdefault(tile.box, []).append(list(tile.owners))
+    return holders
+
+
+def _picture(spec: DTensorSpec, width: int) -> list[StyledLine]:
+    holders = _holders(spec)
+    labels = []
+    for partials in holders.values():
+        text = "+".join(
+            ", ".join(map(str, ranks))
+            if len(partials) == 1
+            else f"({', '.join(map(str, ranks))})"
+            if len(ranks) > 1
+            else str(ranks[0])
+            for ranks in partials
+        )
+        labels.append((text,))
+    lines = draw(spec.shape, list(holders), labels, Room(width, 14, 12, 4))
+    return coloured_picture(lines, lambda box: COLOURS[box % len(COLOURS)])
+
+
+def _table(tensor: DTensor, width: int) -> list[StyledLine]:
+    spec = tensor._spec
+    mesh, itemsize = spec.mesh.spec, tensor.dtype.itemsize
+    boxes = list(_holders(spec))
+    names = mesh.names or tuple(map(str, range(mesh.ndim)))
+    rows, colours = [("rank", " ".join(names), "bytes", "has")], [""]
+    for rank in mesh.ranks[:_LISTED]:
+        coordinate = mesh.coordinate(rank)
+        assert coordinate is not None
+        box = spec.box_at(coordinate)
+        here = " (this)" if rank == get_rank() else ""
+        at = " ".join(str(i).rjust(len(name)) for i, name in zip(coordinate, names, strict=True))
+        rows.append((f"{rank}{here}", at, bytes_text(math.prod(box.sizes) * itemsize), str(box)))
+        colours.append(COLOURS[boxes.index(box) % len(COLOURS)] if box in boxes else "")
+    lines: list[StyledLine] = []
+    for colour, text in zip(colours, in_columns(rows, width - 4), strict=True):
+        style = "bold" if not lines else ""
+        lines.append([("██  " if colour else "    ", colour), (text.rstrip(), style)])
+    left = len(mesh.ranks) - _LISTED
+    return [*lines, [(f"    … {left} more ranks", "")]] if left > 0 else lines
