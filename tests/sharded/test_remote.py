@@ -303,10 +303,10 @@ def test_nothing_is_kept_once_the_tensor_is_gone() -> None:
         plain = sharded.empty(chunks(0, [0, 1]), 10, 20)
         tile = tensor.local_tensor()
         gone: list[weakref.ref[Any]] = [weakref.ref(tensor), weakref.ref(tile), weakref.ref(plain)]
-        assert len(remote.expected().known) == 1
+        assert len(remote.pending_tensors().by_number) == 1
         del tensor, tile, plain
         assert gone[0]() is gone[2]() is None
-        assert len(remote.expected().known) == 0
+        assert len(remote.pending_tensors().by_number) == 0
         # The shard stays until the other rank has let its reference go too.
         for _ in range(500):
             dist.barrier()
@@ -329,7 +329,7 @@ def test_nothing_is_kept_of_a_tensor_that_could_not_be_made() -> None:
     def program(rank: int) -> None:
         with pytest.raises(ValueError, match="does not match with"):
             sharded.empty(chunks(0, [0, 1]), 4 + rank, init_rrefs=True)
-        assert len(remote.expected().known) == 0
+        assert len(remote.pending_tensors().by_number) == 0
         tensor = sharded.ones(chunks(0, [0, 1]), 4, init_rrefs=True)
         check_remote(tensor, rank)
 

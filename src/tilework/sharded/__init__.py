@@ -21,14 +21,14 @@ from tilework.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from tilework.sharded.module import collect_local_shard, reshard_output
+from tilework.sharded.module_outputs import collect_local_shard, reshard_output
 from tilework.sharded.optim import ShardedOptimizer
 from tilework.sharded.optim_params import named_params_with_sharded_tensor
 from tilework.sharded.placement import parse_and_validate_remote_device
-from tilework.sharded.plan import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
 from tilework.sharded.serialization import load_with_process_group
-from tilework.sharded.sharding import PartialCoverError, shard_parameter, shard_tensor
+from tilework.sharded.shard_tensor import PartialCoverError, shard_parameter, shard_tensor
+from tilework.sharded.sharding_plan import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from tilework.sharded.show import show
 from tilework.sharded.specs import (
     ChunkShardingSpec,

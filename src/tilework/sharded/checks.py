@@ -1,4 +1,4 @@
-"""Whether shards, metadata and arguments fit together; on one rank, and between ranks."""
+"""Checks that shards, metadata and arguments fit together, on one rank and between ranks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 
 def flat_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
-    """The shape that a creation function's arguments give: numbers, or one sequence.
+    """The shape of a creation function's arguments: numbers, or one sequence.
 
     Raises:
         TypeError: They are neither.
     """
-    given: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    if isinstance(given, str) or not all(isinstance(extent, int) for extent in given):
+    extents: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if isinstance(extents, str) or not all(isinstance(extent, int) for extent in extents):
         raise TypeError(f"a size is a sequence of ints, got {size!r}")
-    return torch.Size(given)
+    return torch.Size(extents)
 
 
 def check_formats(layout: torch.layout, memory_format: torch.memory_format) -> None:
-    """Whether shards can have this layout and format."""
+    """Raise if shards cannot have this layout or format."""
     if layout != torch.strided:
         raise ValueError(
             f"Only torch.strided layout is currently supported for sharded tensors, got {layout}"
@@ -52,7 +52,7 @@ def check_formats(layout: torch.layout, memory_format: torch.memory_format) -> N
 
 
 def check_spec(spec: object) -> ShardingSpec:
-    """``spec``, if it is one."""
+    """``spec`` itself; raise if it is no sharding spec."""
     if not isinstance(spec, ShardingSpec):
         kind = type(spec)
         home = "" if kind.__module__ == "builtins" else f" (of {kind.__module__})"
@@ -70,19 +70,19 @@ def new_shards(
     fill: Callable[[Shard], object] | None,
 ) -> list[Shard]:
     """This rank's shards of a new tensor."""
-    made = [
-        Shard(_memory(shard, device, metadata.tensor_properties), shard)
+    shards = [
+        Shard(_new_tensor(shard, device, metadata.tensor_properties), shard)
         for shard, (owner, device) in zip(metadata.shards_metadata, places, strict=True)
         if owner == rank
     ]
     if fill is not None:
         with torch.no_grad():
-            for shard in made:
+            for shard in shards:
                 fill(shard)
-    return made
+    return shards
 
 
-def _memory(shard: ShardMetadata, device: torch.device, properties: TensorProperties) -> Tensor:
+def _new_tensor(shard: ShardMetadata, device: torch.device, properties: TensorProperties) -> Tensor:
     # Pinning serves an accelerator; without one torch has no pinned memory to give.
     pin = properties.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
     return torch.empty(
@@ -97,7 +97,7 @@ def _memory(shard: ShardMetadata, device: torch.device, properties: TensorProper
 def metadata_by(
     spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
 ) -> ShardedTensorMetadata:
-    """The metadata of a tensor of this size; a user's kind of spec may get it wrong."""
+    """The metadata of a tensor of this size; checked if the spec is of a user's class."""
     metadata = check_spec(spec).build_metadata(torch.Size(size), properties)
     if type(spec) not in (ChunkShardingSpec, EnumerableShardingSpec):
         check_metadata(metadata)
@@ -105,30 +105,30 @@ def metadata_by(
 
 
 def check_metadata(metadata: ShardedTensorMetadata) -> None:
-    """Whether the metadata of a whole tensor fits itself."""
+    """Raise if the shards do not cover the tensor exactly, or cannot have its layout or format."""
     if not metadata.shards_metadata:
         raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
     check_formats(metadata.tensor_properties.layout, metadata.tensor_properties.memory_format)
     check_shards(metadata.size, metadata.shards_metadata)
 
 
-def spec_of(metadata: ShardedTensorMetadata, given: ShardingSpec | None) -> ShardingSpec:
-    """``given``, if it cuts so; for None, what is inferred."""
+def spec_of(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
+    """``spec`` itself, or the inferred one for None; raise if it gives other shards."""
     shards = metadata.shards_metadata
-    if given is None:
+    if spec is None:
         return infer_sharding_spec_from_shards_metadata(shards)
-    others = metadata_by(given, metadata.size, metadata.tensor_properties).shards_metadata
-    if set(others) != set(shards):
-        odd = next(iter(set(others) ^ set(shards)))
+    expected = metadata_by(spec, metadata.size, metadata.tensor_properties).shards_metadata
+    if set(expected) != set(shards):
+        odd = next(iter(set(expected) ^ set(shards)))
         raise ValueError(
             f"sharding_spec does not cut the tensor as sharded_tensor_metadata says: only one of "
             f"them has {odd}"
         )
-    return given
+    return spec
 
 
 def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> None:
-    """Whether the metadata lists these shards."""
+    """Raise if the metadata lacks one of these shards."""
     listed = {shard.box for shard in metadata.shards_metadata}
     for shard in local_shards:
         if shard.metadata.box not in listed:
@@ -143,32 +143,32 @@ def own_shards(
 ) -> list[Shard]:
     """``local_shards`` in the metadata's order, if they are what it gives this rank."""
     rank = get_rank()
-    mine = [
+    own = [
         s for s, (owner, _) in zip(metadata.shards_metadata, places, strict=True) if owner == rank
     ]
-    if len(local_shards) != len(mine):
+    if len(local_shards) != len(own):
         raise ValueError(
             f"Number of local shards ({len(local_shards)}) does not match number of local shards "
-            f"metadata in sharded_tensor_metadata ({len(mine)}) on rank ({rank})"
+            f"metadata in sharded_tensor_metadata ({len(own)}) on rank ({rank})"
         )
-    given: dict[Box, list[Shard]] = {}
+    by_box: dict[Box, list[Shard]] = {}
     for shard in local_shards:
         check_format_of(shard)
         check_properties(shard, metadata.tensor_properties, rank)
-        given.setdefault(shard.metadata.box, []).append(shard)
-    found = []
-    for wanted in mine:
-        if not given.get(wanted.box):
+        by_box.setdefault(shard.metadata.box, []).append(shard)
+    ordered = []
+    for wanted in own:
+        if not by_box.get(wanted.box):
             raise ValueError(
-                f"rank {rank} was given shards at {[str(box) for box in given]}, but by "
+                f"rank {rank} was given shards at {[str(box) for box in by_box]}, but by "
                 f"sharded_tensor_metadata it has one at {wanted.box}"
             )
-        found.append(given[wanted.box].pop(0))
-    return found
+        ordered.append(by_box[wanted.box].pop(0))
+    return ordered
 
 
 def check_format_of(shard: Shard) -> None:
-    """Whether a shard that a rank brings is laid out as shards are."""
+    """Raise if a local shard has another layout or format than shards may have."""
     # Before the question of contiguity, which a sparse tensor cannot answer.
     check_formats(shard.tensor.layout, torch.contiguous_format)
     if not shard.tensor.is_contiguous():
@@ -179,20 +179,20 @@ def check_format_of(shard: Shard) -> None:
 
 
 def check_properties(shard: Shard, properties: TensorProperties, rank: int) -> None:
-    """Whether a shard is what the metadata says of all."""
-    found = named(TensorProperties.create_from_tensor(shard.tensor))
+    """Raise if a local shard has other properties than the metadata says."""
+    actual = named(TensorProperties.create_from_tensor(shard.tensor))
     for name, expected in named(properties).items():
         # Where there is no accelerator nothing is pinned, though it may have been asked for.
-        if found[name] != expected and not (name == "pin_memory" and expected):
+        if actual[name] != expected and not (name == "pin_memory" and expected):
             raise ValueError(
                 f"Local shards' tensor {name} property is incompatible with tensor property on "
                 f"rank {rank}: sharded_tensor_metadata has {name}={expected}, the shard at "
-                f"{shard.metadata.box} has {name}={found[name]}"
+                f"{shard.metadata.box} has {name}={actual[name]}"
             )
 
 
 def named(properties: TensorProperties) -> dict[str, Any]:
-    """What of the properties can differ between tensors, as plain data."""
+    """The properties that can differ between tensors, as plain data."""
     return {
         "dtype": str(properties.dtype),
         "requires_grad": properties.requires_grad,
@@ -203,31 +203,31 @@ def named(properties: TensorProperties) -> dict[str, Any]:
 # -- between ranks -----------------------------------------------------------------------------
 
 
-def agree_on(make: Callable[[], T], tell: Callable[[T], str], what: str, group: AnyGroup) -> T:
-    """What ``make()`` returns, if every rank tells the same of it.
+def agree_on(make: Callable[[], T], describe: Callable[[T], str], what: str, group: AnyGroup) -> T:
+    """The result of ``make()``, once all ranks describe theirs by the same text.
 
-    Collective; blocks. Outside the group it is only made.
+    Collective; blocks. A rank outside the group only makes it.
 
     Raises:
         Exception: ``make`` raised, here or on another rank.
         ValueError: Ranks differ; on every rank.
     """
-    made: list[T] = []
+    results: list[T] = []
 
     def facts() -> dict[str, str]:
-        made.append(make())
-        return {what: tell(made[0])}
+        results.append(make())
+        return {what: describe(results[0])}
 
     agree_equal(facts, group)
-    return made[0]
+    return results[0]
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """A line that is the same for equal metadata only."""
+    """One line, the same for equal metadata only."""
     shards = metadata.shards_metadata
     boxes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
-    everything = metadata.tensor_properties, boxes, [s.placement for s in shards]
-    digest = blake2b(repr(everything).encode(), digest_size=8).hexdigest()
+    contents = metadata.tensor_properties, boxes, [s.placement for s in shards]
+    digest = blake2b(repr(contents).encode(), digest_size=8).hexdigest()
     first = f", the first {shards[0].box} on {shards[0].placement}" if shards else ""
     return (
         f"size {tuple(metadata.size)}, {metadata.tensor_properties.dtype}, {len(shards)} shards"
@@ -255,11 +255,11 @@ class _Word(str):
 
 
 def _brief(arguments: Any) -> Any:
-    """``arguments`` with plain tensors told by shape, not by values."""
+    """``arguments`` with plain tensors shown by dtype and shape, not by values."""
 
-    def tell(leaf: Any) -> Any:
+    def abbreviated(leaf: Any) -> Any:
         if type(leaf) not in (Tensor, torch.nn.Parameter):
             return leaf
         return _Word(f"tensor({str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)})")
 
-    return pytree.tree_map(tell, arguments)
+    return pytree.tree_map(abbreviated, arguments)

@@ -1,4 +1,4 @@
-"""New sharded tensors, by what fills them.
+"""New sharded tensors of given values: zeros, ones, full, rand, randn, arange.
 
 All take a spec and a size, and these, as :class:`~tilework.sharded.ShardedTensor` does: ``dtype``,
 ``layout``, ``requires_grad``, ``pin_memory``, ``memory_format``, ``process_group``, ``init_rrefs``.
@@ -127,18 +127,20 @@ def arange(
         [[0, 1, 2], [3, 4]]
     """
     first, last = (0, start) if end is None else (start, end)
-    # Of the whole range only the shape and the dtype are needed here.
-    whole = torch.arange(first, last, step, dtype=properties.pop("dtype", None), device="meta")
+    # Of the full range only the shape and the dtype are needed here.
+    full_range = torch.arange(first, last, step, dtype=properties.pop("dtype", None), device="meta")
 
     # Floats are rounded once, at the end; integers are never floats.
-    number, exact = (float, torch.float64) if whole.is_floating_point() else (int, torch.int64)
+    number, exact = (float, torch.float64) if full_range.is_floating_point() else (int, torch.int64)
 
     def fill(shard: Shard) -> None:
         offset, n = shard.metadata.shard_offsets[0], shard.tensor.numel()
         steps = torch.arange(offset, offset + n, dtype=exact)
         shard.tensor.copy_(steps * number(step) + number(first))
 
-    return _filled(sharding_spec, tuple(whole.shape), {**properties, "dtype": whole.dtype}, fill)
+    return _filled(
+        sharding_spec, tuple(full_range.shape), {**properties, "dtype": full_range.dtype}, fill
+    )
 
 
 def init_from_local_shards(

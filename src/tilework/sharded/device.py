@@ -1,4 +1,4 @@
-"""Where a shard lives: a device of some rank or worker."""
+"""RemoteDevice: a device of a rank or worker, the placement of a shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORMATS = "'rank:<rank>/<device>', '<worker name>/<device>' or '<device>'"
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class RemoteDevice:
-    """A device, and whose it is.
+    """A device and its owner.
 
     Args:
         remote_device: ``"rank:<rank>/<device>"`` (a global rank), ``"<worker name>/<device>"`` (a
@@ -50,11 +50,11 @@ class RemoteDevice:
         object.__setattr__(self, "_device", device)
 
     def rank(self) -> int | None:
-        """The global rank; None if it is not told."""
+        """The owner's global rank; None if it is named otherwise or not at all."""
         return self._rank
 
     def worker_name(self) -> str | None:
-        """The worker's name; None if it is not told."""
+        """The owner's name as an RPC worker; None if it is named otherwise or not at all."""
         return self._worker
 
     def device(self) -> torch.device:
@@ -68,9 +68,9 @@ class RemoteDevice:
             >>> RemoteDevice("rank:1/cpu").with_device("meta")
             RemoteDevice('rank:1/meta')
         """
-        made = object.__new__(RemoteDevice)
-        made._set(self._rank, self._worker, torch.device(device))
-        return made
+        other = object.__new__(RemoteDevice)
+        other._set(self._rank, self._worker, torch.device(device))
+        return other
 
     def __str__(self) -> str:
         if self._rank is not None:
@@ -85,7 +85,7 @@ class RemoteDevice:
 
 
 def covers(wanted: torch.device, device: torch.device) -> bool:
-    """Whether ``device`` is ``wanted``, or of its kind where that is all that is asked for.
+    """True if ``device`` is ``wanted``, or of its type where ``wanted`` has no index.
 
     Example:
         >>> covers(torch.device("cuda"), torch.device("cuda:1"))
@@ -96,17 +96,17 @@ def covers(wanted: torch.device, device: torch.device) -> bool:
 
 def _parse(text: str) -> tuple[int | None, str | None, torch.device]:
     owner, slash, device = text.partition("/")
-    if not slash and (found := _device(owner)) is not None:
-        return None, None, found
-    found = _device(device) if slash else torch.device("cpu")
+    if not slash and (own := _device(owner)) is not None:
+        return None, None, own
+    remote = _device(device) if slash else torch.device("cpu")
     kind, colon, number = owner.partition(":")
-    if found is None or not owner:
+    if remote is None or not owner:
         raise ValueError(f"Could not parse remote_device {text!r}: it must be {_FORMATS}")
     if not colon:
-        return None, owner, found
+        return None, owner, remote
     if kind != "rank" or not (number.isascii() and number.isdigit()):
         raise ValueError(f"Could not parse remote_device {text!r}: it must be {_FORMATS}")
-    return int(number), None, found
+    return int(number), None, remote
 
 
 def _device(text: str) -> torch.device | None:

@@ -44,7 +44,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Overview:
-    """What can be shown of a tensor without its values."""
+    """A tensor without its values: its metadata, and what each owner has."""
 
     name: str  # the beginning of the headline
     spec: ShardingSpec

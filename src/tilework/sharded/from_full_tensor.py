@@ -1,4 +1,4 @@
-"""From plain tensors that every rank has to sharded ones."""
+"""Sharded tensors of values that every rank has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilework.tiled.tensor import TiledTensor
 def from_full_tensor(
     tensor: Tensor, sharding_spec: ShardingSpec, process_group: AnyGroup = None
 ) -> ShardedTensor:
-    """A sharded tensor with the values that every rank has already; each keeps its own part.
+    """A sharded tensor with values that every rank has already; each copies its own shards.
 
     Local; nothing is communicated, and that ``tensor`` is the same on all ranks is the caller's
     word (:func:`shard_tensor` sends that of one rank to the others). The result shares no memory
@@ -22,9 +22,9 @@ def from_full_tensor(
     ``tensor``. The opposite of :meth:`ShardedTensor.full_tensor`.
 
     Args:
-        tensor: The whole tensor. A rank without shards only needs its size and dtype: a meta
+        tensor: The full tensor. A rank without shards only needs its size and dtype: a meta
             tensor will do.
-        sharding_spec: Any that covers it.
+        sharding_spec: Any spec that covers it.
         process_group: The group; the default group if None. Ranks outside it may call this, too.
 
     Raises:
@@ -46,7 +46,7 @@ def from_full_tensor(
             f"from_full_tensor takes a plain tensor, got {type(tensor).__name__}"
             + (": use its reshard(spec)" if isinstance(tensor, TiledTensor) else "")
         )
-    made = ShardedTensor(
+    sharded = ShardedTensor(
         sharding_spec,
         tensor.shape,
         dtype=tensor.dtype,
@@ -54,6 +54,6 @@ def from_full_tensor(
         process_group=process_group,
     )
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in sharded.local_shards():
             shard.tensor.copy_(tensor[shard.metadata.box.slices])
-    return made
+    return sharded

@@ -39,7 +39,7 @@ def gather(
     tiles, into, real = list[Tensor](), list[Tensor](), True
 
     def facts() -> dict[str, Any]:
-        # Memory is made here, so that all ranks raise if there is none.
+        # Memory is allocated here, so that all ranks raise if there is none.
         nonlocal real
         target, real = _checked_out(tensor, dst, out), has_values(tensor)
         if real:

@@ -1,4 +1,4 @@
-"""What every rank knows of a sharded tensor: its shards, its size and its properties. Values."""
+"""The metadata of a sharded tensor, the same on every rank: shards, size, properties. Values."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Items(tuple[ItemT, ...]):
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """Which part of a tensor a shard is, and where it lives.
+    """The offsets, sizes and placement of a shard.
 
     Args:
-        shard_offsets: Where the shard begins in the tensor, along each dim.
+        shard_offsets: The shard's first index along each dim.
         shard_sizes: The shard's size along each dim.
         placement: Its device, also as a string; None if that is not known.
 
@@ -87,11 +87,11 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The shard's part of the tensor."""
+        """The shard's offsets and sizes as a box."""
         return trusted_box(tuple(self.shard_offsets), tuple(self.shard_sizes))
 
     def moved(self, device: torch.device) -> ShardMetadata:
-        """The same part, on ``device`` of the rank that has it; as it is if it is on such a one."""
+        """The shard on ``device`` of its owner; itself if it is there."""
         if self.placement is None or covers(device, self.placement.device()):
             return self
         return replace(self, placement=self.placement.with_device(device))
@@ -110,7 +110,7 @@ _set_placement = ShardMetadata.__dict__["placement"].__set__
 def trusted_shard(
     offsets: Items[int], sizes: Items[int], placement: RemoteDevice | None
 ) -> ShardMetadata:
-    """A shard's metadata of what is known to be right, unchecked."""
+    """The metadata of a shard, unchecked."""
     shard = _new(ShardMetadata)
     _set_offsets(shard, offsets)
     _set_sizes(shard, sizes)
@@ -120,7 +120,7 @@ def trusted_shard(
 
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
-    """What the shards of a tensor have in common.
+    """The properties that all shards of a tensor have in common.
 
     Example:
         >>> TensorProperties(torch.int32).requires_grad
@@ -135,7 +135,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: Tensor) -> TensorProperties:
-        """Those of a tensor that is at hand."""
+        """The properties of a plain tensor."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -154,21 +154,21 @@ def _named_properties(
     dtype: str, layout: str, memory_format: str, requires_grad: bool, pin_memory: bool
 ) -> TensorProperties:
     kinds = (torch.dtype, torch.layout, torch.memory_format)
-    found: list[Any] = [getattr(torch, name, None) for name in (dtype, layout, memory_format)]
-    for kind, name, value in zip(kinds, (dtype, layout, memory_format), found, strict=True):
+    values: list[Any] = [getattr(torch, name, None) for name in (dtype, layout, memory_format)]
+    for kind, name, value in zip(kinds, (dtype, layout, memory_format), values, strict=True):
         if not isinstance(value, kind):
             raise ValueError(f"torch has no {kind.__name__} {name!r}")
-    return TensorProperties(found[0], found[1], requires_grad, found[2], pin_memory)
+    return TensorProperties(values[0], values[1], requires_grad, values[2], pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """A whole sharded tensor, without its values; the same on every rank.
+    """All of a sharded tensor but its values; the same on every rank.
 
     Args:
         shards_metadata: All shards of all ranks.
         size: The tensor's shape.
-        tensor_properties: What the shards have in common.
+        tensor_properties: Those of all shards.
     """
 
     shards_metadata: Items[ShardMetadata] = field(default_factory=Items)
@@ -181,7 +181,7 @@ class ShardedTensorMetadata:
         object.__setattr__(self, "size", torch.Size(self.size))
 
     def moved(self, device: torch.device) -> ShardedTensorMetadata:
-        """The same tensor with all shards on ``device`` of the ranks that have them."""
+        """The tensor with all shards on ``device`` of their owners."""
         moved = Items([shard.moved(device) for shard in self.shards_metadata])
         return replace(self, shards_metadata=moved)
 
@@ -220,7 +220,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A rank's part of a sharded tensor: the values, and which part it is.
+    """A local tensor of a sharded tensor, and its metadata.
 
     Raises:
         ValueError: The tensor's size or device is not what the metadata says.
@@ -257,7 +257,7 @@ class Shard:
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), place))
 
     def with_tensor(self, tensor: Tensor) -> Shard:
-        """The same part with other values, on whatever device they are."""
+        """The shard with other values, on whatever device they are."""
         place = self.metadata.placement
         fits = place is None or covers(place.device(), tensor.device)
         return Shard(tensor, self.metadata if fits else self.metadata.moved(tensor.device))

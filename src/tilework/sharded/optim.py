@@ -15,8 +15,8 @@ from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
 from tilework.sharded.optim_params import local_tensors, named_group, parameter_groups
-from tilework.sharded.optim_state import Entry, State, agreed_entries, joined, parts
-from tilework.sharded.relayout import layout_of
+from tilework.sharded.optim_state import Entry, State, agreed_entries, full_state, local_states
+from tilework.sharded.reshard_like import describe_value
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.local_optimizer import check_elementwise
@@ -28,7 +28,7 @@ class ShardedOptimizer(Optimizer):
     """An optimizer of torch's on this rank's shards of sharded parameters, and on plain ones.
 
     Steps are local: each rank updates its shards. State is known by the names of parameters, and
-    :meth:`state_dict` gives it as sharded tensors, cut as the parameters are: it can be saved,
+    :meth:`state_dict` gives it as tensors sharded as the parameters are: it can be saved,
     resharded, and loaded at any other layout.
 
     It works with what takes a torch.optim.Optimizer (``torch.optim.lr_scheduler``, say).
@@ -77,8 +77,8 @@ class ShardedOptimizer(Optimizer):
         #: All parameters, by name.
         self.named_params: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # of each parameter group
-        self._tiles: dict[str, list[Tensor]] = {}  # what the inner one has
-        self._make = partial(_made, optimizer_class, args, kwargs)
+        self._tiles: dict[str, list[Tensor]] = {}  # those of the inner optimizer
+        self._make = partial(_new_optimizer, optimizer_class, args, kwargs)
         self._inner: Optimizer | None = None
         super().__init__(groups, {})
 
@@ -117,14 +117,14 @@ class ShardedOptimizer(Optimizer):
         return dict(vars(self))  # torch's would leave out the parameters
 
     def _adopt(self) -> None:
-        inner = self._of_torch()
+        inner = self._inner_optimizer()
         self.defaults, self.state, self.param_groups = (
             inner.defaults,
             inner.state,
             inner.param_groups,
         )
 
-    def _of_torch(self) -> Optimizer:
+    def _inner_optimizer(self) -> Optimizer:
         assert self._inner is not None
         return self._inner
 
@@ -141,7 +141,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: A parameter was resharded without :meth:`reshard_`.
         """
         self._check_tiles()
-        return self._of_torch().step(closure)
+        return self._inner_optimizer().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by names of parameters.
@@ -149,8 +149,8 @@ class ShardedOptimizer(Optimizer):
         Collective over the groups of sharded parameters; blocks.
 
         Returns:
-            ``"state"``: for each parameter what the optimizer keeps for it; of a sharded one
-            tensors of its size are sharded tensors, cut as it is. ``"param_groups"``: each group's
+            ``"state"``: for each parameter the optimizer's states; of a sharded one, those of its
+            size are sharded as it is. ``"param_groups"``: each group's
             options, and the names of its parameters as ``"params"``. The tensors are the
             optimizer's own, not copies.
 
@@ -160,12 +160,12 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         entries = {
-            name: found
+            name: of_name
             for group, names in self._by_process_group().items()
-            for name, found in self._entries(names, group).items()
+            for name, of_name in self._entries(names, group).items()
         }
         state = {
-            name: joined(tensor, self._states(name), entries.get(name, {}))
+            name: full_state(tensor, self._states(name), entries.get(name, {}))
             if isinstance(tensor, ShardedTensor)
             else dict(self._states(name)[0])
             for name, tensor in self.named_params.items()
@@ -174,11 +174,11 @@ class ShardedOptimizer(Optimizer):
             {**options, "params": list(names)}
             for options, names in zip(self.param_groups, self._names, strict=True)
         ]
-        found: dict[str, Any] = {"state": state, "param_groups": groups}
+        saved: dict[str, Any] = {"state": state, "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, found)
-            found = found if changed is None else changed
-        return found
+            changed = after(self, saved)
+            saved = saved if changed is None else changed
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of another optimizer of the same parameters, as a copy.
@@ -189,7 +189,7 @@ class ShardedOptimizer(Optimizer):
         Args:
             state_dict: From :meth:`state_dict`; the same on every rank but for the shards. Its
                 sharded tensors may have any layout on ranks of their parameters' groups, or be
-                plain tensors that every rank has whole.
+                plain tensors, the same on every rank.
 
         Raises:
             ValueError: It has other parameters or groups, or values of another size.
@@ -207,7 +207,7 @@ class ShardedOptimizer(Optimizer):
             for name in names
             for state in self._loaded(name, saved["state"].get(name, {}))
         ]
-        inner, first = self._of_torch(), 0
+        inner, first = self._inner_optimizer(), 0
         for group_options, own in zip(options, inner.param_groups, strict=True):
             n = len(own["params"])
             group_options["params"] = list(range(first, first + n))
@@ -218,13 +218,13 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def reshard_(self, name: str, resharding_spec: ShardingSpec) -> None:
-        """Cut a parameter anew, in place, and with it its state and its gradient.
+        """Reshard a parameter in place, with its state and its gradient.
 
         Collective over the parameter's group; blocks. If it raises, all is as it was.
 
         Args:
             name: The parameter's name, the same on all ranks; it is sharded.
-            resharding_spec: Any whose placements are on ranks of its group.
+            resharding_spec: Any spec whose placements are on ranks of its group.
 
         Raises:
             KeyError: There is no parameter of that name.
@@ -238,16 +238,16 @@ class ShardedOptimizer(Optimizer):
         group, entries = tensor.process_group, {}
         if not isinstance(group, NonMember):
             entries = self._entries([name], group, gradients=True).get(name, {})
-        moved = joined(tensor, self._states(name, gradients=True), entries)
+        moved = full_state(tensor, self._states(name, gradients=True), entries)
         for key, value in sorted(moved.items()):  # in one order on all ranks
             if isinstance(value, ShardedTensor):
                 moved[key] = copy.copy(value).reshard(resharding_spec)
         tensor.reshard(resharding_spec)
-        self._exchange(name, tensor, moved)
+        self._replace_tiles(name, tensor, moved)
 
-    def _exchange(self, name: str, tensor: ShardedTensor, whole: Mapping[str, Any]) -> None:
+    def _replace_tiles(self, name: str, tensor: ShardedTensor, full: Mapping[str, Any]) -> None:
         """Give the inner optimizer new shards for old ones."""
-        inner = self._of_torch()
+        inner = self._inner_optimizer()
         for tile in self._tiles[name]:
             inner.state.pop(tile, None)
         self._tiles[name] = local_tensors(tensor)
@@ -256,7 +256,7 @@ class ShardedOptimizer(Optimizer):
                 key: value.local_tiles()[i]
                 if isinstance(value, ShardedTensor)
                 else copy.deepcopy(value)
-                for key, value in whole.items()
+                for key, value in full.items()
             }
             tile.grad = state.pop(_GRADIENT, None)
             if state:
@@ -265,8 +265,8 @@ class ShardedOptimizer(Optimizer):
             options["params"][:] = [tile for own in names for tile in self._tiles[own]]
 
     def _states(self, name: str, gradients: bool = False) -> list[dict[str, Any]]:
-        """What is kept for each local tensor of a parameter."""
-        kept = self._of_torch().state
+        """The states of each local tensor of a parameter."""
+        kept = self._inner_optimizer().state
         states = [dict(kept.get(tile, {})) for tile in self._tiles[name]]
         if gradients:
             for tile, state in zip(self._tiles[name], states, strict=True):
@@ -277,7 +277,7 @@ class ShardedOptimizer(Optimizer):
     def _entries(
         self, names: list[str], group: ProcessGroup, gradients: bool = False
     ) -> dict[str, dict[str, Entry]]:
-        """What all ranks keep for parameters of one group. Collective."""
+        """The entries of the states of one group's parameters on all ranks. Collective."""
 
         def shards() -> dict[str, list[tuple[Tensor, State]]]:
             self._check_tiles()
@@ -289,14 +289,14 @@ class ShardedOptimizer(Optimizer):
         return agreed_entries(shards, group)
 
     def _by_process_group(self) -> dict[ProcessGroup, list[str]]:
-        """The sharded parameters whose group this rank is in."""
-        found: dict[ProcessGroup, list[str]] = {}
+        """The names of sharded parameters by group, of the groups that this rank is in."""
+        by_group: dict[ProcessGroup, list[str]] = {}
         for name, tensor in self.named_params.items():
             if isinstance(tensor, ShardedTensor):
                 group = tensor.process_group
                 if not isinstance(group, NonMember):
-                    found.setdefault(group, []).append(name)
-        return found
+                    by_group.setdefault(group, []).append(name)
+        return by_group
 
     def _check_tiles(self) -> None:
         for name, tensor in self.named_params.items():
@@ -309,33 +309,33 @@ class ShardedOptimizer(Optimizer):
                 )
 
     def _matching_groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The saved options of each group, in the order of the own groups."""
+        """The saved options of each group, in the order of this optimizer's groups."""
         theirs = {frozenset(group["params"]): group for group in saved["param_groups"]}
-        found = []
+        matching = []
         for names in self._names:
             if frozenset(names) not in theirs:
                 raise ValueError(
                     f"the saved state has no group of the parameters {names}; its groups are "
                     f"{[list(group['params']) for group in saved['param_groups']]}"
                 )
-            found.append(dict(theirs[frozenset(names)]))
-        if len(theirs) != len(found):
+            matching.append(dict(theirs[frozenset(names)]))
+        if len(theirs) != len(matching):
             raise ValueError(
                 f"the saved state has {len(theirs)} groups of parameters, this optimizer "
-                f"{len(found)}"
+                f"{len(matching)}"
             )
-        return found
+        return matching
 
     def _loaded_layouts(self, saved: Mapping[str, Any], names: list[str]) -> dict[str, str]:
-        """What is about to become the state of these parameters."""
+        """Descriptions of the values that are to become the state of these parameters."""
         self._check_tiles()
         self._matching_groups(saved)
-        found: dict[str, str] = {}
+        layouts: dict[str, str] = {}
         for name in names:
             for key, value in saved["state"].get(name, {}).items():
-                found[f"{name}: {key}"] = layout_of(value)
+                layouts[f"{name}: {key}"] = describe_value(value)
                 self._check_size(name, key, value)
-        return found
+        return layouts
 
     def _check_size(self, name: str, key: str, value: Any) -> None:
         tensor = self.named_params[name]
@@ -350,12 +350,12 @@ class ShardedOptimizer(Optimizer):
         tensor = self.named_params[name]
         states: list[dict[str, Any]] = [{} for _ in self._tiles[name]]
         for key in sorted(saved):  # in one order on all ranks
-            for state, part in zip(states, parts(saved[key], tensor), strict=True):
-                state[key] = part
+            for state, local in zip(states, local_states(saved[key], tensor), strict=True):
+                state[key] = local
         return states
 
 
-def _made(
+def _new_optimizer(
     optimizer_class: Callable[..., Optimizer],
     args: tuple[Any, ...],
     options: dict[str, Any],

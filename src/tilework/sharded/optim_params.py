@@ -33,21 +33,21 @@ def named_params_with_sharded_tensor(
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """What of a parameter is on this rank."""
+    """This rank's tiles of a sharded parameter; a plain one itself."""
     return list(tensor.local_tiles()) if isinstance(tensor, ShardedTensor) else [tensor]
 
 
 def parameter_groups(named_params: Any) -> list[dict[str, Any]]:
-    """As groups, each with its parameters by name."""
-    given = named_params if isinstance(named_params, Mapping) else list(named_params)
-    if not given:
+    """The parameter groups, each with its parameters by name."""
+    listed = named_params if isinstance(named_params, Mapping) else list(named_params)
+    if not listed:
         raise ValueError("the optimizer has no parameters: give it named_parameters() of a module")
-    several = not isinstance(given, Mapping) and isinstance(given[0], Mapping)
-    return [named_group(group) for group in (given if several else [{"params": given}])]
+    grouped = not isinstance(listed, Mapping) and isinstance(listed[0], Mapping)
+    return [named_group(group) for group in (listed if grouped else [{"params": listed}])]
 
 
 def named_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with its parameters by name."""
+    """The group with its parameters by name."""
     params = group["params"]
     pairs = list(params.items() if isinstance(params, Mapping) else params)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

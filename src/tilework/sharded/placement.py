@@ -1,4 +1,4 @@
-"""From a shard's placement to the rank that owns it."""
+"""Owners of shards: the rank and device that a placement names."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def parse_and_validate_remote_device(
 
 
 def places(group: AnyGroup, shards: Iterable[ShardMetadata]) -> list[Place]:
-    """As :func:`parse_and_validate_remote_device`, of each shard."""
+    """The owner and device of each shard, as :func:`parse_and_validate_remote_device`."""
     ranks = _ranks_of(group)
     return [_place(shard.placement, ranks) for shard in shards]
 
 
 def _ranks_of(group: AnyGroup) -> Collection[int] | None:
     """The group's ranks; None where this rank cannot know them."""
-    found = resolve(group)
-    if isinstance(found, NonMember):
-        return found.global_ranks or None
-    ranks = get_process_group_ranks(found)
-    together = range(len(ranks))
-    return together if ranks == list(together) else ranks
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
+        return resolved.global_ranks or None
+    ranks = get_process_group_ranks(resolved)
+    consecutive = range(len(ranks))
+    return consecutive if ranks == list(consecutive) else ranks
 
 
 def _place(place: RemoteDevice | None, ranks: Collection[int] | None) -> Place:

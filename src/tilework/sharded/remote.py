@@ -22,28 +22,28 @@ class RemoteShards:
 
 
 @dataclass(eq=False)
-class Expected:
-    """This rank's tensors that other ranks may send RRefs for."""
+class PendingTensors:
+    """This rank's tensors that await RRefs from other ranks."""
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    #: They leave as soon as nothing else holds them.
-    known: weakref.WeakValueDictionary[int, RemoteShards] = field(
+    #: By number; dropped with the last other reference.
+    by_number: weakref.WeakValueDictionary[int, RemoteShards] = field(
         default_factory=weakref.WeakValueDictionary
     )
 
 
-def expected() -> Expected:
-    """This rank's."""
-    return current_world().state(Expected)
+def pending_tensors() -> PendingTensors:
+    """The pending tensors of this rank."""
+    return current_world().state(PendingTensors)
 
 
-def check_ready(everyone: AnyGroup = None) -> None:
-    """Whether RRefs can be made by the ranks of ``everyone``.
+def check_ready(group: AnyGroup = None) -> None:
+    """Raise if the ranks of ``group`` cannot make RRefs to each other's shards.
 
     Raises:
         RuntimeError: RPC is not initialized.
         ValueError: The ranks of RPC and of the default process group differ, or only some of them
-            are in ``everyone``.
+            are in ``group``.
     """
     if not rpc.is_initialized():
         raise RuntimeError(
@@ -57,10 +57,10 @@ def check_ready(everyone: AnyGroup = None) -> None:
             f"Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process "
             f"group rank: {rank} of {world} and RPC rank: {worker} of {workers}"
         )
-    if get_world_size(everyone) != workers:
+    if get_world_size(group) != workers:
         raise ValueError(
             f"init_rrefs=True takes all {workers} ranks, but the tensor is made by the "
-            f"{get_world_size(everyone)} of its group: make it without, or on all ranks"
+            f"{get_world_size(group)} of its group: make it without, or on all ranks"
         )
 
 
@@ -90,34 +90,34 @@ def share(shards: Sequence[Shard]) -> RemoteShards:
     Collective over the default group, whose ranks are the workers; blocks. What fails on one rank
     raises on all.
     """
-    state = expected()
-    made = RemoteShards(next(state.numbers))
-    state.known[made.number] = made
-    numbers = agree(lambda: made.number)
+    state = pending_tensors()
+    shared = RemoteShards(next(state.numbers))
+    state.by_number[shared.number] = shared
+    numbers = agree(lambda: shared.number)
     agree(lambda: _send(shards, numbers))
-    return made
+    return shared
 
 
 def _send(shards: Sequence[Shard], numbers: Sequence[int]) -> None:
-    """Tell every other rank of this one's shards; blocks until they know."""
+    """Send RRefs to this rank's shards to every other rank; blocks until they have them."""
     if not shards:
         return
-    mine, me = [rpc.RRef(shard) for shard in shards], get_rank()
+    rrefs, here = [rpc.RRef(shard) for shard in shards], get_rank()
     futures = [
-        rpc.rpc_async(rank, _receive, args=(number, mine, me))
+        rpc.rpc_async(rank, _receive, args=(number, rrefs, here))
         for rank, number in enumerate(numbers)
-        if rank != me
+        if rank != here
     ]
     for future in futures:
         future.wait()
 
 
 def _receive(number: int, rrefs: list[rpc.RRef[Shard]], owner: int) -> None:
-    """Runs on the rank that is told of another's shards."""
-    known = expected().known.get(number)
-    if known is None:
+    """Store the RRefs of another rank's shards. Called by that rank."""
+    shared = pending_tensors().by_number.get(number)
+    if shared is None:
         raise RuntimeError(
             f"rank {owner} sent RRefs for sharded tensor {number}, which rank {get_rank()} does "
             f"not know: every rank must make the tensor"
         )
-    known.rrefs[owner] = rrefs
+    shared.rrefs[owner] = rrefs

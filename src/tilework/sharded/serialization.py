@@ -1,4 +1,4 @@
-"""Saving sharded tensors with torch.save, and loading them into the same place of the same job."""
+"""Saved sharded tensors: the group and device on which they are loaded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Loading:
 
 @contextmanager
 def load_with_process_group(process_group: AnyGroup) -> Iterator[AnyGroup]:
-    """Put sharded tensors that are loaded meanwhile onto ``process_group``.
+    """Load sharded tensors onto ``process_group`` within the block.
 
     Raises:
         RuntimeError: One is set already.
@@ -74,38 +74,38 @@ def as_loaded(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
     local: Sequence[tuple[Tensor, ShardMetadata]],
-    there: torch.device,
+    device: torch.device,
 ) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
-    """What was saved, on the device where torch.load's ``map_location`` put it.
+    """The saved metadata, spec and shards, on the device that torch.load's ``map_location`` gives.
 
-    That is told by a tensor of no elements, so that ranks without shards know it too.
+    A tensor of no elements was saved for it, so that ranks without shards know it too.
     """
-    mine = [shard.placement for _, shard in local if shard.placement is not None]
+    own = [shard.placement for _, shard in local if shard.placement is not None]
     places = [shard.placement for shard in metadata.shards_metadata if shard.placement is not None]
     if local:
-        moved = not all(covers(place.device(), there) for place in mine)
+        moved = not all(covers(place.device(), device) for place in own)
     else:
-        moved = there.type not in {place.device().type for place in places}
+        moved = device.type not in {place.device().type for place in places}
     if not moved:
         return metadata, spec, [Shard(tensor, shard) for tensor, shard in local]
-    shards = [Shard(tensor, shard.moved(there)) for tensor, shard in local]
-    return metadata.moved(there), spec.moved(there), shards
+    shards = [Shard(tensor, shard.moved(device)) for tensor, shard in local]
+    return metadata.moved(device), spec.moved(device), shards
 
 
-#: A rank's number and the number of ranks: in its group, and in all.
-Seat = tuple[int, int, int, int]
+#: The rank in the group, the global rank, the size of the group, the world size.
+RankInfo = tuple[int, int, int, int]
 
 
-def seat(group: AnyGroup) -> Seat:
-    """Where this rank sits."""
+def rank_info(group: AnyGroup) -> RankInfo:
+    """This rank's numbers in the group and in the world, saved with a tensor."""
     return get_rank(group), get_rank(), get_world_size(group), get_world_size()
 
 
-def find_seat(saved: Seat) -> ProcessGroup | NonMember:
-    """The group to load onto.
+def group_to_load_onto(saved: RankInfo) -> ProcessGroup | NonMember:
+    """The group of a tensor that is being loaded.
 
     Raises:
-        RuntimeError: There is no default group, or this rank is not where it was saved.
+        RuntimeError: There is no default group, or this rank has other numbers than when it saved.
     """
     if not is_initialized():
         raise RuntimeError(
@@ -114,7 +114,7 @@ def find_seat(saved: Seat) -> ProcessGroup | NonMember:
         )
     group = current_process_group()
     names = ("Local rank", "Global rank", "Local world size", "Global world size")
-    for name, then, now in zip(names, saved, seat(group), strict=True):
+    for name, then, now in zip(names, saved, rank_info(group), strict=True):
         if then != now:
             raise RuntimeError(
                 f"{name} at save time was {then}, but at load time was {now}. Load on the "

@@ -1,4 +1,4 @@
-"""How a tensor is cut, and who gets which piece. Values; they never communicate."""
+"""Sharding specs: the shards of a tensor, and their owners. Values; they never communicate."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tilework.sharded.metadata import (
     trusted_shard,
 )
 
-#: For so many sizes a spec keeps the shards that it made.
-_SIZES_KEPT = 16
+#: A spec caches its shards for so many sizes.
+_CACHED_SIZES = 16
 
 
 class ShardingSpec(ABC):
-    """How tensors are cut. Two that are equal cut every tensor alike."""
+    """The shards of a tensor of any size. Equal specs give equal shards."""
 
     #: :func:`tilework.sharded.shard_tensor`, set where it is defined: tensors are made of specs.
     _shard_tensor: ClassVar[Callable[..., Any]]
@@ -45,11 +45,11 @@ class ShardingSpec(ABC):
         """The shards of a tensor of this size.
 
         Raises:
-            ValueError: A tensor of this size cannot be cut so.
+            ValueError: The spec does not fit a tensor of this size.
         """
 
     def moved(self, device: torch.device) -> ShardingSpec:
-        """The same cuts, with all shards on ``device`` of the ranks that have them."""
+        """The spec of the same shards on ``device`` of their owners."""
         return _Moved(self, device)
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: AnyGroup = None) -> Any:
@@ -59,7 +59,7 @@ class ShardingSpec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Moved(ShardingSpec):
-    """A spec of a kind that is not known here, on other devices."""
+    """A user's spec, on other devices."""
 
     spec: ShardingSpec
     device: torch.device
@@ -72,13 +72,13 @@ class _Moved(ShardingSpec):
 
 @dataclass(frozen=True, slots=True)
 class ChunkShardingSpec(ShardingSpec):
-    """Cuts one dim into as many chunks as there are placements, as torch.chunk does.
+    """Splits one dim into as many chunks as there are placements, as torch.chunk does.
 
     All chunks have the same size but for the last ones, which are smaller or empty.
 
     Args:
         dim: The dim; negative ones count from the last.
-        placements: Who gets the first chunk, the second, …; a rank may come several times.
+        placements: The owners of the first chunk, the second, …; a rank may come several times.
 
     Raises:
         NotImplementedError: ``dim`` is a name.
@@ -93,8 +93,10 @@ class ChunkShardingSpec(ShardingSpec):
 
     dim: int
     placements: Items[RemoteDevice]
-    #: The shards of tensors that were cut, by dim and size: models have many tensors of few sizes.
-    _cuts: dict[tuple[int, torch.Size], Items[ShardMetadata]] = field(compare=False, repr=False)
+    #: Cached shards, by dim and size: models have many tensors of few sizes.
+    _cached_shards: dict[tuple[int, torch.Size], Items[ShardMetadata]] = field(
+        compare=False, repr=False
+    )
 
     def __init__(self, dim: int, placements: Iterable[RemoteDevice | str | torch.device]) -> None:
         if isinstance(dim, str):
@@ -110,7 +112,7 @@ class ChunkShardingSpec(ShardingSpec):
             raise ValueError("placements must not be empty: give one for each chunk")
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", places)
-        object.__setattr__(self, "_cuts", {})
+        object.__setattr__(self, "_cached_shards", {})
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
@@ -121,11 +123,11 @@ class ChunkShardingSpec(ShardingSpec):
         dim = self.dim if self.dim >= 0 else self.dim + len(size)
         if not 0 <= dim < len(size):
             raise ValueError(f"Invalid sharding dim: {self.dim} for a tensor of size {tuple(size)}")
-        shards = self._cuts.get((dim, size))
+        shards = self._cached_shards.get((dim, size))
         if shards is None:
-            if len(self._cuts) >= _SIZES_KEPT:
-                self._cuts.clear()
-            shards = self._cuts[dim, size] = Items(_chunks(size, dim, self.placements))
+            if len(self._cached_shards) >= _CACHED_SIZES:
+                self._cached_shards.clear()
+            shards = self._cached_shards[dim, size] = Items(_chunks(size, dim, self.placements))
         return ShardedTensorMetadata(shards, size, tensor_properties)
 
     def moved(self, device: torch.device) -> ChunkShardingSpec:
@@ -141,10 +143,10 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass(frozen=True, slots=True)
 class EnumerableShardingSpec(ShardingSpec):
-    """Cuts a tensor into the shards that it lists: grids, uneven ones, any boxes.
+    """Splits a tensor into the shards that it lists: grids, uneven ones, any boxes.
 
     Args:
-        shards: All of them, in the order in which a rank with several holds them.
+        shards: All shards, in the order in which a rank with several holds them.
 
     Raises:
         ValueError: There are none, they differ in number of dims, or two of them overlap.
@@ -160,14 +162,14 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: Items[ShardMetadata]
 
     def __init__(self, shards: Iterable[ShardMetadata]) -> None:
-        found = Items(shards)
-        if not found:
+        items = Items(shards)
+        if not items:
             raise ValueError("shards must not be empty: list all shards of the tensor")
-        if len({len(shard.shard_sizes) for shard in found}) > 1:
-            dims = [len(shard.shard_sizes) for shard in found]
+        if len({len(shard.shard_sizes) for shard in items}) > 1:
+            dims = [len(shard.shard_sizes) for shard in items]
             raise ValueError(f"Found inconsistent numbers of dims for shards: {dims}")
-        validate_non_overlapping_shards_metadata(found)
-        object.__setattr__(self, "shards", found)
+        validate_non_overlapping_shards_metadata(items)
+        object.__setattr__(self, "shards", items)
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
@@ -185,7 +187,7 @@ class EnumerableShardingSpec(ShardingSpec):
 def infer_sharding_spec_from_shards_metadata(
     shards_metadata: Sequence[ShardMetadata],
 ) -> ShardingSpec:
-    """The spec that cuts a tensor into these shards.
+    """The spec of these shards.
 
     Returns:
         A ChunkShardingSpec where the shards are chunks along one dim, in any order, each with a
@@ -207,7 +209,7 @@ def infer_sharding_spec_from_shards_metadata(
     if None not in places:
         shards = sorted(shards_metadata, key=lambda shard: tuple(shard.shard_offsets))
         boxes = [shard.box for shard in shards]
-        shape = tuple(map(max, zip(*(_reach(shard) for shard in shards), strict=True)))
+        shape = tuple(map(max, zip(*(_ends(shard) for shard in shards), strict=True)))
         dim = infer_chunking(shape, boxes)
         if dim is not None:
             return ChunkShardingSpec(dim, [s.placement for s in shards if s.placement is not None])
@@ -251,8 +253,8 @@ def _chunks(
         yield trusted_shard(Items((*before, offset, *after)), sizes[length], place)
 
 
-def _reach(shard: ShardMetadata) -> tuple[int, ...]:
-    """Where the shard ends; an empty one lies nowhere along the dims in which it is empty."""
+def _ends(shard: ShardMetadata) -> tuple[int, ...]:
+    """The shard's end along each dim; 0 along the dims in which it is empty."""
     return tuple(
         offset + size if size else 0
         for offset, size in zip(shard.shard_offsets, shard.shard_sizes, strict=True)

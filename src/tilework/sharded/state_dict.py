@@ -1,4 +1,4 @@
-"""Hooks that bring sharded tensors into state dicts of modules, and back."""
+"""Hooks for sharded tensors in state dicts of modules: saved, and loaded at any layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.sharded.relayout import laid_out_as, layout_of
+from tilework.sharded.reshard_like import describe_value, reshard_like
 from tilework.sharded.tensor import ShardedTensor
 
 
@@ -90,7 +90,7 @@ def pre_load_state_dict_hook(
 
 
 def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -> None:
-    """Replace values by such as have their parameters' layouts."""
+    """Replace values by ones in their parameters' layouts."""
     values = {
         key: state_dict[key]
         for key, parameter in parameters.items()
@@ -102,19 +102,19 @@ def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -
         value = values.get(key)
         tensor = parameter if isinstance(parameter, ShardedTensor) else value
         if isinstance(tensor, ShardedTensor) and not isinstance(tensor.process_group, NonMember):
-            groups.setdefault(tensor.process_group, {})[key] = layout_of(value)
+            groups.setdefault(tensor.process_group, {})[key] = describe_value(value)
     for group, layouts in groups.items():
         agree_equal(lambda layouts=layouts: layouts, group)  # type: ignore[misc]
     for key, value in values.items():
         parameter = parameters[key]
         if isinstance(parameter, ShardedTensor):
-            state_dict[key] = laid_out_as(value, parameter)
+            state_dict[key] = reshard_like(value, parameter)
         elif isinstance(value, ShardedTensor):
             state_dict[key] = value.full_tensor()
 
 
 def _submodules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Each with what its keys begin with; one that has two names comes twice, as in torch."""
+    """Each submodule and the start of its keys; one of two names comes twice, as in torch."""
     for path, submodule in module.named_modules(remove_duplicate=False):
         yield f"{prefix}{path}." if path else prefix, submodule
 

@@ -346,8 +346,8 @@ class ShardedTensor(ShardedTensorBase):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
         _, state = super().__reduce_ex__(protocol)
-        seat = serialization.seat(self._process_group)
-        return _rebuild, (*state, seat, self._init_rrefs, torch.empty(0, device=self.device))
+        saved_by = serialization.rank_info(self._process_group)
+        return _rebuild, (*state, saved_by, self._init_rrefs, torch.empty(0, device=self.device))
 
 
 def _rebuild(
@@ -355,16 +355,16 @@ def _rebuild(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
     is_parameter: bool,
-    seat: serialization.Seat,
+    saved_by: serialization.RankInfo,
     init_rrefs: bool,
-    place: Tensor,
+    on_device: Tensor,
 ) -> ShardedTensor:
-    """The tensor that was saved, on the current group; its shards are where ``place`` is."""
+    """The saved tensor, on the current group, its shards where ``on_device`` was loaded."""
 
     def make() -> ShardedTensor:
-        group = serialization.find_seat(seat)
+        group = serialization.group_to_load_onto(saved_by)
         checks.check_metadata(metadata)
-        loaded, new_spec, local = serialization.as_loaded(metadata, spec, shards, place.device)
+        loaded, new_spec, local = serialization.as_loaded(metadata, spec, shards, on_device.device)
         placed = places(group, loaded.shards_metadata)
         return assemble(ShardedTensor, new_spec, loaded, placed, local, group)
 

@@ -1,4 +1,4 @@
-"""What happens to a module's output: cut anew, or reduced to this rank's shard."""
+"""Hooks on modules' outputs: reshard them, or return this rank's shard."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
-    """Cut the sharded tensors that ``module`` returns anew, in each forward pass.
+    """Reshard the sharded tensors that ``module`` returns, in each forward pass.
 
     Local; the module's forward is collective from now on, over the group of its output. So is
     backward. The output is a new tensor; what the module holds itself stays as it was.
 
     Args:
         module: Hooked in place. What it returns besides sharded tensors is left alone.
-        resharding_spec: Any whose placements are on ranks of the output's group.
+        resharding_spec: Any spec whose placements are on ranks of the output's group.
 
     Returns:
         ``module``.
@@ -51,7 +51,7 @@ def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
 def collect_local_shard(module: ModuleT) -> ModuleT:
     """Return this rank's shard of each sharded tensor that ``module`` returns, as a plain tensor.
 
-    Local; not collective. Gradients flow. If a chunk has the extent 1 along the dim that is cut,
+    Local; not collective. Gradients flow. If a chunk has the extent 1 along the sharded dim,
     that dim is left out: of a tensor of size [4, 16] in 4 chunks each rank gets one of size [16].
 
     Args:
@@ -90,13 +90,13 @@ class _Reshard:
 
 @dataclass(frozen=True)
 class _Collect:
-    """Another."""
+    """A forward hook that can be pickled, too."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return pytree.tree_map_only(ShardedTensor, _local, output)
+        return pytree.tree_map_only(ShardedTensor, _local_output, output)
 
 
-def _local(tensor: ShardedTensor) -> Tensor:
+def _local_output(tensor: ShardedTensor) -> Tensor:
     shard, spec = tensor.local_tensor(), tensor.sharding_spec()
     if isinstance(spec, ChunkShardingSpec) and shard.size(spec.dim) == 1:
         return shard.squeeze(spec.dim)

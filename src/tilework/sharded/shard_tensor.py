@@ -1,4 +1,4 @@
-"""From plain tensors to sharded ones: a tensor, a module's parameter."""
+"""Sharded tensors of one rank's values: shard_tensor, shard_parameter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shard_tensor(
     src_rank: int = 0,
     process_group: AnyGroup = None,
 ) -> ShardedTensor:
-    """A sharded tensor with the values that one rank has.
+    """A sharded tensor with one rank's values.
 
     Collective over the group; blocks. What is wrong on one rank raises on all, and nothing has
     moved then. The result shares no memory with ``tensor``. It requires a gradient if ``tensor``
@@ -43,8 +43,8 @@ def shard_tensor(
     Args:
         tensor: On ``src_rank`` the values. On the others one of the same size, dtype and
             ``requires_grad``, whose values are not used: a meta tensor will do.
-        sharding_spec: Any that covers the tensor.
-        src_rank: The global rank whose tensor it is.
+        sharding_spec: Any spec that covers the tensor.
+        src_rank: The global rank of the values.
         process_group: The group; the default group if None. A rank outside it gets the
             metadata, and no shard.
 
@@ -64,9 +64,9 @@ def shard_tensor(
         >>> run_ranks(2, program)
         [[0, 1], [2, 3]]
     """
-    cut = Cut("input tensor", tensor, sharding_spec, src_rank, process_group)
-    agree_equal(cut.facts, process_group)
-    return cut.scatter()
+    request = ShardRequest("input tensor", tensor, sharding_spec, src_rank, process_group)
+    agree_equal(request.facts, process_group)
+    return request.scatter()
 
 
 ShardingSpec._shard_tensor = staticmethod(shard_tensor)
@@ -79,17 +79,17 @@ def shard_parameter(
     src_rank: int = 0,
     process_group: AnyGroup = None,
 ) -> None:
-    """Replace a parameter by a sharded one with the values that one rank has.
+    """Replace a parameter by a sharded one with one rank's values.
 
     Collective over the group; blocks. As :func:`shard_tensor` otherwise. Where other modules
     share the parameter they keep the plain one: :func:`shard_module` replaces all of them.
 
     Args:
-        module: Where it is; changed in place.
+        module: The module; changed in place.
         param_name: The name of a parameter, a buffer or a plain tensor of this very module.
             It becomes a parameter, which requires a gradient if it did before.
-        sharding_spec: Any that covers it.
-        src_rank: The global rank whose values count.
+        sharding_spec: Any spec that covers it.
+        src_rank: The global rank of the values.
         process_group: The group; the default group if None.
 
     Raises:
@@ -108,31 +108,33 @@ def shard_parameter(
         >>> run_ranks(2, program)
         [torch.Size([2, 3]), torch.Size([2, 3])]
     """
-    cuts: list[Cut] = []
+    requests: list[ShardRequest] = []
 
-    def check() -> Mapping[str, Any]:
+    def facts() -> Mapping[str, Any]:
         tensor = tensor_of(module, param_name)
         name = f"param: {param_name}"
-        cuts.append(Cut(name, tensor, sharding_spec, src_rank, process_group))
-        return cuts[0].facts()
+        requests.append(ShardRequest(name, tensor, sharding_spec, src_rank, process_group))
+        return requests[0].facts()
 
-    agree_equal(check, process_group)
-    put_parameter(module, param_name, as_parameter(cuts[0].scatter()))
+    agree_equal(facts, process_group)
+    put_parameter(module, param_name, as_parameter(requests[0].scatter()))
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
-    """The tensor that can be replaced in ``module`` under this name."""
+    """The tensor of this name in ``module``, which can be replaced."""
     kind = type(module).__name__
     if not hasattr(module, name):
         raise AttributeError(f"{kind} has no attribute `{name}`")
-    found = getattr(module, name)
-    if not isinstance(found, Tensor):
-        raise ValueError(f"Expected {kind}.{name} to be a Tensor, but found {type(found).__name__}")
+    tensor = getattr(module, name)
+    if not isinstance(tensor, Tensor):
+        raise ValueError(
+            f"Expected {kind}.{name} to be a Tensor, but found {type(tensor).__name__}"
+        )
     if not any(name in own for own in (module._parameters, module._buffers, vars(module))):
         raise ValueError(
             f"{kind}.{name} is computed from something else: shard what it is computed from"
         )
-    return found
+    return tensor
 
 
 def as_parameter(tensor: ShardedTensor) -> nn.Parameter:
@@ -141,15 +143,15 @@ def as_parameter(tensor: ShardedTensor) -> nn.Parameter:
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put it in the place of what has this name."""
+    """Replace what has this name by a parameter."""
     if name not in module._parameters:  # else it keeps its place among the parameters
         delattr(module, name)
     module.register_parameter(name, parameter)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor that is to be sharded."""
+class ShardRequest:
+    """A plain tensor that is to be sharded, and how."""
 
     name: str
     tensor: Tensor
@@ -158,7 +160,7 @@ class Cut:
     group: AnyGroup
 
     def facts(self) -> dict[str, Any]:
-        """What ranks must agree on, once this rank has checked it."""
+        """The facts that ranks must agree on, once this rank has checked its own."""
         tensor, spec = self.tensor, self.spec
         if isinstance(tensor, ShardedTensor):
             raise ValueError(f"{self.name} is sharded already: use its reshard(spec)")
@@ -205,31 +207,30 @@ class Cut:
     def scatter(self) -> ShardedTensor:
         """Move the values from ``src_rank``. Collective, after ranks have agreed on the facts."""
         tensor, rank = self.tensor.detach(), get_rank()
-        made = ShardedTensor(
+        sharded = ShardedTensor(
             self.spec,
             tensor.shape,
             dtype=tensor.dtype,
             requires_grad=self.tensor.requires_grad,
             process_group=self.group,
         )
-        if isinstance(made.process_group, NonMember):
-            return made
-        tiles = [tile.detach() for tile in made.local_tiles()]
-        where = tensor.device
-        if tensor.is_meta:  # here nothing comes from it
-            where = tiles[0].device if tiles else torch.device("cpu")
-        straight = all(tile.device == where for tile in tiles)
+        if isinstance(sharded.process_group, NonMember):
+            return sharded
+        tiles = [tile.detach() for tile in sharded.local_tiles()]
+        device = tensor.device
+        if tensor.is_meta:  # on ranks that only receive
+            device = tiles[0].device if tiles else torch.device("cpu")
+        in_place = all(tile.device == device for tile in tiles)
+        source = replicated_tiling(tuple(tensor.shape), (self.src_rank,))
         moved = run_plan(
-            transfer_plan(
-                replicated_tiling(tuple(tensor.shape), (self.src_rank,)), made.tiling, rank
-            ),
+            transfer_plan(source, sharded.tiling, rank),
             [tensor] if rank == self.src_rank else [],
             self.group,
-            out=tiles if straight else None,
+            out=tiles if in_place else None,
             dtype=tensor.dtype,
-            device=where,
+            device=device,
         )
-        if not straight:
+        if not in_place:
             for tile, values in zip(tiles, moved, strict=True):
                 tile.copy_(values)
-        return made
+        return sharded

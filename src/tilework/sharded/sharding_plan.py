@@ -1,4 +1,4 @@
-"""Sharding whole modules by a plan: which parameter is cut how, and what becomes of outputs."""
+"""Sharding of a whole module by a plan: specs of its parameters, and of outputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tilework.comm.agreement import agree_equal
 from tilework.comm.world import AnyGroup
-from tilework.sharded.module import collect_local_shard, reshard_output
-from tilework.sharded.sharding import (
-    Cut,
+from tilework.sharded.module_outputs import collect_local_shard, reshard_output
+from tilework.sharded.shard_tensor import (
+    ShardRequest,
     as_parameter,
     put_parameter,
     tensor_of,
@@ -23,7 +23,7 @@ from tilework.tiled.module_plan import close_names, is_pattern, matching_names, 
 
 
 class Sharder(ABC):
-    """Shards a submodule in a way that no spec can say."""
+    """Shards a submodule in a way that no spec can express."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
@@ -35,7 +35,7 @@ class Sharder(ABC):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a module is to be sharded; a value.
+    """The specs of a module's parameters and outputs; a value.
 
     Names are those of ``named_parameters()`` and ``named_modules()``; ``""`` is the module itself.
     In a parameter's name each part between dots may have wildcards: ``"layers.*.weight"`` names
@@ -44,8 +44,8 @@ class ShardingPlan:
     Args:
         plan: For parameters (buffers and plain tensors too, by their exact names) the spec, for
             submodules a :class:`Sharder`.
-        output_plan: For modules how what they return is cut anew (:func:`reshard_output`); None
-            leaves it.
+        output_plan: For modules the spec of what they return (:func:`reshard_output`); None leaves
+            it.
         return_local_tensor: Modules that return this rank's shard (:func:`collect_local_shard`),
             after ``output_plan``.
 
@@ -89,13 +89,13 @@ class ShardingPlanner(ABC):
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """How to shard ``module``; the same on every rank."""
+        """The plan for ``module``; the same on every rank."""
 
 
 def shard_module(
     module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: AnyGroup = None
 ) -> None:
-    """Shard a module as the plan says, with the values that one rank has.
+    """Shard a module by a plan, with one rank's values.
 
     Collective over the group; blocks. The whole plan is checked on all ranks first: what is wrong
     on one raises on all, and the module is as it was. Parameters that are shared between modules
@@ -105,7 +105,7 @@ def shard_module(
         module: Changed in place. On ranks other than ``src_rank`` it may be on the meta device, as
             far as the plan shards it.
         plan: The same on every rank.
-        src_rank: The global rank whose values count.
+        src_rank: The global rank of the values.
         process_group: The group; the default group if None.
 
     Raises:
@@ -126,27 +126,27 @@ def shard_module(
         >>> run_ranks(2, program)
         [[(2, 3)], [(2, 3)]]
     """
-    resolved: list[_Resolved] = []
+    resolutions: list[_ResolvedPlan] = []
 
-    def check() -> Mapping[str, Any]:
-        resolved.append(_Resolved(module, plan, src_rank, process_group))
-        return resolved[0].facts()
+    def facts() -> Mapping[str, Any]:
+        resolutions.append(_ResolvedPlan(module, plan, src_rank, process_group))
+        return resolutions[0].facts()
 
-    agree_equal(check, process_group)
-    todo = resolved[0]
-    for cut in todo.cuts.values():
-        parameter = as_parameter(cut.scatter())
-        for place in todo.places_of(cut.tensor):
-            put_parameter(*split_name(module, place), parameter)
-    for name, sharder in todo.sharders.items():
+    agree_equal(facts, process_group)
+    resolved = resolutions[0]
+    for request in resolved.requests.values():
+        parameter = as_parameter(request.scatter())
+        for name in resolved.names_of(request.tensor):
+            put_parameter(*split_name(module, name), parameter)
+    for name, sharder in resolved.sharders.items():
         _replace_module(module, name, sharder)
-    for name, spec in todo.outputs.items():
+    for name, spec in resolved.outputs.items():
         reshard_output(module.get_submodule(name), spec)
     for name in plan.return_local_tensor or ():
         collect_local_shard(module.get_submodule(name))
 
 
-class _Resolved:
+class _ResolvedPlan:
     """A plan's names, looked up in a module."""
 
     def __init__(
@@ -157,34 +157,36 @@ class _Resolved:
         self.parameters = dict(module.named_parameters(remove_duplicate=False))
         self.modules = dict(module.named_modules(remove_duplicate=False))
         specs, self.sharders = self._specs_and_sharders()
-        self.cuts: dict[str, Cut] = {}
+        self.requests: dict[str, ShardRequest] = {}
         for name in (*specs, *self.sharders):
             self._check_free(name)
         for name, spec in specs.items():
             tensor = tensor_of(*split_name(module, name))
-            if not self._known(name, tensor, spec):
-                self.cuts[name] = Cut(name, tensor, spec, src_rank, group)
+            if not self._is_requested(name, tensor, spec):
+                self.requests[name] = ShardRequest(name, tensor, spec, src_rank, group)
         outputs = (plan.output_plan or {}).items()
         self.outputs = {name: spec for name, spec in outputs if spec is not None}
         for name in (*self.sharders, *self.outputs, *(plan.return_local_tensor or ())):
             self._require(name, self.modules)
 
     def facts(self) -> Mapping[str, Any]:
-        """What ranks must agree on."""
-        found: dict[str, Any] = {}
-        for cut in self.cuts.values():
-            found.update(cut.facts())
+        """The facts that ranks must agree on."""
+        facts: dict[str, Any] = {}
+        for request in self.requests.values():
+            facts.update(request.facts())
         for name, sharder in self.sharders.items():
-            found[f"{name}: sharder"] = type(sharder).__name__
+            facts[f"{name}: sharder"] = type(sharder).__name__
         for name, spec in self.outputs.items():
-            found[f"{name}: output_plan"] = repr(spec)
-        found["return_local_tensor"] = sorted(self.plan.return_local_tensor or ())
-        return found
+            facts[f"{name}: output_plan"] = repr(spec)
+        facts["return_local_tensor"] = sorted(self.plan.return_local_tensor or ())
+        return facts
 
-    def places_of(self, tensor: Tensor) -> list[str]:
+    def names_of(self, tensor: Tensor) -> list[str]:
         """All names of one tensor."""
         names = [name for name, parameter in self.parameters.items() if parameter is tensor]
-        return names or [name for name, cut in self.cuts.items() if cut.tensor is tensor]
+        if names:
+            return names
+        return [name for name, request in self.requests.items() if request.tensor is tensor]
 
     def _specs_and_sharders(self) -> tuple[dict[str, ShardingSpec], dict[str, Sharder]]:
         specs: dict[str, ShardingSpec] = {}
@@ -197,20 +199,20 @@ class _Resolved:
                 self._require(name, self.parameters)
                 specs[name] = how
             else:
-                for found in self._matches(name):
-                    if specs.setdefault(found, how) != how:
+                for matched in self._matches(name):
+                    if specs.setdefault(matched, how) != how:
                         raise ValueError(
-                            f"two wildcards of the plan give {found!r} different specs: {how} and "
-                            f"{specs[found]}; name it exactly, which goes before wildcards"
+                            f"two wildcards of the plan give {matched!r} different specs: {how} "
+                            f"and {specs[matched]}; name it exactly, which goes before wildcards"
                         )
         # In an order that is the same on all ranks, whatever the order in which they wrote it.
         return dict(sorted(specs.items())), dict(sorted(sharders.items()))
 
     def _matches(self, pattern: str) -> list[str]:
-        found = matching_names(pattern, self.parameters)
-        if not found:
+        names = matching_names(pattern, self.parameters)
+        if not names:
             raise self._unknown(pattern, self.parameters)
-        return found
+        return names
 
     def _require(self, name: str, known: Mapping[str, object]) -> None:
         if name not in known:
@@ -232,14 +234,14 @@ class _Resolved:
                     f"it is in: leave out one of them"
                 )
 
-    def _known(self, name: str, tensor: Tensor, spec: ShardingSpec) -> bool:
-        """Whether the same tensor is to be cut already, under another name."""
-        for other, cut in self.cuts.items():
-            if cut.tensor is tensor:
-                if cut.spec != spec:
+    def _is_requested(self, name: str, tensor: Tensor, spec: ShardingSpec) -> bool:
+        """True if the same tensor is to be sharded under another name already."""
+        for other, request in self.requests.items():
+            if request.tensor is tensor:
+                if request.spec != spec:
                     raise ValueError(
                         f"{other!r} and {name!r} are one parameter, but the plan gives them "
-                        f"different specs: {cut.spec} and {spec}"
+                        f"different specs: {request.spec} and {spec}"
                     )
                 return True
         return False
@@ -247,10 +249,10 @@ class _Resolved:
 
 def _replace_module(module: nn.Module, name: str, sharder: Sharder) -> None:
     owner, last = split_name(module, name)
-    made = sharder.shard(module.get_submodule(name))
-    if not isinstance(made, nn.Module):
+    replacement = sharder.shard(module.get_submodule(name))
+    if not isinstance(replacement, nn.Module):
         raise TypeError(
-            f"{type(sharder).__name__}.shard returned {type(made).__name__} for {name!r}: it must "
-            f"return a module"
+            f"{type(sharder).__name__}.shard returned {type(replacement).__name__} for {name!r}: "
+            f"it must return a module"
         )
-    setattr(owner, last, made)
+    setattr(owner, last, replacement)

@@ -1,4 +1,4 @@
-"""The values of a tensor in another layout."""
+"""The values of a tensor, sharded as another one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.transfer_plans import transfer_plan
 
 
-def laid_out_as(source: Tensor, like: ShardedTensor) -> ShardedTensor:
-    """The values of ``source``, cut and placed as ``like``, without gradients.
+def reshard_like(source: Tensor, like: ShardedTensor) -> ShardedTensor:
+    """The values of ``source``, sharded and placed as ``like``, without gradients.
 
-    A plain ``source`` is one that every rank has whole: each takes its part, and nothing is
-    communicated. A sharded one is moved over the group of ``like``: collective over it. What need
-    not move is not copied.
+    A plain ``source`` is replicated: each rank takes its slice, and nothing is communicated. A
+    sharded one is moved over the group of ``like``: collective over it. Tiles that need not move
+    are not copied.
 
     Raises:
         ValueError: The sizes differ, or a rank outside the group of ``like`` holds a shard.
@@ -47,12 +47,12 @@ def _tiles(source: Tensor, like: ShardedTensor) -> list[Tensor]:
             f"ranks {outside} hold shards of the tensor, but are not in the group of ranks "
             f"{members} that is to get it: reshard it onto those first"
         )
-    steps = transfer_plan(source.tiling, like.tiling, get_rank())
-    return run_plan(steps, source.local_tiles(), group, dtype=source.dtype)
+    plan = transfer_plan(source.tiling, like.tiling, get_rank())
+    return run_plan(plan, source.local_tiles(), group, dtype=source.dtype)
 
 
-def layout_of(value: object) -> str:
-    """What ranks must agree on before they move a value."""
+def describe_value(value: object) -> str:
+    """The type, dtype, size and layout of a value, for ranks to compare before they move it."""
     if value is None:
         return "nothing"
     if not isinstance(value, Tensor):
