@@ -1,8 +1,8 @@
 """The operator table: one entry per operator of torch's, with everything that is known of it.
 
-All facts go in by :func:`register`: :func:`rule`, :func:`decomposition` and :func:`handler` are its
-forms as decorators, and users' own rules take the same way. :func:`find` has a torch function's
-entry.
+All facts go in by :func:`register`: :func:`rule`, :func:`dtensor_rule` and :func:`dtensor_handler`
+are its forms as decorators, and users' own rules are in the same table. :func:`find` has the entry
+of a torch function.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class OpEntry:
 
     Args:
         name: Its canonical name (see :mod:`~tilework.tiled.op_names`).
-        rule: What a call does to dims: asked with the arguments of the call.
-        decomposition: Asked before the rule, with the same arguments: how a DTensor computes the
-            call by other operators, where the rule would gather sharded dims; None: ask the rule.
+        rule: How a call runs on shards of any kind, asked with its arguments.
+        dtensor_rule: Asked first if the call has DTensors: how it runs on a mesh where ``rule``
+            would gather sharded dims; None as its result: ``rule`` is asked.
         values_matter: Whether numbers among the arguments may change what these two say; else only
             the numbers' kinds do, and a cached result serves calls with other numbers.
         dtensor_handler: What runs on DTensors instead of any rule.
@@ -51,7 +51,7 @@ class OpEntry:
 
     name: str
     rule: RuleFunction | None = None
-    decomposition: RuleFunction | None = None
+    dtensor_rule: RuleFunction | None = None
     values_matter: bool = True
     dtensor_handler: Handler | None = None
     is_elementwise: bool = False
@@ -63,8 +63,8 @@ class OpEntry:
 
     @property
     def has_rule(self) -> bool:
-        """True if a rule or a decomposition is known."""
-        return self.rule is not None or self.decomposition is not None
+        """True if a rule of either kind is known."""
+        return self.rule is not None or self.dtensor_rule is not None
 
     @property
     def draws(self) -> bool:
@@ -94,8 +94,8 @@ _DEFAULTS = {field.name: field.default for field in fields(OpEntry)}
 #: Ways to run a call, of which those that are alternatives exclude each other.
 _EXCLUSIVE = {
     "rule": ("dtensor_handler",),
-    "decomposition": ("dtensor_handler",),
-    "dtensor_handler": ("rule", "decomposition"),
+    "dtensor_rule": ("dtensor_handler",),
+    "dtensor_handler": ("rule", "dtensor_rule"),
 }
 
 
@@ -128,7 +128,7 @@ def _new_entry(key: Key) -> OpEntry:
         return OpEntry(key)
     name, _ = canonical_name(key)
     named = _ENTRIES.get(name) or OpEntry(name)
-    return replace(named, rule=None, decomposition=None, values_matter=True, dtensor_handler=None)
+    return replace(named, rule=None, dtensor_rule=None, values_matter=True, dtensor_handler=None)
 
 
 def override_rule(key: Key, rule: RuleFunction) -> None:
@@ -188,12 +188,12 @@ def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
     return add
 
 
-def decomposition(*keys: Key) -> Callable[[RuleT], RuleT]:
-    """Register the decorated function as the decomposition of operators."""
+def dtensor_rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
+    """Register the decorated function as a rule for DTensors only; as :func:`rule` otherwise."""
 
     def add(function: RuleT) -> RuleT:
         for key in keys:
-            register(key, decomposition=function)
+            register(key, dtensor_rule=function, **facts)
         return function
 
     return add

@@ -66,7 +66,7 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
 
 def parameter_names(entry: OpEntry) -> tuple[str, ...]:
     """The names of an operator's arguments in their order, as its rules and torch have them."""
-    rules = [rule for rule in (entry.decomposition, entry.rule) if rule is not None]
+    rules = [rule for rule in (entry.dtensor_rule, entry.rule) if rule is not None]
     if not rules:
         return ()
     names = [name for rule in rules for name in signature(rule).parameters]

@@ -149,10 +149,10 @@ class ShardingPropagator:
         )
 
     def _ask_rule(self, call: Call, args: Sequence[DTensorArg]) -> RuleResult:
-        """The result of the decomposition, else of the rule; None if neither knows the call."""
+        """The result of the rule for DTensors, else of the general one; None if both have none."""
         positional, named = with_tensors(call.args, call.kwargs, iter(args))
         named.pop("out", None)  # it is None
-        for rule in (self.entry.decomposition, self.entry.rule):
+        for rule in (self.entry.dtensor_rule, self.entry.rule):
             if rule is None:
                 continue
             try:

@@ -15,12 +15,12 @@ from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.layout import Shard
 from tilework.tiled.factors import Dim, Factor, broadcast, dim_factors, volume
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
 
 _attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
-@rule("scaled_dot_product_attention")
+@dtensor_rule("scaled_dot_product_attention")
 def _attention(
     query: Any,
     key: Any,

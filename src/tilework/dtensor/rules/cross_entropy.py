@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import Span, operator, settled
-from tilework.dtensor.rules.losses import MEAN, NONE, SUM, reduced
+from tilework.dtensor.rules.helpers import operator, settled
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.index_range import Span
+from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduced
 
 _nn: Any = torch._C._nn
 _NAMES = {NONE: "none", MEAN: "mean", SUM: "sum"}
@@ -55,7 +56,7 @@ def _uncut(*args: Any) -> bool:
 # -- negative log likelihood -----------------------------------------------------------------
 
 
-@rule(_nn.nll_loss_nd)
+@dtensor_rule(_nn.nll_loss_nd)
 def _nll_loss(
     input: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> RuleResult:
@@ -156,7 +157,7 @@ def _nll(
 # -- cross entropy ---------------------------------------------------------------------------
 
 
-@rule(_nn.cross_entropy_loss)
+@dtensor_rule(_nn.cross_entropy_loss)
 def _cross_entropy(
     input: Any,
     target: Any,

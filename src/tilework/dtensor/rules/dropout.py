@@ -15,7 +15,7 @@ from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Replicate, Shard
 from tilework.tiled.op_rules import Decomposition, RuleResult
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
 
 #: What SELU comes to far below zero, negated; see the paper on self-normalising networks.
 _ALPHA = 1.7580993408473766
@@ -94,7 +94,7 @@ def _composed(name: str, run: Callable[..., Any], **facts: Any) -> None:
     def answer(input: Any, p: float, train: bool | None) -> RuleResult:
         return Decomposition(run)
 
-    rule(name, values_matter=False, **facts)(answer)
+    dtensor_rule(name, values_matter=False, **facts)(answer)
 
 
 _composed("dropout", _dropout(features=False))

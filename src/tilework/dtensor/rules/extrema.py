@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.rules.elementwise import pointwise
 from tilework.dtensor.rules.helpers import operator, settled
-from tilework.dtensor.rules.reduction_args import any_sharded, dims_of, left_of, reduced, reduction
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.extrema import extreme_dims
+from tilework.tiled.rules.reduction_args import any_sharded, left_of, numpy_names, reduced
 
 # -- operators of parts ------------------------------------------------------------------------
 
@@ -192,41 +193,43 @@ def _best_at(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor,
 # -- rules -------------------------------------------------------------------------------------
 
 
+def _sharded_dims(input: Arg, dim: Any) -> Ints | None:
+    """The dims that are reduced, if some of them is sharded."""
+    dims = extreme_dims(input, dim)
+    return None if dims is None or not any_sharded(input, dims) else dims
+
+
 def _register(name: str) -> None:
-    """The rules of amax, max and argmax, or of amin, min and argmin."""
+    """Register the rules of amax, max and argmax, or of amin, min and argmin."""
     fold = f"a{name}"
     kind = getattr(torch.return_types, name)
 
-    @reduction(fold)
+    @dtensor_rule(fold)
+    @numpy_names
     def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
-        dims = dims_of(input.ndim, dim)
-        if dims is None or not all(input.shape[one] for one in dims):
+        dims = _sharded_dims(input, dim)
+        if dims is None:
             return None
-        if not any_sharded(input, dims):
-            return reduced(input, dims, keepdim, None)
         return Decomposition(lambda input, *_, **__: _best(input, fold, dims, keepdim))
 
-    @reduction(name)
+    @dtensor_rule(name)
+    @numpy_names
     def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
         if isinstance(dim, Arg) or isinstance(other, Arg):
-            return pointwise([one for one in (input, dim, other) if isinstance(one, Arg)])
-        dims = dims_of(input.ndim, dim)
-        if dims is None or not all(input.shape[one] for one in dims):
             return None
-        results = 1 if dim is None else 2
-        if not any_sharded(input, dims):
-            return reduced(input, dims, keepdim, None, results=results)
+        dims = _sharded_dims(input, dim)
+        if dims is None:
+            return None
         if dim is None:
             return Decomposition(lambda input: _best(input, fold, dims, False, nan_too=True))
         return Decomposition(lambda input, *_, **__: kind(_best_at(input, fold, dims[0], keepdim)))
 
-    @reduction(f"arg{name}")
+    @dtensor_rule(f"arg{name}")
+    @numpy_names
     def argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-        dims = dims_of(input.ndim, dim)
-        if dims is None or not all(input.shape[one] for one in dims):
+        dims = _sharded_dims(input, dim)
+        if dims is None:
             return None
-        if not any_sharded(input, dims):
-            return reduced(input, dims, keepdim, None)
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:
             value = settled(input).detach()
@@ -242,13 +245,12 @@ _register("max")
 _register("min")
 
 
-@reduction("aminmax")
+@dtensor_rule("aminmax")
+@numpy_names
 def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    if dims is None or not all(input.shape[one] for one in dims):
+    dims = _sharded_dims(input, dim)
+    if dims is None:
         return None
-    if not any_sharded(input, dims):
-        return reduced(input, dims, keepdim, None, results=2)
 
     def run(input: Tensor, **_: Any) -> Any:
         input = settled(input)

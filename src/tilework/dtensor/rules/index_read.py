@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
-from tilework.dtensor.rules.helpers import Span, operator, tied
-from tilework.dtensor.rules.reshaping import common_shape, dim_at
+from tilework.dtensor.rules.helpers import operator
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import DimFactors, Factor, broadcast
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.index_range import Span
+from tilework.tiled.rules.reshaping import common_shape, dim_at
 
 #: For each dim the tensor that indexes it, or None for one that is taken as it is.
 Indices = Sequence[Any]
@@ -136,7 +138,7 @@ def _get(x: Tensor, at: Sequence[Any]) -> Tensor:
 # -- torch's operators -----------------------------------------------------------------------
 
 
-@rule("index_select")
+@dtensor_rule("index_select")
 def _index_select(input: Arg, dim: int, index: Arg) -> RuleResult:
     return Decomposition(_select_at)
 
@@ -149,7 +151,7 @@ def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return take_at(input, indices)
 
 
-@rule("gather")
+@dtensor_rule("gather")
 def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> RuleResult:
     if not input.ndim or input.ndim != index.ndim:
         return None
@@ -190,14 +192,14 @@ def narrowed_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor
     return tensor
 
 
-@rule("take")
+@dtensor_rule("take")
 def _take(input: Arg, index: Arg) -> RuleResult:
     return Decomposition(
         lambda input, index: take_at(input.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
     )
 
 
-@rule("take_along_dim")
+@dtensor_rule("take_along_dim")
 def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> RuleResult:
     def compute(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
         if dim is None:
@@ -212,10 +214,26 @@ def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> RuleResult:
     return Decomposition(compute)
 
 
+@dtensor_rule("repeat_interleave")
+def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: Any) -> RuleResult:
+    if repeats is None or isinstance(repeats, int):
+        return None
+    return Decomposition(_repeat_each)
+
+
+def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: Any) -> Tensor:
+    """Elements of a dim, each as often as ``repeats`` says."""
+    if dim is None:
+        input, dim = input.flatten(), 0
+    counts = repeats.full_tensor() if isinstance(repeats, DTensor) else repeats
+    places = torch.arange(input.shape[dim]).repeat_interleave(counts.expand(input.shape[dim]))
+    return input.index_select(dim, places)
+
+
 # -- masks -----------------------------------------------------------------------------------
 
 
-@rule("nonzero")
+@dtensor_rule("nonzero")
 def _nonzero(input: Arg, *, as_tuple: bool = False) -> RuleResult:
     return Decomposition(_places_of)
 
@@ -231,10 +249,10 @@ def _places_of(input: DTensor, *, as_tuple: bool = False) -> Any:
     return tuple([everywhere(one, input) for one in places.unbind(1)])
 
 
-rule("argwhere")(lambda input: Decomposition(_places_of))
+dtensor_rule("argwhere")(lambda input: Decomposition(_places_of))
 
 
-@rule("masked_select")
+@dtensor_rule("masked_select")
 def _masked_select(input: Arg, mask: Arg) -> RuleResult:
     def compute(input: Tensor, mask: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
@@ -243,7 +261,7 @@ def _masked_select(input: Arg, mask: Arg) -> RuleResult:
     return Decomposition(compute)
 
 
-@rule("masked_scatter")
+@dtensor_rule("masked_scatter")
 def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
     if mask.dtype is not torch.bool or source.dtype != input.dtype:
         return None  # torch tells what is wrong
@@ -264,7 +282,7 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
     return Decomposition(compute)
 
 
-@rule("isin")
+@dtensor_rule("isin")
 def _isin(elements: Any, test_elements: Any, **_: Any) -> RuleResult:
     given = {one: [None] * one.ndim for one in (elements, test_elements) if isinstance(one, Arg)}
     if not isinstance(elements, Arg):

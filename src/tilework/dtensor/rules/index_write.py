@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.pytree import tensors_in
-from tilework.dtensor.rules.helpers import Span, operator
+from tilework.dtensor.rules.helpers import operator
 from tilework.dtensor.rules.index_read import Indices, found, front_of, narrowed_to, spread
-from tilework.dtensor.rules.reshaping import common_shape, dim_at
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.index_range import Span
+from tilework.tiled.rules.reshaping import common_shape, dim_at
 
 # -- indexing's own operator -----------------------------------------------------------------
 
@@ -126,8 +127,8 @@ def writer(name: str, here: Callable[..., RuleResult], body: Callable[..., Any])
         body(input, *args, **kwargs)
         return input
 
-    rule(name)(lambda *args, **named: here(False, *args, **named) or Decomposition(anew))
-    rule(getattr(Tensor, name + "_"))(
+    dtensor_rule(name)(lambda *args, **named: here(False, *args, **named) or Decomposition(anew))
+    dtensor_rule(getattr(Tensor, name + "_"))(
         lambda *args, **named: here(True, *args, **named) or Decomposition(in_place)
     )
 
@@ -340,10 +341,10 @@ def _into(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
     return lambda *_, **__: Decomposition(compute)
 
 
-rule("diagonal_scatter")(_into(torch.diagonal))
+dtensor_rule("diagonal_scatter")(_into(torch.diagonal))
 
 
-@rule("select_scatter")
+@dtensor_rule("select_scatter")
 def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
     def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
         made = on_mesh(input, src).clone()
@@ -353,7 +354,7 @@ def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
     return Decomposition(compute)
 
 
-@rule("slice_scatter")
+@dtensor_rule("slice_scatter")
 def _slice_scatter(
     input: Arg, src: Arg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> RuleResult:

@@ -14,10 +14,10 @@ from tilework.dtensor.rules.index_write import never, on_mesh, put_at_, writer
 from tilework.dtensor.rules.slicing import Item, basic, indexed
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
 
 
-@rule("__getitem__", is_view=True)
+@dtensor_rule("__getitem__", is_view=True)
 def _getitem(input: DTensorArg, index: Any) -> RuleResult:
     items = basic(index, input.shape)
     if items is not None:
@@ -47,7 +47,7 @@ def _get(input: Tensor, index: Any) -> Tensor:
     return part if indices is None else take_at(part, indices)
 
 
-@rule("__setitem__")
+@dtensor_rule("__setitem__")
 def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
     return Decomposition(_set)
 
@@ -85,7 +85,7 @@ def _as_index(indices: Any) -> tuple[Any, ...]:
     return tuple([slice(None) if one is None else one for one in indices])
 
 
-@rule("index")
+@dtensor_rule("index")
 def _index(input: Arg, indices: Any) -> RuleResult:
     return Decomposition(lambda input, indices: input[_as_index(indices)])
 

@@ -18,13 +18,13 @@ from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _torchs_own: Any = without_override_checks(F.multi_head_attention_forward)
 
 
-@rule("multi_head_attention_forward")
+@dtensor_rule("multi_head_attention_forward")
 def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> RuleResult:
     return Decomposition(multi_head_attention)
 

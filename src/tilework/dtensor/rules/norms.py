@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
-from tilework.dtensor.rules.helpers import settled, tied
+from tilework.dtensor.rules.helpers import settled
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import register, rule
+from tilework.tiled.op_table import dtensor_rule, register
+from tilework.tiled.rules.empty_shards import tied
 
 ArgT = TypeVar("ArgT", bound=Arg)
 
 
-@rule("local_response_norm")
+@dtensor_rule("local_response_norm")
 def _local_response_norm(
     input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> RuleResult:
@@ -42,7 +43,7 @@ def _given(*args: ArgT | None) -> list[ArgT]:
 # -- over the last dims ----------------------------------------------------------------------
 
 
-@rule("layer_norm")
+@dtensor_rule("layer_norm")
 def _layer_norm(
     input: Any,
     normalized_shape: Any,
@@ -54,7 +55,7 @@ def _layer_norm(
     return _over_last(input, normalized_shape, _given(weight, bias), _composed_layer_norm)
 
 
-@rule("rms_norm")
+@dtensor_rule("rms_norm")
 def _rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> RuleResult:
@@ -123,7 +124,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 # -- over channels ---------------------------------------------------------------------------
 
 
-@rule(torch.group_norm)
+@dtensor_rule(torch.group_norm)
 def _group_norm(
     input: Any,
     num_groups: int,
@@ -182,7 +183,7 @@ def _by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
     return _affine(x, w, b)
 
 
-@rule(torch.instance_norm)
+@dtensor_rule(torch.instance_norm)
 def _instance_norm(
     input: Any,
     weight: Any,
@@ -263,7 +264,7 @@ for _name in (
     register(_name, silent_writes=_STATISTICS)
 
 
-@rule(torch.batch_norm)
+@dtensor_rule(torch.batch_norm)
 def _batch_norm(
     input: Any,
     weight: Any,

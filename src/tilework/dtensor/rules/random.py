@@ -15,7 +15,7 @@ from tilework.dtensor.random.generator import draw_alike, fill_part, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_handler, register, rule
+from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
 
 #: What is drawn, and what is then made of it.
 Drawn = tuple[Distribution, Callable[[Tensor], Tensor] | None]
@@ -140,7 +140,7 @@ def _after(found: Tensor, input: Tensor) -> Tensor:
     return torch.where(torch.ones_like(input, dtype=torch.bool), found, input)
 
 
-@rule("bernoulli")
+@dtensor_rule("bernoulli")
 def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResult:
     def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
         if p is None:
@@ -150,7 +150,7 @@ def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResul
     return Decomposition(run)
 
 
-@rule("normal")
+@dtensor_rule("normal")
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResult:
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
         like = mean + std  # of the shape and the layout that both broadcast to
@@ -180,7 +180,7 @@ def _alike(name: str) -> None:
         whole = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
         return replicated(draw_alike(mesh, operator, *whole, **kwargs), mesh)
 
-    rule(name)(lambda *args, **kwargs: Decomposition(run))
+    dtensor_rule(name)(lambda *args, **kwargs: Decomposition(run))
 
 
 for _name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):

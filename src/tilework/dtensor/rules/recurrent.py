@@ -16,7 +16,7 @@ from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.factors import Dim, Factor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
 
 _vf: Any = torch._VF
 _SEQUENCES = (list, tuple)
@@ -67,13 +67,13 @@ def _by_layers(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[
 
 
 for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    rule(_kind)(partial(_layers, _kind))
+    dtensor_rule(_kind)(partial(_layers, _kind))
 
 
 # -- cells -----------------------------------------------------------------------------------
 
 
-@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+@dtensor_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
     batch = Factor(input.shape[0], "batch")
     states = _listed(hx)
@@ -85,12 +85,12 @@ def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
 # -- packed sequences ------------------------------------------------------------------------
 
 
-@rule("_pack_padded_sequence")
+@dtensor_rule("_pack_padded_sequence")
 def _pack(input: Any, lengths: Any, batch_first: bool) -> RuleResult:
     return Decomposition(partial(_on_whole, _vf._pack_padded_sequence))
 
 
-@rule("_pad_packed_sequence")
+@dtensor_rule("_pad_packed_sequence")
 def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
     return Decomposition(partial(_on_whole, _vf._pad_packed_sequence))
 

@@ -1,55 +1,22 @@
-"""Sums and what is like them: ranks reduce their parts, and the results are combined."""
+"""Reductions that are composed of others: means without NaNs, counts of values."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import operator, settled, tied
-from tilework.dtensor.rules.reduction_args import dims_of, reduced, reduction
+from tilework.dtensor.rules.helpers import operator, settled
 from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.reduction_args import numpy_names
 
 
-@reduction("sum")
-def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "sum", linear=True)
-
-
-@reduction("nansum")
-def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "sum")
-
-
-@reduction("mean")
-def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    if dims is None:
-        return None
-    count = math.prod(input.shape[one] for one in dims)
-
-    def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
-        here = math.prod(ranges.local_range(factors[one])[1] for one in dims)
-        if here == count:
-            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
-        if here and (dtype or input.dtype).itemsize < 4:
-            # A sum of 16 bits may be too large where its mean is not.
-            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (here / count)
-        return lambda part: torch.sum(part, dims, keepdim, dtype=dtype) / count
-
-    if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
-        return None  # torch says what is wrong with that
-    return reduced(input, dims, keepdim, "sum", linear=True, run=make)
-
-
-@reduction("nanmean")
+@dtensor_rule("nanmean")
+@numpy_names
 def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     return Decomposition(_mean_of_numbers)
 
@@ -62,55 +29,12 @@ def _mean_of_numbers(
     return torch.nansum(input, dim, keepdim, dtype=dtype) / count
 
 
-@reduction("prod")
-def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "product")
-
-
-@reduction("all")
-def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "min")
-
-
-@reduction("any")
-def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "max")
-
-
-@reduction("count_nonzero")
-def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, False, "sum")
-
-
-@rule("trace")
-def _trace(input: Arg) -> RuleResult:
-    if input.ndim != 2:
-        return None
-    rows, columns = Factor(input.shape[0], "row"), Factor(input.shape[1], "column")
-
-    def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
-        offset = ranges.local_range(rows)[0] - ranges.local_range(columns)[0]
-        wide = (
-            torch.int64 if not (input.dtype.is_floating_point or input.dtype.is_complex) else None
-        )
-        return lambda part: part.diagonal(offset).sum(dtype=wide)
-
-    return local_call({input: [rows, columns]}, [[]], linear=[[input]], run=make)
-
-
 # -- counts of values --------------------------------------------------------------------------
 
 
-@rule("histc")
+@dtensor_rule("histc")
 def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> RuleResult:
-    if min == max:
-        return Decomposition(_histc_of_range)
-    factors = [Factor(size, f"d{dim}") for dim, size in enumerate(input.shape)]
-    return local_call({input: factors}, [[None]])
+    return Decomposition(_histc_of_range) if min == max else None
 
 
 def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
@@ -122,7 +46,7 @@ def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float =
     return torch.histc(input, bins, min, max)
 
 
-@rule("bincount")
+@dtensor_rule("bincount")
 def _bincount(input: Arg, weights: Arg | None = None, minlength: int = 0) -> RuleResult:
     return Decomposition(_bincount_of_size)
 

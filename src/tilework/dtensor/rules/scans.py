@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.propagation.strategy import Strategy
-from tilework.dtensor.rules.helpers import operator, settled, tied
-from tilework.dtensor.rules.reduction_args import dims_of
+from tilework.dtensor.rules.helpers import operator, settled
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.reduction_args import dims_of
 
 #: Of a running operator, what a part comes to, and what combines that with the parts after it.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -86,17 +87,11 @@ def _running(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
 
 
 def _register(name: str) -> None:
-    @rule(name)
-    def answer(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
+    @dtensor_rule(name)
+    def scan_rule(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
         dims = dims_of(input.ndim, dim)
-        if dims is None:
-            return None
         if not dims or not input.is_sharded(dims[0]):
-            factors = factors_of(input.shape)
-            loops: list[Factor | Dim | None] = [
-                None if at in dims else one for at, one in enumerate(factors)
-            ]
-            return local_call({input: loops}, [loops], linear=[[input]] if name == "cumsum" else [])
+            return None
         kind = dtype or input.dtype
         if not (kind.is_floating_point or kind.is_complex):
             kind = dtype or torch.int64

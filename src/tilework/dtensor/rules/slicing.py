@@ -9,18 +9,17 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.rules.reshaping import dim_at
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, unsharded
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.reshaping import dim_at
+from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
 
 #: What basic indexing does to one dim: takes a range, takes one element, or makes a new dim.
 Item = slice | int | None
@@ -194,19 +193,12 @@ def _item(item: Any, size: int) -> Item:
 # -- rules -----------------------------------------------------------------------------------
 
 
-def _one(dim: int, items: Sequence[Any], item: Any) -> list[Any]:
-    """The items with another one for ``dim``."""
-    found = list(items)
-    found[dim] = item
-    return found
-
-
 def _all(ndim: int) -> list[Any]:
     """Of each dim everything."""
     return [slice(None)] * ndim
 
 
-@rule("narrow", is_view=True)
+@dtensor_rule("narrow", is_view=True)
 def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     if isinstance(start, Arg):
         if start.dtype.is_floating_point or start.ndim:
@@ -218,10 +210,10 @@ def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     start = start + size if start < 0 else start
     if not 0 <= start <= start + length <= size:
         return None
-    return sliced(input, _one(dim, _all(input.ndim), slice(start, start + length, 1)))
+    return sliced(input, with_item(_all(input.ndim), dim, slice(start, start + length, 1)))
 
 
-@rule("select", is_view=True)
+@dtensor_rule("select", is_view=True)
 def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
     if isinstance(index, Arg):
         return Decomposition(lambda input, dim, index: input.select(dim, int(index.item())))
@@ -230,36 +222,10 @@ def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
     if input.is_sharded(dim):
         return Decomposition(
             lambda input, dim, index: input[
-                tuple(_one(dim, _all(input.dim()), operator.index(index)))
+                tuple(with_item(_all(input.dim()), dim, operator.index(index)))
             ]
         )
-    return sliced(input, _one(dim, _all(input.ndim), index))
-
-
-def _pieces(name: str, dim_of: Callable[..., int], is_view: bool = True) -> None:
-    """Register the rule of an operator that takes a dim apart.
-
-    Args:
-        name: The operator.
-        dim_of: Called with the number of dims and the operator's other arguments; which dim it is.
-        is_view: As for :class:`~tilework.tiled.op_table.OpEntry`.
-    """
-    whole_one = getattr(torch.Tensor, name)
-
-    def answer(input: DTensorArg, *args: Any, **kwargs: Any) -> RuleResult:
-        if any(isinstance(one, Arg) for one in (*args, *kwargs.values())):
-            return Decomposition(_with_lists(whole_one))
-        shown = torch.empty(input.shape, device="meta")
-        try:
-            dim = dim_of(input.ndim, *args, **kwargs) % input.ndim
-            lengths = [piece.shape[dim] for piece in whole_one(shown, *args, **kwargs)]
-        except (RuntimeError, IndexError, ZeroDivisionError):  # told by torch when it is run
-            return None
-        if not input.spec.axes_of(dim):
-            return _apart(input, dim, lengths)
-        return Decomposition(lambda input, *_, **__: _narrowed(input, dim, lengths))
-
-    rule(name, is_view=is_view)(answer)
+    return sliced(input, with_item(_all(input.ndim), dim, index))
 
 
 def _with_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,54 +253,45 @@ def _narrowed(input: Tensor, dim: int, lengths: Sequence[int]) -> tuple[Tensor, 
     return tuple(found)
 
 
-def _apart(input: DTensorArg, dim: int, lengths: Sequence[int]) -> RuleResult:
-    """Pieces of a dim that each rank has whole."""
-    factors = [Factor(size) for size in input.shape]
-    outputs = [_one(dim, factors, Factor(one, unshardable=True)) for one in lengths]
-    return local_call(
-        {input: _one(dim, factors, Factor(input.shape[dim], unshardable=True))},
-        outputs,
-        rearranges=True,
+def _register_split(name: str) -> None:
+    @dtensor_rule(name)
+    def split_rule(input: DTensorArg, *args: Any, **kwargs: Any) -> RuleResult:
+        if any(isinstance(arg, Arg) for arg in (*args, *kwargs.values())):
+            return Decomposition(_with_lists(getattr(Tensor, name)))
+        split = split_lengths(name, input, args, kwargs)
+        if split is None or not input.spec.axes_of(split[0]):
+            return None
+        return Decomposition(lambda input, *_, **__: _narrowed(input, *split))
+
+
+for _name in SPLITS:
+    _register_split(_name)
+
+
+# -- diagonals -------------------------------------------------------------------------------
+
+
+@dtensor_rule("diagonal", is_view=True)
+def _diagonal(
+    input: DTensorArg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: Any
+) -> RuleResult:
+    dim1, dim2 = dim_at(dim1, input.ndim), dim_at(dim2, input.ndim)
+    if not isinstance(offset, int) or dim1 == dim2:
+        return None
+    rows, columns = input.shape[dim1], input.shape[dim2]
+    start, stop = max(0, -offset), max(min(rows, columns - offset), max(0, -offset))
+    # Elements stay where they are along one of the two dims; the other one has to be whole.
+    along, other = (
+        (dim1, dim2) if input.is_sharded(dim1) or not input.is_sharded(dim2) else (dim2, dim1)
     )
-
-
-for _name in ("split", "split_with_sizes", "chunk", "tensor_split"):
-    _pieces(_name, lambda ndim, *how, dim=0, **_: how[1] if len(how) > 1 else dim)
-for _name in ("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"):
-    _pieces(_name, lambda ndim, *how, dim=0, **_: how[1] if len(how) > 1 else dim, is_view=False)
-_pieces("hsplit", lambda ndim, *_, **__: 0 if ndim == 1 else 1)
-_pieces("vsplit", lambda ndim, *_, **__: 0)
-_pieces("dsplit", lambda ndim, *_, **__: 2)
-
-
-@rule("unbind", is_view=True)
-def _unbind(input: DTensorArg, dim: int = 0) -> RuleResult:
-    dim = dim_at(dim, input.ndim)
-    factors = [Factor(size) for size in input.shape]
-    kept = factors[:dim] + factors[dim + 1 :]
-    return local_call(
-        {input: _one(dim, factors, Factor(input.shape[dim], unshardable=True))},
-        [kept] * input.shape[dim],
-        rearranges=True,
+    shift = 0 if along == dim1 else offset
+    source, sizes = resizable(
+        unsharded(input.spec, [other]), {along: measure(start + shift, stop + shift, 1)}
     )
-
-
-# -- copies of views -------------------------------------------------------------------------
-
-
-def _copied(name: str) -> None:
-    """Register the rule of the operator that copies what a view shows."""
-    view: Any = getattr(Tensor, name)
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        made = view(*args, **kwargs)
-        return made.clone() if isinstance(made, Tensor) else tuple([one.clone() for one in made])
-
-    rule(f"{name}_copy")(lambda *_, **__: Decomposition(compute))
-
-
-for _name in (
-    *("narrow", "select", "split", "split_with_sizes", "unbind", "diagonal", "expand", "permute"),
-    *("squeeze", "unsqueeze", "t", "transpose", "unfold", "view"),
-):
-    _copied(_name)
+    kept = [dim for dim in range(input.ndim) if dim not in (dim1, dim2)]
+    dims = {dim: i for i, dim in enumerate(kept)} | {along: len(kept)}
+    shape = [*(input.shape[dim] for dim in kept), stop - start]
+    row, column = source.local_box.offsets[dim1], source.local_box.offsets[dim2]
+    here = offset + row - column
+    out = resized(source, shape, dims, sizes)
+    return PlacedCall([source], [out], lambda x: x.diagonal(here, dim1, dim2))

@@ -1,4 +1,4 @@
-"""Statistics, norms and softmax: over a cut dim they take a few small reductions."""
+"""Statistics, norms and softmax over sharded dims: composed of a few small reductions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from torch import Tensor
 
 from tilework.dtensor.rules.extrema import extreme
 from tilework.dtensor.rules.helpers import settled
-from tilework.dtensor.rules.reduction_args import any_sharded, dims_of, reduced, reduction, wide
-from tilework.dtensor.spec import Ints
-from tilework.tiled.factors import Factor, broadcast_shape
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import rule
+from tilework.layout.box import Ints
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.reduction_args import any_sharded, dims_of, numpy_names, wide
+from tilework.tiled.rules.statistics import softmax_dims, spread_dims
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
-_matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
 
-# -- spread ------------------------------------------------------------------------------------
+# -- variance ----------------------------------------------------------------------------------
 
 
 def _spread(name: str) -> None:
-    of_part: Callable[..., Any] = getattr(torch, name)
-
-    @reduction(name)
-    def answer(
+    @dtensor_rule(name)
+    @numpy_names
+    def spread_rule(
         input: Arg,
         dim: Any = None,
         unbiased: bool | None = None,
@@ -36,37 +34,19 @@ def _spread(name: str) -> None:
         *,
         correction: float | None = None,
     ) -> RuleResult:
-        if isinstance(dim, bool):
-            dim, unbiased = None, dim
-        dims = dims_of(input.ndim, dim)
-        if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+        known = spread_dims(input, dim, unbiased, correction)
+        if known is None or not any_sharded(input, known[0]):
             return None
-        if correction is None:
-            correction = 1 if unbiased is None else int(unbiased)
-
-        def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
-            left = [one for at, one in enumerate(factors) if at not in dims]
-            if all(ranges.local_range(one)[1] for one in left):
-                return lambda part: of_part(part, dims, correction=correction, keepdim=keepdim)
-
-            def of_nothing(part: Tensor) -> Any:  # torch would warn of few degrees of freedom
-                mean = part.sum(dims, keepdim)
-                spread = mean.real if mean.is_complex() else mean
-                return (spread, mean) if "mean" in name else spread
-
-            return of_nothing
+        dims, divisor_less = known
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:
-            spread, mean = _var_mean(settled(input), dims, keepdim, correction)
+            spread, mean = _var_mean(settled(input), dims, keepdim, divisor_less)
             if name.startswith("std"):
                 spread = _root(spread)
             spread = spread.to(input.dtype.to_real())
             return (spread, mean.to(input.dtype)) if "mean" in name else spread
 
-        if any_sharded(input, dims):
-            return Decomposition(run)
-        results = 2 if "mean" in name else 1
-        return reduced(input, dims, keepdim, None, results=results, run=make)
+        return Decomposition(run)
 
 
 for _name in ("var", "std", "var_mean", "std_mean"):
@@ -95,24 +75,23 @@ def _root(input: Tensor) -> Tensor:
 # -- norms -------------------------------------------------------------------------------------
 
 
-@reduction("linalg_vector_norm")
+@dtensor_rule("linalg_vector_norm")
+@numpy_names
 def _vector_norm(
     input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
         return None
-    if not any_sharded(input, dims):
-        return reduced(input, dims, keepdim, None)
 
     def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
         values = settled(input)
         if dtype is not None:
             values = values.to(dtype)
-        found = _norm(values.to(wide(values.dtype)), float(ord), dims, keepdim)
-        return found.to((dtype or input.dtype).to_real())
+        norm = _norm(values.to(wide(values.dtype)), float(ord), dims, keepdim)
+        return norm.to((dtype or input.dtype).to_real())
 
-    return Decomposition(run)
+    return Decomposition(run) if any_sharded(input, dims) else None
 
 
 def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
@@ -138,7 +117,8 @@ def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
     return torch.where(none, 0.0, torch.where(none, 1.0, total).pow(1 / order))
 
 
-@reduction("linalg_matrix_norm")
+@dtensor_rule("linalg_matrix_norm")
+@numpy_names
 def _matrix_norm(
     A: Arg,
     ord: Any = "fro",
@@ -148,48 +128,23 @@ def _matrix_norm(
     dtype: Any = None,
 ) -> RuleResult:
     dims = dims_of(A.ndim, dim)
-    if dims is None or len(dims) != 2:
+    if dims is None or len(dims) != 2 or not any_sharded(A, dims):
         return None
-    if not any_sharded(A, dims) or ord not in ("fro", 1, -1, math.inf, -math.inf):
-        return reduced(A, dims, keepdim, None)
+    if ord not in ("fro", 1, -1, math.inf, -math.inf):
+        return None
 
     def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
         if ord == "fro":
             return _vector_norm_of(A, 2, dims, keepdim, dtype=dtype)
         summed, most = dims if abs(ord) == 1 else dims[::-1]
         values = (A if dtype is None else A.to(dtype)).abs().sum(summed, keepdim=True)
-        found = values.amax(most, keepdim=True) if ord > 0 else values.amin(most, keepdim=True)
-        return found if keepdim else found.sum(dims)
+        norm = values.amax(most, keepdim=True) if ord > 0 else values.amin(most, keepdim=True)
+        return norm if keepdim else norm.sum(dims)
 
     return Decomposition(run)
 
 
-@reduction("linalg_norm")
-def _linalg_norm(
-    A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> RuleResult:
-    dims = dims_of(A.ndim, dim)
-    if dims is None:
-        return None
-    many = len(dims) if dim is not None else A.ndim if ord is not None else 1
-    if many > 2 or (many == 2 and A.ndim < 2):
-        return None
-
-    def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
-        if many == 2 and ord is not None:
-            return _matrix_norm_of(A, ord, dims, keepdim, dtype=dtype)
-        order = 2 if ord is None else ord
-        return _vector_norm_of(A, order, dims, keepdim, dtype=dtype)
-
-    return Decomposition(run)
-
-
-@rule("dist")
-def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
-    return Decomposition(lambda input, other, p=2: _vector_norm_of(input - other, p))
-
-
-@rule("renorm")
+@dtensor_rule("renorm")
 def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> RuleResult:
     return Decomposition(_renormed)
 
@@ -205,24 +160,23 @@ def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
 
 
 def _softmax(name: str) -> None:
-    @rule(name)
-    def answer(input: Arg, dim: Any = None, *more: Any, dtype: Any = None, **_: Any) -> RuleResult:
-        kind = next((one for one in more if isinstance(one, torch.dtype)), dtype)
-        along = (0 if input.ndim in (0, 1, 3) else 1) if dim is None else dim
-        dims = dims_of(input.ndim, along)
-        if dims is None:
+    @dtensor_rule(name)
+    def softmax_rule(
+        input: Arg, dim: Any = None, *args: Any, dtype: Any = None, **_: Any
+    ) -> RuleResult:
+        dims = softmax_dims(input, dim)
+        if dims is None or not _has_sharded_elements(input, dims):
             return None
-        if not any_sharded(input, dims) or not all(input.shape[one] for one in dims):
-            factors = [
-                None if at in dims else Factor(size, f"d{at}")
-                for at, size in enumerate(input.shape)
-            ]
-            return local_call({input: factors}, [factors], shapes=[input.shape])
+        kind = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
         return Decomposition(lambda input, *_, **__: _exponentials(name, input, dims, kind))
 
 
 _softmax("softmax")
 _softmax("log_softmax")
+
+
+def _has_sharded_elements(input: Arg, dims: Ints) -> bool:
+    return any_sharded(input, dims) and all(input.shape[dim] for dim in dims)
 
 
 def _exponentials(name: str, input: Tensor, dims: Ints, dtype: torch.dtype | None) -> Tensor:
@@ -235,13 +189,12 @@ def _exponentials(name: str, input: Tensor, dims: Ints, dtype: torch.dtype | Non
     return (powers / total if name == "softmax" else values - total.log()).to(kind)
 
 
-@reduction("logsumexp")
+@dtensor_rule("logsumexp")
+@numpy_names
 def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    if dims is None:
+    if dims is None or not _has_sharded_elements(input, dims) or input.dtype.is_complex:
         return None
-    if not any_sharded(input, dims) or not all(input.shape[one] for one in dims):
-        return reduced(input, dims, keepdim, None)
 
     def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
         values = settled(input)
@@ -251,41 +204,7 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
         values = values.to(wide(kind))
         most = settled(extreme(values.detach(), "amax", dims, True))
         most = torch.where(most.isinf(), 0.0, most)
-        found = (values - most).exp().sum(dims, keepdim=True).log() + most
-        return (found if keepdim else found.sum(dims)).to(kind)
+        result = (values - most).exp().sum(dims, keepdim=True).log() + most
+        return (result if keepdim else result.sum(dims)).to(kind)
 
-    return None if input.dtype.is_complex else Decomposition(run)
-
-
-# -- likeness ----------------------------------------------------------------------------------
-
-
-@rule("cosine_similarity")
-def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> RuleResult:
-    return Decomposition(_cosine)
-
-
-def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    kind = torch.promote_types(x1.dtype, x2.dtype)
-    shape = broadcast_shape([x1.shape, x2.shape])
-    x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
-    norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
-    # What is below eps is constant, but has a gradient as if it were not, as in torch.
-    a, b = (
-        x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
-        for x, norm in zip((x1, x2), norms, strict=True)
-    )
-    return (a * b).sum(dim)
-
-
-@rule("pairwise_distance")
-def _pairwise_distance(
-    x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-) -> RuleResult:
-    return Decomposition(_distance)
-
-
-def _distance(
-    x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-) -> Tensor:
-    return _vector_norm_of(x1 - x2 + eps, p, -1, keepdim)
+    return Decomposition(run)

@@ -202,7 +202,7 @@ def _type_as(input: Arg, other: Arg) -> RuleResult:
 @rule("type")
 def _type(input: Arg, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> RuleResult:
     if dtype is None:
-        return Decomposition(lambda input, *args, **kwargs: input._local_tensor.type())
+        return None
     return pointwise([input], rearranges=dtype is input.dtype)
 
 

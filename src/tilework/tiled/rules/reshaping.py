@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients
-from tilework.dtensor.spec import Ints
-from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views import copied_views
+from tilework.layout.box import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast_shape
-from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_handler, register, rule
+from tilework.tiled.op_table import register, rule
 from tilework.tiled.regroup import regrouped
 
 
@@ -285,22 +281,6 @@ def atleast_3d(x: Tensor) -> Tensor:
 rule("atleast_1d")(_each(atleast_1d))
 rule("atleast_2d")(_each(atleast_2d))
 rule("atleast_3d")(_each(atleast_3d))
-
-
-@dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_")
-def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """Forms in place, which write no element: the tensor itself becomes the view."""
-    tensor: DTensor = args[0]
-    operator = getattr(Tensor, canonical_name(func)[0])
-
-    def redo(x: Any) -> Any:
-        return operator(x, *args[1:], **kwargs)
-
-    view = tensor._view_of
-    if view is not None:
-        copied_views.refresh(tensor)
-        before, view.redo, view.write = view.redo, lambda x: redo(before(x)), None
-    return gradients.become(tensor, redo(tensor))
 
 
 @rule("rot90")

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import tied
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.empty_shards import tied
 
 _torch: Any = torch
 _nn: Any = torch._C._nn

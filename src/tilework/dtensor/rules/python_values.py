@@ -1,4 +1,4 @@
-"""Questions about values that are answered by a bool or a number."""
+"""Operators whose result is a Python value: a bool, a number, or a name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_handler, rule
+from tilework.tiled.op_table import dtensor_handler, dtensor_rule
 
 
-@rule("equal")
+@dtensor_rule("equal")
 def _equal(input: Arg, other: Arg) -> RuleResult:
     if input.shape != other.shape:
         return Decomposition(lambda input, other: False)
     return Decomposition(lambda input, other: bool((input == other).all()))
 
 
-@rule("allclose")
+@dtensor_rule("allclose")
 def _allclose(input: Arg, other: Arg, *options: Any, **named: Any) -> RuleResult:
     return Decomposition(_all_close)
 
@@ -37,3 +37,10 @@ def _of_one_element(func: Any, args: Any, kwargs: Any) -> Any:
         return func(torch.zeros(()).expand(tensor.shape))
     with torch.no_grad():
         return func(DTensor.full_tensor(tensor))
+
+
+@dtensor_rule("type")
+def _type_name(input: Arg, dtype: Any = None, non_blocking: bool = False, **_: Any) -> RuleResult:
+    if dtype is not None:
+        return None
+    return Decomposition(lambda input, *args, **kwargs: input._local_tensor.type())

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import Span, tied
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.index_range import Span
 
 
 @rule(torch.embedding)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import tied
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
 from tilework.tiled.op_rules import Arg, LocalCall, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.empty_shards import tied
 
 #: What torch's functions call reductions.
 NONE, MEAN, SUM = 0, 1, 2

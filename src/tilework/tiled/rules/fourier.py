@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.empty_shards import on_nothing_too
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.empty_shards import on_nothing_too
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 

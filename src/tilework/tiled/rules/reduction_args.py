@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.spec import Ints
+from tilework.layout.box import Ints
 from tilework.tiled.factors import Dim, Factor
 from tilework.tiled.op_rules import (
     Arg,
@@ -20,7 +20,6 @@ from tilework.tiled.op_rules import (
     RuleResult,
     local_call,
 )
-from tilework.tiled.op_table import rule
 
 #: What numpy calls them, and torch takes too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
@@ -92,27 +91,22 @@ def any_sharded(input: Arg, dims: Ints) -> bool:
     return any(map(input.is_sharded, dims))
 
 
-def reduction(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule whose arguments may also have numpy's names; :func:`rule` otherwise."""
+def numpy_names(function: RuleFunction) -> RuleFunction:
+    """The rule for calls whose arguments may also have numpy's names, such as ``axis``."""
+    signature = inspect.signature(function)
 
-    def put(function: RuleFunction) -> RuleFunction:
-        signature = inspect.signature(function)
+    def with_torch_names(*args: Any, **kwargs: Any) -> RuleResult:
+        try:
+            bound = signature.bind(*args, **_torch_names(kwargs))
+        except TypeError:
+            return None
+        result = function(*bound.args, **bound.kwargs)
+        if isinstance(result, Decomposition):
+            run = result.run
+            return Decomposition(lambda *args, **kwargs: run(*args, **_torch_names(kwargs)))
+        return result
 
-        def answer(*args: Any, **kwargs: Any) -> RuleResult:
-            try:
-                bound = signature.bind(*args, **_torch_names(kwargs))
-            except TypeError:
-                return None
-            found = function(*bound.args, **bound.kwargs)
-            if isinstance(found, Decomposition):
-                run = found.run
-                return Decomposition(lambda *args, **kwargs: run(*args, **_torch_names(kwargs)))
-            return found
-
-        rule(*names)(answer)
-        return function
-
-    return put
+    return with_torch_names
 
 
 def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:

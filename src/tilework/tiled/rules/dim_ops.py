@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import tied
-from tilework.dtensor.rules.reduction_args import dims_of, left_of, reduced, reduction
-from tilework.dtensor.spec import Ints
+from tilework.layout.box import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast, factors_of
 from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.reduction_args import dims_of, left_of, numpy_names, reduced
 
 
 def _loops(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
@@ -36,6 +36,16 @@ def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleRe
 
 @rule("logcumsumexp")
 def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
+    return _kept(input, dim, 1)
+
+
+@rule("cumsum")
+def _cumsum(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
+    return _kept(input, dim, 1, linear=True)
+
+
+@rule("cumprod")
+def _cumprod(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
     return _kept(input, dim, 1)
 
 
@@ -69,17 +79,20 @@ def _topk(
     return _kept(input, dim, 2)
 
 
-@reduction("kthvalue")
+@rule("kthvalue")
+@numpy_names
 def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _selected(input, dim, keepdim)
 
 
-@reduction("mode")
+@rule("mode")
+@numpy_names
 def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _selected(input, dim, keepdim)
 
 
-@reduction("median", "nanmedian")
+@rule("median", "nanmedian")
+@numpy_names
 def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     return None if dim is None else _selected(input, dim, keepdim)
 
@@ -92,7 +105,8 @@ def _selected(input: Arg, dim: int, keepdim: bool) -> RuleResult:
 def _quantiles(name: str) -> None:
     quantile: Callable[..., Tensor] = getattr(torch, name)
 
-    @reduction(name)
+    @rule(name)
+    @numpy_names
     def answer(
         input: Arg,
         q: Any,

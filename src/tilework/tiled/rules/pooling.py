@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilework.dtensor.rules.convolution import on_parts, windows
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.convolution import on_parts, windows
 
 _functional: Any = F
 _nn: Any = torch._C._nn

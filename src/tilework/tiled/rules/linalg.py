@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.empty_shards import on_nothing_too
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, RuleResult, local_call
 from tilework.tiled.op_table import rule
 from tilework.tiled.pattern_rules import match_pattern
+from tilework.tiled.rules.empty_shards import on_nothing_too
 
 
 def _over_batches(names: str, text: str) -> None:

@@ -1,0 +1,64 @@
+"""Concatenation along a sharded dim."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
+from tilework.dtensor.rules.slicing import measure
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.views.resize_shards import resizable, resized
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.tiled.op_rules import RuleResult
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.concatenation import cat_dim, cat_shape
+
+
+@dtensor_rule("cat")
+def _cat(tensors: Sequence[DTensorArg], dim: int = 0, **_: Any) -> RuleResult:
+    along = cat_dim(tensors, dim)
+    if along is None or not any(arg.is_sharded(along) for arg in tensors):
+        return None
+    return _cat_cut(tensors, along)
+
+
+def _cat_cut(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
+    """Each element goes where it belongs in a result that is cut as the first cut tensor is."""
+    shape = cat_shape(tensors, dim)
+    target = _cut_anew(tensors, shape, dim)
+    ends = [*itertools.accumulate(one.shape[dim] for one in tensors)]
+    starts = [0, *ends[:-1]]
+    while True:
+        ways = [
+            resizable(target, {dim: measure(start, end, 1)})
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        narrower = min((way[0] for way in ways), key=lambda spec: len(spec.axes_of(dim)))
+        if narrower == target:
+            break
+        target = narrower  # one axis less cuts the dim
+    dims = {i: i for i in range(len(shape))}
+    inputs = [
+        resized(target, one.shape, dims, sizes)
+        for one, (_, sizes) in zip(tensors, ways, strict=True)
+    ]
+    return PlacedCall(inputs, [target], lambda *parts: torch.cat(parts, dim))
+
+
+def _cut_anew(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
+    """The layout of the first tensor that is cut along ``dim``, for another size of it."""
+    spec = next(one.spec for one in tensors if one.is_sharded(dim))
+    placements: list[Placement] = []
+    for axis, one in enumerate(spec.placements):
+        if isinstance(one, Shard) and one.dim == dim:
+            one = Shard(dim)
+        elif isinstance(one, Partial) and any(
+            other.spec.placements[axis] != one for other in tensors
+        ):
+            one = Replicate()
+        placements.append(one)
+    return spec_of(spec.mesh, placements, shape, spec.order)

@@ -1,0 +1,84 @@
+"""Padding: of a sharded dim the first and the last shard grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
+from tilework.dtensor.views.resize_shards import Resize, resizable, resized, shard_number
+from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.reshaping import sizes_of
+
+
+@dtensor_rule("pad")
+def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None) -> RuleResult:
+    widths = sizes_of((pad,))
+    if len(widths) % 2 or len(widths) > 2 * input.ndim or isinstance(value, Arg):
+        return None
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))
+    by_dim = {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
+    if mode == "constant":
+        if any(min(pair) < 0 for pair in by_dim.values()):
+            return Decomposition(_cropped)
+        return _padded(input, by_dim, value or 0)
+    # Elements are repeated at the ends, so each rank has to have padded dims whole.
+    factors = [Factor(size, unshardable=dim in by_dim) for dim, size in enumerate(input.shape)]
+    out = [
+        Factor(factor.size + sum(by_dim[dim]), unshardable=True) if dim in by_dim else factor
+        for dim, factor in enumerate(factors)
+    ]
+
+    def run(x: Tensor) -> Tensor:
+        # torch pads nothing without elements otherwise.
+        return F.pad(x, widths, mode) if x.numel() else F.pad(x, widths)
+
+    return local_call({input: factors}, [out], rearranges=True, run=lambda _: run)
+
+
+@dtensor_rule("constant_pad_nd")
+def _constant_pad(input: Arg, pad: Any, value: Any = 0) -> RuleResult:
+    return Decomposition(lambda input, pad, value=0: F.pad(input, tuple(pad), "constant", value))
+
+
+def _padded(input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any) -> RuleResult:
+    """Elements put before the first part of a dim and after the last one."""
+    spec = input.spec
+    if value != 0:
+        spec = spec.dual
+    measures = {dim: _wider(*pair) for dim, pair in by_dim.items() if spec.axes_of(dim)}
+    source, sizes = resizable(spec, measures)
+    here: list[int] = []
+    for dim in reversed(range(input.ndim)):
+        before, after = by_dim.get(dim, (0, 0))
+        place, count = shard_number(source, dim)
+        here += [before if place == 0 else 0, after if place == count - 1 else 0]
+    shape = [size + sum(by_dim.get(dim, (0, 0))) for dim, size in enumerate(input.shape)]
+    out = resized(source, shape, {i: i for i in range(input.ndim)}, sizes)
+    return PlacedCall([source], [out], lambda x: F.pad(x, here, "constant", value))
+
+
+def _wider(before: int, after: int) -> Resize:
+    def measured(parts: Sequence[tuple[int, int]]) -> list[int]:
+        sizes = [size for _, size in parts]
+        sizes[0] += before
+        sizes[-1] += after
+        return sizes
+
+    return measured
+
+
+def _cropped(input: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+    """Padding of which some is negative: elements are dropped there first."""
+    index: list[Any] = [slice(None)] * input.dim()
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = input.dim() - 1 - i
+        stop = input.shape[dim] - max(-after, 0)
+        index[dim] = slice(max(-before, 0), max(stop, max(-before, 0)))
+    rest = [max(width, 0) for width in pad]
+    return F.pad(input[tuple(index)], rest, mode, value)

@@ -1,0 +1,138 @@
+"""Operators that put tensors together: cat, stack, and what is composed of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import rule
+from tilework.tiled.rules.reshaping import atleast_1d, atleast_2d, atleast_3d, dim_at
+
+
+def cat_shape(tensors: Sequence[Any], dim: int) -> tuple[int, ...]:
+    """The shape of tensors that are concatenated."""
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tuple(shape)
+
+
+def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
+    """The dim of a concatenation; None if the tensors do not fit together.
+
+    Nor do tensors without elements and dims fit, which torch lets pass.
+    """
+    first = tensors[0]
+    if not all(isinstance(arg, Arg) and arg.ndim == first.ndim > 0 for arg in tensors):
+        return None
+    dim = dim_at(dim, first.ndim)
+    others = [(*arg.shape[:dim], *arg.shape[dim + 1 :]) for arg in tensors]
+    return dim if all(shape == others[0] for shape in others) else None
+
+
+@rule("cat")
+def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
+    along = cat_dim(tensors, dim)
+    if along is None:
+        return None
+    factors = [Factor(size) for size in tensors[0].shape]
+    dims: dict[Arg, list[Factor]] = {}
+    for arg in tensors:
+        dims[arg] = list(factors)
+        dims[arg][along] = Factor(arg.shape[along], unshardable=True)
+    shape = cat_shape(tensors, along)
+    out = list(factors)
+    out[along] = Factor(shape[along], unshardable=True)
+    return local_call(dims, [out], rearranges=True, shapes=[shape])
+
+
+@rule("stack")
+def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
+    first = tensors[0]
+    if any(one.shape != first.shape for one in tensors):
+        return None
+    dim = dim_at(dim, first.ndim + 1)
+    factors = [Factor(size) for size in first.shape]
+    new = Factor(len(tensors), unshardable=True)
+    return local_call(
+        dict.fromkeys(tensors, factors), [[*factors[:dim], new, *factors[dim:]]], rearranges=True
+    )
+
+
+def composed(compute: Callable[..., Any]) -> Callable[..., RuleResult]:
+    """The rule of an operator that others make up."""
+    return lambda *_, **__: Decomposition(compute)
+
+
+def _hstack(tensors: Sequence[Tensor]) -> Tensor:
+    tensors = list(map(atleast_1d, tensors))
+    return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
+
+
+def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1, 1) if x.dim() <= 1 else x for x in tensors], 1)
+
+
+def _block_diag(*tensors: Any) -> Tensor:
+    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    blocks = list(map(atleast_2d, given))
+    width = sum(one.shape[1] for one in blocks)
+    rows, left = [], 0
+    for one in blocks:
+        rows.append(F.pad(one, (left, width - left - one.shape[1])))
+        left += one.shape[1]
+    return torch.cat(rows, 0)
+
+
+def _kron(input: Tensor, other: Tensor) -> Tensor:
+    ndim = max(input.dim(), other.dim())
+    a = input.reshape((1,) * (ndim - input.dim()) + tuple(input.shape))
+    b = other.reshape((1,) * (ndim - other.dim()) + tuple(other.shape))
+    shape = [m * n for m, n in zip(a.shape, b.shape, strict=True)]
+    for dim in range(ndim):
+        a, b = a.unsqueeze(2 * dim + 1), b.unsqueeze(2 * dim)
+    return (a * b).reshape(shape)
+
+
+def _cartesian_prod(*tensors: Any) -> Tensor:
+    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    if len(given) == 1:
+        return given[0]  # type: ignore[no-any-return]
+    grid = torch.meshgrid(*given, indexing="ij")
+    return torch.stack([one.reshape(-1) for one in grid], 1)
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    places = torch.combinations(torch.arange(input.shape[0]), r, with_replacement)
+    return input[places]
+
+
+rule("hstack")(composed(_hstack))
+rule("vstack")(composed(lambda tensors: torch.cat([atleast_2d(x) for x in tensors], 0)))
+rule("dstack")(composed(lambda tensors: torch.cat([atleast_3d(x) for x in tensors], 2)))
+rule("column_stack")(composed(_column_stack))
+rule("block_diag")(composed(_block_diag))
+rule("kron")(composed(_kron))
+rule("cartesian_prod")(composed(_cartesian_prod))
+rule("combinations")(composed(_combinations))
+
+
+@rule("meshgrid")
+def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
+    given: Sequence[Arg] = tensors if isinstance(tensors[0], Arg) else tensors[0]
+    factors = [Factor(math.prod(one.shape)) for one in given]
+    out = list(factors)
+    if indexing == "xy" and len(out) > 1:
+        out[0], out[1] = out[1], out[0]
+    dims = {one: [factor] * one.ndim for one, factor in zip(given, factors, strict=True)}
+    # Without a word on indexing torch warns; it is said here once, where the rule is asked.
+    how = indexing or "ij"
+    return local_call(
+        dims, [out] * len(given), run=lambda _: lambda *parts: torch.meshgrid(*parts, indexing=how)
+    )

@@ -1,0 +1,45 @@
+"""Look-ups by global index in the local range of a dim."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import LocalRanges
+
+
+class Span:
+    """The part of a factor that this rank has, for look-ups by index."""
+
+    def __init__(self, ranges: LocalRanges, factor: Factor) -> None:
+        self.start, self.count = ranges.local_range(factor)
+        self.total = factor.size
+        self.all = not ranges.is_sharded(factor)
+
+    def place(self, index: int | None) -> int | None:
+        """Where an index is within the part; None if it is elsewhere."""
+        here = index is not None and self.start <= index < self.start + self.count
+        return index - self.start if here and index is not None else None
+
+    def find(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Where indices are within the part (0 for those elsewhere), and which are in it.
+
+        Args:
+            indices: Global ones.
+            ignored: Which of them stand for none.
+
+        Raises:
+            IndexError: One is in no rank's part.
+        """
+        outside = (indices < 0) | (indices >= self.total)
+        if ignored is not None:
+            outside &= ~ignored
+        if outside.any():
+            raise IndexError(
+                f"index out of range: {int(indices[outside][0])} is not in [0, {self.total})"
+            )
+        places = indices - self.start
+        here = (places >= 0) & (places < self.count)
+        if ignored is not None:
+            here &= ~ignored
+        return places.where(here, 0), here

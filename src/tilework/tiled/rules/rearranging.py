@@ -1,0 +1,171 @@
+"""Operators that repeat, move and drop elements: repeat, flip, roll, tril, diag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.tiled.factors import Dim, Factor
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
+from tilework.tiled.rules.concatenation import composed
+from tilework.tiled.rules.reshaping import dim_at, sizes_of
+
+# -- repeating -------------------------------------------------------------------------------
+
+
+@rule("repeat")
+def _repeat(input: Arg, *repeats: Any, **named: Any) -> RuleResult:
+    counts = sizes_of(repeats or tuple(named.values()) or ((),))
+    return _repeated(input, counts) if len(counts) >= input.ndim else None
+
+
+@rule("tile")
+def _tile(input: Arg, *dims: Any, **named: Any) -> RuleResult:
+    counts = sizes_of(dims or tuple(named.values()) or ((),))
+    return _repeated(input, (1,) * (input.ndim - len(counts)) + counts)
+
+
+def _repeated(input: Arg, counts: Sequence[int]) -> RuleResult:
+    """Copies of a tensor beside each other: dims that are repeated have to be whole."""
+    new = len(counts) - input.ndim
+    dims = [
+        Factor(size, unshardable=count != 1)
+        for size, count in zip(input.shape, counts[new:], strict=True)
+    ]
+    out: list[Dim] = [(Factor(count, unshardable=True),) for count in counts[:new]]
+    for factor, count in zip(dims, counts[new:], strict=True):
+        out.append((factor,) if count == 1 else (Factor(count, unshardable=True), factor))
+    return local_call(
+        {input: dims}, [out], rearranges=True, run=lambda _: lambda x: x.repeat(counts)
+    )
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: Any) -> RuleResult:
+    if not isinstance(repeats, int):
+        return None
+    if dim is None:
+        return Decomposition(
+            lambda input, repeats, dim=None, **_: input.flatten().repeat_interleave(repeats, 0)
+        )
+    factors = [Factor(size) for size in input.shape]
+    out: list[Factor | Dim | None] = list(factors)
+    out[dim] = (factors[dim], Factor(repeats, unshardable=True))
+    run = lambda _: lambda x: x.repeat_interleave(repeats, dim)  # noqa: E731
+    return local_call({input: factors}, [out], rearranges=True, run=run)
+
+
+# -- moving and dropping ---------------------------------------------------------------------
+
+
+@rule("flip")
+def _flip(input: Arg, *dims: Any, **named: Any) -> RuleResult:
+    turned = {dim_at(dim, input.ndim) for dim in sizes_of(dims or tuple(named.values()))}
+    factors = [Factor(size, unshardable=i in turned) for i, size in enumerate(input.shape)]
+    return local_call({input: factors}, [factors], rearranges=True)
+
+
+rule("fliplr")(composed(lambda input: input.flip(1)))
+
+
+@rule("flipud")
+def _flipud(input: Arg) -> RuleResult:
+    return Decomposition(lambda input: input.flip(0)) if input.ndim else None
+
+
+@rule("roll")
+def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
+    if dims is None or dims == () or dims == []:
+        if not isinstance(shifts, int) and len(shifts) != 1:
+            return None
+        return Decomposition(
+            lambda input, shifts, dims=None: input.flatten().roll(shifts, 0).view(input.shape)
+        )
+    turned = [
+        dim_at(dim, input.ndim)
+        for dim in sizes_of((dims,) if isinstance(dims, int) else (tuple(dims),))
+    ]
+    if any(input.is_sharded(dim) for dim in turned if input.ndim):
+        return Decomposition(_roll_cut)
+    factors = [Factor(size, unshardable=i in turned) for i, size in enumerate(input.shape)]
+    return local_call({input: factors}, [factors], rearranges=True)
+
+
+def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
+    """What passes the end of a cut dim goes before its start."""
+    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = input.shape[dim]
+        if size and shift % size:
+            last = shift % size
+            parts = [input.narrow(dim, size - last, last), input.narrow(dim, 0, size - last)]
+            input = torch.cat(parts, dim)
+        else:
+            input = input.clone()
+    return input
+
+
+def _triangle(name: str) -> None:
+    whole_one = getattr(torch, name)
+
+    def answer(input: Arg, diagonal: int = 0) -> RuleResult:
+        factors = [Factor(size) for size in input.shape]
+
+        def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
+            row, column = (ranges.local_range(factor)[0] for factor in factors[-2:])
+            here = diagonal + row - column
+            return lambda x: whole_one(x, here)
+
+        return local_call({input: factors}, [factors], rearranges=True, run=make)
+
+    rule(name)(answer)
+
+
+_triangle("tril")
+_triangle("triu")
+
+
+# -- diagonals -------------------------------------------------------------------------------
+
+
+@rule("diag")
+def _diag(input: Arg, diagonal: int = 0) -> RuleResult:
+    if input.ndim == 1:
+        return Decomposition(lambda input, diagonal=0: torch.diag_embed(input, diagonal))
+    if input.ndim == 2:
+        return Decomposition(lambda input, diagonal=0: input.diagonal(diagonal).clone())
+    return None
+
+
+rule("diagflat")(composed(lambda input, offset=0: torch.diag(input.flatten(), offset)))
+
+
+@rule("diag_embed")
+def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> RuleResult:
+    dim1, dim2 = sorted((dim_at(dim1, input.ndim + 1), dim_at(dim2, input.ndim + 1)))
+    rest = [Factor(size) for size in input.shape[:-1]]
+    side = Factor(input.shape[-1] + abs(offset), unshardable=True)
+    out: list[Factor] = list(rest)
+    out.insert(dim1, side)
+    out.insert(dim2, Factor(side.size, unshardable=True))
+    last = Factor(input.shape[-1], unshardable=True)
+    return local_call({input: [*rest, last]}, [out], rearranges=True)
+
+
+# By the function: nn.functional's of that name is another operator.
+@rule(torch.Tensor.unfold, is_view=True)
+def _unfold(input: Arg, dimension: int, size: int, step: int) -> RuleResult:
+    factors = [Factor(one) for one in input.shape]
+    dims = list(factors)
+    if input.ndim:
+        dims[dimension] = Factor(input.shape[dimension], unshardable=True)
+    out: list[Factor] = list(factors)
+    if input.ndim:
+        count = (input.shape[dimension] - size) // step + 1
+        out[dimension] = Factor(max(count, 0), unshardable=True)
+    return local_call({input: dims}, [[*out, Factor(size, unshardable=True)]], rearranges=True)

@@ -1,0 +1,103 @@
+"""Reductions: ranks reduce their shards, and the results are combined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
+from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduced
+
+
+@rule("sum")
+@numpy_names
+def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "sum", linear=True)
+
+
+@rule("nansum")
+@numpy_names
+def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "sum")
+
+
+@rule("mean")
+@numpy_names
+def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if dims is None:
+        return None
+    count = math.prod(input.shape[one] for one in dims)
+
+    def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
+        here = math.prod(ranges.local_range(factors[one])[1] for one in dims)
+        if here == count:
+            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
+        if here and (dtype or input.dtype).itemsize < 4:
+            # A sum of 16 bits may be too large where its mean is not.
+            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (here / count)
+        return lambda part: torch.sum(part, dims, keepdim, dtype=dtype) / count
+
+    if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
+        return None  # torch says what is wrong with that
+    return reduced(input, dims, keepdim, "sum", linear=True, run=make)
+
+
+@rule("prod")
+@numpy_names
+def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "product")
+
+
+@rule("all")
+@numpy_names
+def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "min")
+
+
+@rule("any")
+@numpy_names
+def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, keepdim, "max")
+
+
+@rule("count_nonzero")
+@numpy_names
+def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    return None if dims is None else reduced(input, dims, False, "sum")
+
+
+@rule("trace")
+def _trace(input: Arg) -> RuleResult:
+    if input.ndim != 2:
+        return None
+    rows, columns = Factor(input.shape[0], "row"), Factor(input.shape[1], "column")
+
+    def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
+        offset = ranges.local_range(rows)[0] - ranges.local_range(columns)[0]
+        wide = (
+            torch.int64 if not (input.dtype.is_floating_point or input.dtype.is_complex) else None
+        )
+        return lambda part: part.diagonal(offset).sum(dtype=wide)
+
+    return local_call({input: [rows, columns]}, [[]], linear=[[input]], run=make)
+
+
+@rule("histc")
+def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> RuleResult:
+    if min == max:
+        return None  # the range is that of the elements
+    factors = [Factor(size, f"d{dim}") for dim, size in enumerate(input.shape)]
+    return local_call({input: factors}, [[None]])

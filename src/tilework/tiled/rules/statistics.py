@@ -1,0 +1,193 @@
+"""Statistics, norms and softmax of dims that are not sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.layout.box import Ints
+from tilework.tiled.factors import Factor, broadcast_shape
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import rule
+from tilework.tiled.rules.reduction_args import any_sharded, dims_of, numpy_names, reduced
+
+# torch has no types for these.
+_vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
+_matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
+
+# -- variance ----------------------------------------------------------------------------------
+
+
+def spread_dims(
+    input: Arg, dim: Any, unbiased: bool | None, correction: float | None
+) -> tuple[Ints, float] | None:
+    """The dims and the correction of a variance; None if torch refuses them."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = dims_of(input.ndim, dim)
+    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+        return None
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    return dims, correction
+
+
+def _spread(name: str) -> None:
+    of_shard: Callable[..., Any] = getattr(torch, name)
+
+    @rule(name)
+    @numpy_names
+    def spread_rule(
+        input: Arg,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> RuleResult:
+        known = spread_dims(input, dim, unbiased, correction)
+        if known is None:
+            return None
+        dims, divisor_less = known
+
+        def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
+            left = [factor for at, factor in enumerate(factors) if at not in dims]
+            if all(ranges.local_range(factor)[1] for factor in left):
+                return lambda x: of_shard(x, dims, correction=divisor_less, keepdim=keepdim)
+
+            def of_empty(x: Tensor) -> Any:  # torch would warn of few degrees of freedom
+                mean = x.sum(dims, keepdim)
+                spread = mean.real if mean.is_complex() else mean
+                return (spread, mean) if "mean" in name else spread
+
+            return of_empty
+
+        results = 2 if "mean" in name else 1
+        return reduced(input, dims, keepdim, None, results=results, run=make)
+
+
+for _name in ("var", "std", "var_mean", "std_mean"):
+    _spread(_name)
+
+
+# -- norms -------------------------------------------------------------------------------------
+
+
+@rule("linalg_vector_norm")
+@numpy_names
+def _vector_norm(
+    input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+        return None
+    return reduced(input, dims, keepdim, None)
+
+
+@rule("linalg_matrix_norm")
+@numpy_names
+def _matrix_norm(
+    A: Arg,
+    ord: Any = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> RuleResult:
+    dims = dims_of(A.ndim, dim)
+    if dims is None or len(dims) != 2:
+        return None
+    return reduced(A, dims, keepdim, None)
+
+
+@rule("linalg_norm")
+@numpy_names
+def _linalg_norm(
+    A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> RuleResult:
+    dims = dims_of(A.ndim, dim)
+    if dims is None:
+        return None
+    many = len(dims) if dim is not None else A.ndim if ord is not None else 1
+    if many > 2 or (many == 2 and A.ndim < 2):
+        return None
+
+    def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
+        if many == 2 and ord is not None:
+            return _matrix_norm_of(A, ord, dims, keepdim, dtype=dtype)
+        order = 2 if ord is None else ord
+        return _vector_norm_of(A, order, dims, keepdim, dtype=dtype)
+
+    return Decomposition(run)
+
+
+@rule("dist")
+def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
+    return Decomposition(lambda input, other, p=2: _vector_norm_of(input - other, p))
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+def softmax_dims(input: Arg, dim: Any) -> Ints | None:
+    """The dim of a softmax, which depends on the shape if it is not given; None for none."""
+    if dim is None:
+        dim = 0 if input.ndim in (0, 1, 3) else 1
+    return dims_of(input.ndim, dim)
+
+
+@rule("softmax", "log_softmax")
+def _softmax(input: Arg, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> RuleResult:
+    dims = softmax_dims(input, dim)
+    if dims is None:
+        return None
+    factors = [
+        None if at in dims else Factor(size, f"d{at}") for at, size in enumerate(input.shape)
+    ]
+    return local_call({input: factors}, [factors], shapes=[input.shape])
+
+
+@rule("logsumexp")
+@numpy_names
+def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or (input.dtype.is_complex and any_sharded(input, dims)):
+        return None
+    return reduced(input, dims, keepdim, None)
+
+
+# -- similarity --------------------------------------------------------------------------------
+
+
+@rule("cosine_similarity")
+def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> RuleResult:
+    return Decomposition(_cosine)
+
+
+def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    kind = torch.promote_types(x1.dtype, x2.dtype)
+    shape = broadcast_shape([x1.shape, x2.shape])
+    x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
+    norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
+    # What is below eps is constant, but has a gradient as if it were not, as in torch.
+    a, b = (
+        x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
+        for x, norm in zip((x1, x2), norms, strict=True)
+    )
+    return (a * b).sum(dim)
+
+
+@rule("pairwise_distance")
+def _pairwise_distance(
+    x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> RuleResult:
+    return Decomposition(_distance)
+
+
+def _distance(
+    x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return _vector_norm_of(x1 - x2 + eps, p, -1, keepdim)
