@@ -30,6 +30,8 @@ IN_A_ROW = re.compile(
 )
 
 
+# Before pytest-xdist's own, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if IN_A_ROW.search(item.nodeid):

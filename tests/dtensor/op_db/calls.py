@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -19,11 +20,24 @@ from tilework.layout import Partial, Placement, Replicate, Shard
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
 for _module in [one for one in sys.modules.values() if hasattr(one, "wrapper_set_seed")]:
     # Else random operators seem to give the same values every time.
     vars(_module)["wrapper_set_seed"] = lambda op, *args, **kwargs: op(*args, **kwargs)
+
+
+def _seed(seed: int) -> None:
+    """Seed what samples are drawn from; torch formats the stack for each absent accelerator."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+# Both are called for each sample; this one reads the sources of the whole stack for a unittest.
+common_utils.extract_test_fn = lambda: None
+common_utils.set_rng_seed = _seed
 
 #: What is in memory that was not written to is anything.
 _UNWRITTEN = ("empty", "resize_")
