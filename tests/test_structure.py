@@ -1,0 +1,89 @@
+"""Tests mirror sources: a file of tests is named after its source, and lies as that does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+#: Where the sources are that a folder of tests is about, if not in the package of that name.
+ELSEWHERE = {
+    "csrc": ROOT / "csrc",
+    "examples": ROOT / "examples",
+    "benchmarks": ROOT / "benchmarks",
+}
+
+#: Folders and files about no source alone, and why.
+ABOUT_MORE = {
+    "chaos": "random faults in random programs, on every backend",
+    "faults": "ranks that die, stop, or never come: whatever notices it",
+    "dtensor/op_db": "torch's database of operators: all rules at once",
+    "dtensor/test_api.py": "distribute_tensor and distribute_module, as in torch's test_api.py",
+    "dtensor/test_models.py": "whole models, of many operators",
+    "dtensor/test_random_programs.py": "any operators, one after the other",
+    "dtensor/test_training.py": "what a training loop calls: optimizers, clipping, casts, hooks",
+    "sharded/test_training.py": "sharding, training, resharding and saving together",
+    "distributed/test_public_names.py": "the façade's names against torch.distributed's",
+    "torch_backend/test_accelerate.py": "a program of accelerate's users",
+    "torch_backend/test_checkpoint.py": "torch.distributed.checkpoint on tilework's groups",
+    "torch_backend/test_ddp.py": "torch's DistributedDataParallel on tilework's groups",
+    "torch_backend/test_training.py": "torch's own parallelisms on tilework's groups",
+    "test_docs.py": "the pages of docs/",
+    "test_docstrings.py": "the examples in all docstrings",
+    "test_layers.py": "the imports of all modules",
+    "test_package.py": "the package as it is installed",
+    "test_structure.py": "the tests themselves",
+    "test_without_linux.py": "all that a system without Linux's calls can have",
+}
+
+SUFFIXES = {".py", ".cpp", ".h"}
+
+
+def names_in(folder: Path) -> set[str]:
+    """The modules, packages and public names that a file of tests may be named after."""
+    names = {path.stem for path in folder.glob("[!_]*") if path.is_dir() or path.suffix in SUFFIXES}
+    init = folder / "__init__.py"
+    if init.exists():
+        for node in ast.walk(ast.parse(init.read_text())):
+            if isinstance(node, ast.alias):
+                names.add(node.asname or node.name)
+    return names
+
+
+def is_about_more(path: Path) -> bool:
+    here = path.relative_to(TESTS)
+    return any(str(each) in ABOUT_MORE for each in (here, *here.parents))
+
+
+def test_files_of_tests_are_named_after_sources() -> None:
+    lost = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        folder = path.parent.relative_to(TESTS)
+        sources = ELSEWHERE.get(str(folder), ROOT / "src" / "tilework" / folder)
+        subject = path.stem.removeprefix("test_")
+        named = any(f"{subject}_".startswith(f"{name}_") for name in names_in(sources))
+        if not named and not is_about_more(path):
+            lost.append(str(path.relative_to(TESTS)))
+    assert not lost
+
+
+def test_exceptions_are_needed() -> None:
+    assert not [name for name in ABOUT_MORE if not (TESTS / name).exists()]
+
+
+def test_paths_of_tests_that_are_written_anywhere_exist() -> None:
+    pages = [
+        *ROOT.glob("*.md"),
+        ROOT / "Makefile",
+        *ROOT.glob("docs/**/*.md"),
+        *TESTS.rglob("*.py"),
+    ]
+    named = [
+        (page.name, path)
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for path in re.findall(r"(?<![\w./])tests/[\w/]+\.py", page.read_text())
+    ]
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
