@@ -8,11 +8,15 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-#: Where the sources are that a folder of tests is about, if not in the package of that name.
-ELSEWHERE = {
-    "csrc": ROOT / "csrc",
-    "examples": ROOT / "examples",
-    "benchmarks": ROOT / "benchmarks",
+PACKAGE = ROOT / "src" / "tilework"
+#: The sources of a folder of tests, if they are more than the package of that name.
+SOURCES = {
+    "csrc": [ROOT / "csrc"],
+    "examples": [ROOT / "examples"],
+    "benchmarks": [ROOT / "benchmarks"],
+    # Rules that both tensors share are tested on each.
+    "dtensor/rules": [PACKAGE / "dtensor" / "rules", PACKAGE / "tiled" / "rules"],
+    "sharded/ops": [PACKAGE / "sharded" / "ops", PACKAGE / "tiled" / "rules"],
 }
 
 #: Folders and files about no source alone, and why.
@@ -61,9 +65,9 @@ def test_files_of_tests_are_named_after_sources() -> None:
     lost = []
     for path in sorted(TESTS.rglob("test_*.py")):
         folder = path.parent.relative_to(TESTS)
-        sources = ELSEWHERE.get(str(folder), ROOT / "src" / "tilework" / folder)
+        names = {n for each in SOURCES.get(str(folder), [PACKAGE / folder]) for n in names_in(each)}
         subject = path.stem.removeprefix("test_")
-        named = any(f"{subject}_".startswith(f"{name}_") for name in names_in(sources))
+        named = any(f"{subject}_".startswith(f"{name}_") for name in names)
         if not named and not is_about_more(path):
             lost.append(str(path.relative_to(TESTS)))
     assert not lost
