@@ -1,33 +1,56 @@
-"""Which function runs for a torch operator on sharded tensors. The only registry."""
+"""The handler of each torch function on sharded tensors: a user's own, else ours.
+
+Ours are known by function, or by the operator that the function is in the operator table: then the
+handler is made when the function is first met.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tilework.sharded.specs import ShardingSpec
+from tilework.tiled.op_names import canonical_name
 
 #: ``handler(types, args, kwargs, process_group)``: what __torch_function__ gets, and the group.
 Handler = Callable[[Any, Any, Any, Any], Any]
 HandlerT = TypeVar("HandlerT", bound=Handler)
+#: Called with a torch function, its canonical name, and whether this form writes to its first
+#: argument: makes the handler if the function is of the family, else returns None.
+Family = Callable[[Callable[..., Any], str, bool], Handler | None]
 
 _custom: dict[Callable[..., Any], Handler] = {}
 _by_spec: dict[tuple[type[ShardingSpec], Callable[..., Any]], Handler] = {}
 _own: dict[Callable[..., Any], Handler] = {}
+_families: list[Family] = []
 
 
 def find_handler(func: Callable[..., Any], spec: ShardingSpec) -> Handler | None:
     """The user's function for ``func``, else the one for this kind of spec, else our own."""
-    found = _custom.get(func)
-    if found is None:
-        found = _by_spec.get((type(spec), func))
-    return _own.get(func) if found is None else found
+    handler = _custom.get(func)
+    if handler is None:
+        handler = _by_spec.get((type(spec), func))
+    if handler is None:
+        handler = _own.get(func)
+    return _by_family(func) if handler is None else handler
 
 
-def install(handlers: Mapping[Callable[..., Any], Handler]) -> None:
-    """Add our own operators."""
+def _by_family(func: Callable[..., Any]) -> Handler | None:
+    """Our handler of a function that is met for the first time."""
+    name, in_place = canonical_name(func)
+    for family in _families:
+        handler = family(func, name, in_place)
+        if handler is not None:
+            _own[func] = handler
+            return handler
+    return None
+
+
+def install(handlers: Mapping[Callable[..., Any], Handler], families: Sequence[Family]) -> None:
+    """Add our own operators: by function, and by families that are asked in this order."""
     _own.update(handlers)
+    _families.extend(families)
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[HandlerT], HandlerT]:
@@ -45,7 +68,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[HandlerT], Han
         ... def entr(types, args, kwargs, process_group):
         ...     return torch.special.entr(args[0].local_tensor())
     """
-    return _registers(_custom, func)
+    return _register(_custom, func)
 
 
 def custom_sharding_spec_op(
@@ -63,16 +86,16 @@ def custom_sharding_spec_op(
         ... def entr(types, args, kwargs, process_group):
         ...     return [torch.special.entr(shard.tensor) for shard in args[0].local_shards()]
     """
-    return _registers(_by_spec, (sharding_spec_class, func))
+    return _register(_by_spec, (sharding_spec_class, func))
 
 
-def _registers(table: dict[Any, Handler], key: Any) -> Callable[[HandlerT], HandlerT]:
-    def register(handler: HandlerT) -> HandlerT:
+def _register(table: dict[Any, Handler], key: Any) -> Callable[[HandlerT], HandlerT]:
+    def add(handler: HandlerT) -> HandlerT:
         _check_signature(handler)
         table[key] = handler
         return handler
 
-    return register
+    return add
 
 
 def _check_signature(handler: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from tilework.tiled.factors import Dim, Factor, FactorMap, volume
 
 #: The start and the size of a part.
 Range = tuple[int, int]
-#: The parts of factors that a tile has; of those that are missing it has all.
+#: The parts of factors that a tile has; of factors that are missing it has all.
 Ranges = dict[Factor, Range]
 
 
@@ -53,12 +53,13 @@ class LocalOp:
 
     Args:
         map: What it does to dims.
-        tiles: For each tile the ranges of the factors that it has only a part of; None for one
-            without elements along a dim of size 1 that the result lacks: its result is empty.
+        inputs: How its inputs are tiled.
+        tiles: For each tile the ranges of the factors that it has only a part of.
     """
 
     map: FactorMap
-    tiles: tuple[Ranges | None, ...]
+    inputs: Sequence[Tiling]
+    tiles: tuple[Ranges, ...]
 
     def boxes(self, output: int = 0, shape: Sequence[int] | None = None) -> tuple[Box, ...]:
         """The box of each tile's result.
@@ -81,14 +82,62 @@ class LocalOp:
         return tuple([_box(dims, sizes, ranges) for ranges in self.tiles])
 
 
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """The global shape of a tensor, and that of one of its tiles."""
+
+    shape: Ints
+    local_shape: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class TileRanges:
+    """The ranges of factors that one tile runs over: :class:`~tilework.tiled.op_rules.LocalRanges`.
+
+    Args:
+        op: The operator.
+        tile: The number of the tile.
+    """
+
+    op: LocalOp
+    tile: int
+
+    @property
+    def inputs(self) -> list[TileShape]:
+        """The shapes of each input."""
+        return [TileShape(x.shape, x.tiles[self.tile].box.sizes) for x in self.op.inputs]
+
+    @property
+    def outputs(self) -> list[TileShape]:
+        """The shapes of each output, as its factors say."""
+        ranges = self.op.tiles[self.tile]
+        shapes = [(dims, shape_of(dims)) for dims in self.op.map.outputs]
+        return [TileShape(shape, _box(dims, shape, ranges).sizes) for dims, shape in shapes]
+
+    @property
+    def has_empty_shards(self) -> bool:
+        """True if some tile of an input has no elements."""
+        return any(tile.box.empty for tiling in self.op.inputs for tile in tiling.tiles)
+
+    def local_range(self, factor: Factor) -> Range:
+        """The offset and the size of the tile's part of a factor."""
+        return self.op.tiles[self.tile].get(factor, (0, factor.size))
+
+    def local_size(self, dim: Dim) -> int:
+        """The number of elements of a dim that the tile has."""
+        return math.prod([self.local_range(factor)[1] for factor in dim])
+
+    def is_sharded(self, factor: Factor) -> bool:
+        """True if some tile has only a part of a factor."""
+        return any(factor in ranges for ranges in self.op.tiles)
+
+
 def shape_of(dims: Sequence[Dim]) -> Ints:
     """The sizes of dims that run over these factors; 1 for a dim without any."""
     return tuple([volume(dim) for dim in dims])
 
 
-def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges | None) -> Box:
-    if ranges is None:
-        return trusted_box((0,) * len(shape), (0, *shape[1:]))
+def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, factors in enumerate(dims):
         for at, factor in enumerate(factors):
@@ -109,9 +158,9 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
         mapped: What the operator does to dims.
         inputs: How each of its inputs is tiled, none of them partial.
     """
-    ranges: list[list[Ranges | None]] = []
+    ranges: list[list[Ranges]] = []
     for number, tiling in enumerate(inputs):
-        of_input: list[Ranges | None] = [{} for _ in tiling.tiles]
+        of_input: list[Ranges] = [{} for _ in tiling.tiles]
         for dim in range(len(tiling.shape)):
             obstacle = _restrict(of_input, mapped, number, tiling, dim)
             if obstacle is not None:
@@ -127,42 +176,46 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
             return NotLocal(Obstacle.MISMATCHED, number, None)
     if len(inputs) > 1 and not _fits(mapped.inputs[0], inputs[0], tiles):
         return NotLocal(Obstacle.MISMATCHED, 0, None)
-    return LocalOp(mapped, tuple(tiles))
+    return LocalOp(mapped, inputs, tuple(tiles))
 
 
 def _restrict(
-    tiles: list[Ranges | None], mapped: FactorMap, number: int, tiling: Tiling, dim: int
+    tiles: list[Ranges], mapped: FactorMap, number: int, tiling: Tiling, dim: int
 ) -> Obstacle | None:
     """Note the ranges of factors that tiles have along a dim; the obstacle if that cannot be."""
     extent, factors = tiling.shape[dim], mapped.inputs[number][dim]
     if factors and volume(factors) != extent:
         return Obstacle.MISMATCHED
+    if not factors and extent == 1:
+        factors = _squeezed_into(mapped, tiling)
     at = next((at for at, factor in enumerate(factors) if factor.size != 1), 0)
     inner = volume(factors[at + 1 :])
-    for i, tile in enumerate(tiling.tiles):
+    for ranges, tile in zip(tiles, tiling.tiles, strict=True):
         start, size = tile.box.offsets[dim], tile.box.sizes[dim]
         if size == extent:
             continue
         if not factors:
-            if extent != 1 or not _keeps_elements(mapped, tiling):
-                return Obstacle.UNSHARDABLE
-            tiles[i] = None
-            continue
+            return Obstacle.UNSHARDABLE
         obstacle = _obstacle(mapped, factors[at])
         if obstacle is not None:
             return obstacle
         if start % inner or size % inner:
             return Obstacle.UNALIGNED
-        ranges = tiles[i]
-        if ranges is not None:
+        if ranges.get(factors[at], (0, 1))[1]:  # else the tile is empty for another dim's sake
             ranges[factors[at]] = start // inner, size // inner
     return None
 
 
-def _keeps_elements(mapped: FactorMap, tiling: Tiling) -> bool:
-    """True if results have each element once, so that those of an empty tile are empty."""
+def _squeezed_into(mapped: FactorMap, tiling: Tiling) -> Dim:
+    """The factors of a dim of size 1 that a rearrangement drops, for tiles that have nothing of it.
+
+    Their results must be empty: they have nothing of the first factor of the result.
+    """
     results = [math.prod(shape_of(dims)) for dims in mapped.outputs]
-    return mapped.rearranges and results == [math.prod(tiling.shape)]
+    if not mapped.rearranges or results != [math.prod(tiling.shape)]:
+        return ()
+    factors = [factor for dim in mapped.outputs[0] for factor in dim if factor.size != 1]
+    return tuple(factors[:1])
 
 
 def _obstacle(mapped: FactorMap, factor: Factor) -> Obstacle | None:
@@ -178,20 +231,18 @@ def _obstacle(mapped: FactorMap, factor: Factor) -> Obstacle | None:
     return None
 
 
-def _merged(of_inputs: Sequence[Ranges | None]) -> Ranges | None:
+def _merged(of_inputs: Sequence[Ranges]) -> Ranges:
     """The ranges of one tile, from those of each input."""
     merged: Ranges = {}
     for ranges in of_inputs:
-        if ranges is None:
-            return None
         merged.update(ranges)
     return merged
 
 
-def _fits(dims: Sequence[Dim], tiling: Tiling, tiles: Sequence[Ranges | None]) -> bool:
+def _fits(dims: Sequence[Dim], tiling: Tiling, tiles: Sequence[Ranges]) -> bool:
     """True if an input's tiles are the parts that these ranges make of it."""
     return all(
-        ranges is None or _box(dims, tiling.shape, ranges) == tile.box
+        _box(dims, tiling.shape, ranges) == tile.box
         for ranges, tile in zip(tiles, tiling.tiles, strict=True)
     )
 

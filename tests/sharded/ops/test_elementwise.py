@@ -26,8 +26,21 @@ from tests.sharded.ops.op_checks import (
 )
 from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, examples, grid, on, specs
 from tilework.sharded import ShardedTensor, ones
-from tilework.sharded.ops.elementwise import ELEMENTWISE, TABLE
+from tilework.sharded.registry import find_handler
+from tilework.tiled.op_names import canonical_name
+from tilework.tiled.op_table import entry_of
 
+_SPACES: tuple[Any, ...] = (torch, Tensor, F, torch._C._nn, torch.special)
+#: The names of functions that make a new tensor, of operators that are elementwise.
+ELEMENTWISE = {
+    name
+    for space in _SPACES
+    for name in dir(space)
+    if callable(func := getattr(space, name))
+    and not name.startswith("_")
+    and not canonical_name(func)[1]
+    and entry_of(canonical_name(func)[0]).is_elementwise
+}
 #: Operators that need other arguments than one, two or three tensors.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp_max": (1,),
@@ -45,8 +58,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 def _callables(name: str, dtype: torch.dtype) -> list[Callable[..., Any]]:
     """The functions of this name that make a new tensor; for floats in all spellings."""
-    spaces: tuple[Any, ...] = (torch, Tensor, F, torch._C._nn, torch.special)
-    spaces = spaces if dtype == torch.float64 else spaces[:1]
+    spaces = _SPACES if dtype == torch.float64 else _SPACES[:1]
     found = [getattr(space, name, None) for space in spaces]
     return [func for func in found if callable(func)]
 
@@ -328,7 +340,7 @@ def test_nothing_is_communicated() -> None:
 def test_all_spellings_are_bound() -> None:
     for func in (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__,
         Tensor.__iadd__, torch.special.expit, F.relu, torch.relu_, Tensor.__and__):  # fmt: skip
-        assert func in TABLE
+        assert find_handler(func, CUTS["rows"]) is not None
 
 
 def test_ranks_outside_the_group_compute_metadata_only() -> None:

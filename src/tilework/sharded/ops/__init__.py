@@ -2,6 +2,7 @@
 
 from tilework.sharded.ops import (
     basic,
+    by_rule,
     cat,
     comparisons,
     dim_ops,
@@ -23,14 +24,13 @@ install(
         **basic.TABLE,
         **gradients.TABLE,
         **filling.TABLE,
-        **foreach.TABLE,
-        **dim_ops.TABLE,
-        **reductions.TABLE,
         **losses.TABLE,
+        **by_rule.TABLE,
         **slicing.TABLE,
         **cat.TABLE,
         **comparisons.TABLE,
         **linear.TABLE,
         **embedding.TABLE,
-    }
+    },
+    [module.family for module in (reductions, dim_ops, by_rule, foreach, elementwise)],
 )

@@ -11,7 +11,6 @@ from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.dim_ops import SHARDED_DIM, dims_of
 from tilework.sharded.ops.result_layout import ResultLayout, cached, layout_of_boxes, of_tiles
 from tilework.sharded.ops.tiles import OTHER_LAYOUT, graph_tiles
-from tilework.sharded.ops.views import unsqueeze
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.box_propagation import NotLocal, Obstacle, propagate_boxes, shape_of
@@ -21,7 +20,7 @@ from tilework.tiled.factors import DimFactors, Factor, FactorMap, dim_factors, f
 def _joins(func: Callable[..., Any], new_dim: bool) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
         given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-        tensors = list(given["tensors"])
+        tensors: list[Any] = list(given["tensors"])
         if not all(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise unsupported(
                 func, args, kwargs, "all must be sharded: shard_tensor cuts a plain one"
@@ -31,7 +30,7 @@ def _joins(func: Callable[..., Any], new_dim: bool) -> Handler:
             raise unsupported(func, args, kwargs, "all must have as many dims, and no out")
         if new_dim:
             dim %= tensors[0].dim() + 1
-            tensors = [unsqueeze(tensor, dim) for tensor in tensors]
+            tensors = [tensor.unsqueeze(dim) for tensor in tensors]
         else:
             dim = (dims_of(tensors[0], dim) or (0,))[0]
         layout = _layout(tensors, dim)

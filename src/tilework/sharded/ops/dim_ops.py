@@ -12,8 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from tilework.sharded.checks import unsupported
-from tilework.sharded.metadata import ShardMetadata
-from tilework.sharded.ops.elementwise import spellings
 from tilework.sharded.ops.result_layout import layout_of_result, local_op, of_tiles
 from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
@@ -133,7 +131,7 @@ def _wrapped(
     assert layout is not None
     parts = iter(results)
 
-    def apply(tile: Tensor, shard: ShardMetadata, sizes: Sequence[int]) -> Tensor:
+    def apply(tile: Tensor, number: int, sizes: Sequence[int]) -> Tensor:
         result = next(parts)
         return result if result.shape == sizes else result[tuple(slice(n) for n in sizes)]
 
@@ -156,6 +154,7 @@ def _along(func: Callable[..., Any], names: tuple[str, ...], default: int | None
     return handler
 
 
-TABLE: dict[Callable[..., Any], Handler] = {
-    func: _along(func, *arguments) for name, arguments in _ALONG.items() for func in spellings(name)
-}
+def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
+    """The handler of an operator along a dim."""
+    arguments = _ALONG.get(name)
+    return None if arguments is None else _along(func, *arguments)

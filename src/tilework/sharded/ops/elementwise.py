@@ -1,17 +1,16 @@
-"""Operators that give each element of the result from the same element of each operand.
+"""Elementwise operators, and others that keep a tensor's shape: they run on the tiles.
 
-Which ones those are is taken from torch: they have the tag ``pointwise``. Each runs on the tiles;
-nothing is communicated. So do the other operators here, that keep a tensor's shape.
+No factor of theirs is reduced or unshardable, so results lie as the operands do, all of which must
+lie alike; nothing is communicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tilework.comm.functional.api import copy_to_group
@@ -27,42 +26,34 @@ from tilework.sharded.ops.tiles import (
 )
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.pointwise import pointwise_names
+from tilework.tiled.op_table import entry_of
 
-#: Spelled differently from an operator with the tag, or made of such.
-_ALIASES = """
-    absolute and arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide expit fix float_power
-    floor_divide floordiv gammainc gammaincc gammaln greater greater_equal hardswish hardtanh invert
-    isclose isreal less less_equal log_sigmoid logsigmoid mod multigammaln multiply ndtr negative
-    not_equal or psi rrelu rshift softsign subtract tanhshrink threshold truediv
+#: Functions that keep the shape, beside the elementwise operators of the table: made of such, or
+#: not computed from elements alone. With "_": only the form that writes to the tensor.
+_KEEP_SHAPE = """
+    _threshold alpha_dropout bernoulli cauchy_ detach dropout empty_like exponential_ fill_
+    full_like geometric_ log_normal_ normal_ ones_like rand_like randint_like randn_like random_
+    retain_grad rrelu softsign tanhshrink type uniform_ zeros_like
 """
-#: What keeps the shape, and is not computed from elements alone.
-_SHAPE_KEEPING = """
-    alpha_dropout bernoulli bfloat16 bool byte cauchy_ cdouble cfloat chalf char conj contiguous
-    copy_ detach detach_ double dropout empty_like exponential_ fill_ float full_like geometric_
-    half imag int log_normal_ long normal_ ones_like rand_like randint_like randn_like random_ real
-    resolve_conj resolve_neg retain_grad short type uniform_ zero_ zeros_like
-"""
-#: Also names of reductions.
-_NOT_HERE = {"max", "min"}
+_SHAPE_KEEPING = frozenset(_KEEP_SHAPE.split())
 
 
 def elementwise(func: Callable[..., Any]) -> Handler:
-    """Runs ``func`` on the tiles of its operands, which must be cut alike."""
+    """The handler that runs ``func`` on the tiles of its operands, which must lie alike."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
         _check(func, args, kwargs, leaves, operands)
-        shared = [_shared(leaf, process_group) for leaf in leaves]
+        leaves = [_replicated(leaf, process_group) for leaf in leaves]
         tiles = [graph_tiles(operand) for operand in operands]
         results = []
         for group in zip(*tiles, strict=True):
             parts = iter(group)
-            local = [next(parts) if isinstance(x, ShardedTensor) else x for x in shared]
+            local = [next(parts) if isinstance(x, ShardedTensor) else x for x in leaves]
             args_here, kwargs_here = pytree.tree_unflatten(local, form)
             results.append(func(*args_here, **kwargs_here))
-        return _whole(func, args, kwargs, operands, tiles, results)
+        return _wrapped(func, args, kwargs, operands, tiles, results)
 
     return handler
 
@@ -86,8 +77,8 @@ def _check(
         raise unsupported(func, args, kwargs)
 
 
-def _shared(leaf: Any, group: Any) -> Any:
-    """A plain operand is one value that all ranks hold: its gradient is the sum over all tiles."""
+def _replicated(leaf: Any, group: Any) -> Any:
+    """A plain operand as a replicated value: its gradient is the sum over all tiles."""
     if (
         isinstance(leaf, Tensor)
         and not isinstance(leaf, ShardedTensor)
@@ -98,7 +89,7 @@ def _shared(leaf: Any, group: Any) -> Any:
     return leaf
 
 
-def _whole(
+def _wrapped(
     func: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -116,11 +107,11 @@ def _whole(
             raise unsupported(func, args, kwargs)
         return wrap(operands[0], results)
     if isinstance(first, tuple):
-        each = [
-            _whole(func, args, kwargs, operands, tiles, list(column))
+        columns = [
+            _wrapped(func, args, kwargs, operands, tiles, list(column))
             for column in zip(*results, strict=True)
         ]
-        return each if type(first) is tuple else type(first)(each)
+        return columns if type(first) is tuple else type(first)(columns)
     return first
 
 
@@ -130,20 +121,11 @@ def _where(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     return elementwise(torch.where)(types, args, kwargs, process_group)
 
 
-def spellings(name: str) -> Iterator[Callable[..., Any]]:
-    """All functions of torch's that are this operator."""
-    forms = (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")
-    for space in (torch, Tensor, F, torch._C._nn, torch.special):
-        for form in forms:
-            found = getattr(space, form, None)
-            if callable(found):
-                yield found
+def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
+    """The handler of an elementwise function, and of others that keep the shape."""
+    names = {name, f"{name}_"} if in_place else {name}
+    keeps_shape = entry_of(name).is_elementwise or names & _SHAPE_KEEPING
+    return elementwise(func) if keeps_shape else None
 
 
-ELEMENTWISE = (pointwise_names() | set(_ALIASES.split())) - _NOT_HERE
-
-TABLE: dict[Callable[..., Any], Handler] = {
-    func: elementwise(func)
-    for name in sorted(ELEMENTWISE | set(_SHAPE_KEEPING.split()))
-    for func in spellings(name)
-} | {torch.where: _where}
+TABLE: dict[Callable[..., Any], Handler] = {torch.where: _where}

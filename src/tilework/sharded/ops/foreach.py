@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilework.sharded.registry import Handler
@@ -13,16 +12,18 @@ from tilework.sharded.registry import Handler
 
 def _each(operator: Callable[..., Any]) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
-        def at(i: int, value: Any) -> Any:
-            return value[i] if isinstance(value, list | tuple) else value
-
         results = []
         for i in range(len(args[0])):
-            others = {name: at(i, value) for name, value in kwargs.items()}
-            results.append(operator(*(at(i, value) for value in args), **others))
+            options = {name: _item(value, i) for name, value in kwargs.items()}
+            results.append(operator(*(_item(value, i) for value in args), **options))
         return results
 
     return handler
+
+
+def _item(value: Any, i: int) -> Any:
+    """The item of a list; a single value is the same for all."""
+    return value[i] if isinstance(value, list | tuple) else value
 
 
 def _addc(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -44,23 +45,20 @@ def _in_place(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _operator(name: str) -> Callable[..., Any] | None:
-    found: Any = getattr(Tensor, name, None)
+    """The operator on one tensor; None if torch has no method of this name."""
+    method: Any = getattr(Tensor, name, None)
     if name.startswith("addc"):
-        return _addc(found)
-    if found is None and name.endswith("_"):
-        plain = getattr(Tensor, name[:-1], None)
-        return plain and _in_place(plain)
-    return found  # type: ignore[no-any-return]
+        return _addc(method)
+    if method is None and name.endswith("_"):
+        new_result = getattr(Tensor, name[:-1], None)
+        return new_result and _in_place(new_result)
+    return method  # type: ignore[no-any-return]
 
 
-def _table() -> dict[Callable[..., Any], Handler]:
-    found = {}
-    for full in dir(torch):
-        name = full.removeprefix("_foreach_")
-        operator = _operator(name) if name != full else None
-        if operator is not None:
-            found[getattr(torch, full)] = _each(operator)
-    return found
-
-
-TABLE: dict[Callable[..., Any], Handler] = _table()
+def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
+    """The handler of an operator on lists."""
+    of_lists: str = getattr(func, "__name__", "")
+    if not of_lists.startswith("_foreach_"):
+        return None
+    operator = _operator(of_lists.removeprefix("_foreach_"))
+    return None if operator is None else _each(operator)

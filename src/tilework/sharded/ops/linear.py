@@ -28,7 +28,6 @@ from tilework.sharded.ops.exchange import (
     working_tiles,
 )
 from tilework.sharded.ops.tiles import member_of
-from tilework.sharded.ops.views import permute
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 
@@ -168,6 +167,11 @@ def _is_matrix(value: Any) -> bool:
     return isinstance(value, ShardedTensor) and value.dim() == 2
 
 
+def _transposed(weight: Any) -> ShardedTensor:
+    transposed: ShardedTensor = weight.t()
+    return transposed
+
+
 def _matmul(func: Callable[..., Any], swapped: bool = False) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
         names = ("input", "other"), ("self", "mat2"), ("input", "vec")
@@ -176,7 +180,7 @@ def _matmul(func: Callable[..., Any], swapped: bool = False) -> Handler:
             raise unsupported(func, args, kwargs, _HINT)
         a, b = reversed(operands) if swapped else operands
         if _is_matrix(b) and not isinstance(a, ShardedTensor):
-            return linear(a, permute(b, (1, 0)), None, "matmul")
+            return linear(a, _transposed(b), None, "matmul")
         if _is_matrix(a) and not isinstance(b, ShardedTensor) and b.dim() in (1, 2):
             return linear(b.t(), a, None, "matmul").t()
         raise unsupported(func, args, kwargs, _HINT)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.dim_ops import dims_of, options_of, run_along
-from tilework.sharded.ops.elementwise import elementwise, spellings
+from tilework.sharded.ops.elementwise import elementwise
 from tilework.sharded.ops.gather_tiles import gather_from_tiles
 from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
@@ -205,7 +205,7 @@ _REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
     "var_mean": (None, _SPREAD),
     "std_mean": (None, _SPREAD),
     "norm": (_norm, ("p", "dim", "keepdim", "out", "dtype")),
-    "vector_norm": (_norm, ("ord", *_DIM)),
+    "linalg_vector_norm": (_norm, ("ord", *_DIM)),
 }
 
 
@@ -248,8 +248,7 @@ def _shaped(result: Any, shape: torch.Size) -> Any:
     return type(result)([part.reshape(shape) for part in result])
 
 
-TABLE: dict[Callable[..., Any], Handler] = {
-    func: _reduction(func, *how)
-    for name, how in _REDUCTIONS.items()
-    for func in [*spellings(name), *([torch.linalg.vector_norm] if name == "vector_norm" else [])]
-}
+def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
+    """The handler of a reduction."""
+    how = _REDUCTIONS.get(name)
+    return None if how is None else _reduction(func, *how)

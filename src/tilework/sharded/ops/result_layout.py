@@ -119,6 +119,18 @@ def layout_of_boxes(
     )
 
 
+def layout_of(tensor: ShardedTensor) -> ResultLayout:
+    """The tensor's own layout."""
+    shards = tensor._metadata.shards_metadata
+    numbers = tuple(range(len(shards)))
+    return ResultLayout(tensor.shape, tensor._sharding_spec, shards, tensor._shard_map, numbers)
+
+
+def boxes_of(tensor: ShardedTensor) -> list[Box]:
+    """The box of each of the tensor's shards."""
+    return [shard.box for shard in tensor._metadata.shards_metadata]
+
+
 def _spec_of(metadata: ShardedTensorMetadata) -> ShardingSpec:
     """Chunks, if they come in that order; else the boxes."""
     shards = metadata.shards_metadata
@@ -131,7 +143,7 @@ def _spec_of(metadata: ShardedTensorMetadata) -> ShardingSpec:
 def of_tiles(
     tensor: ShardedTensor,
     layout: ResultLayout,
-    apply: Callable[[Tensor, ShardMetadata, Ints], Tensor],
+    apply: Callable[[Tensor, int, Ints], Tensor],
     stand_in: Tensor | None = None,
 ) -> ShardedTensor:
     """A tensor whose tiles are made from this one's, each on the rank where it is. Local.
@@ -139,7 +151,7 @@ def of_tiles(
     Args:
         tensor: The tensor.
         layout: The result's.
-        apply: From a tile, its metadata and the size of its result to the result.
+        apply: From a tile, its number and the size of its result to the result.
         stand_in: What came of this rank's stand-in, if it has one and the dtype changes.
     """
     local = []
@@ -147,7 +159,7 @@ def of_tiles(
         number = layout.numbers[i]
         if number is not None:
             result = layout.shards[number]
-            local.append(Shard(apply(shard.tensor, shard.metadata, result.shard_sizes), result))
+            local.append(Shard(apply(shard.tensor, i, result.shard_sizes), result))
     if local:
         first = local[0].tensor
     else:

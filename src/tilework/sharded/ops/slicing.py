@@ -1,6 +1,7 @@
-"""Indexing, and torch's many names for :mod:`tilework.sharded.ops.views`.
+"""Ranges and single elements of dims: narrow, select, split, unbind, and indexing.
 
-How each name reads its arguments is asked of torch: it runs on a tensor without memory.
+Each tile becomes what the range has of it, on the rank where it is; nothing is communicated. Factor
+maps know no ranges, so boxes are evaluated here.
 """
 
 from __future__ import annotations
@@ -11,46 +12,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.layout import Box
+from tilework.layout.box import Ints
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.dim_ops import dims_of, options_of
 from tilework.sharded.ops.elementwise import elementwise
-from tilework.sharded.ops.tiles import sharded_argument
-from tilework.sharded.ops.views import alias, expand, narrow, permute, reshape, select, unsqueeze
+from tilework.sharded.ops.result_layout import (
+    ResultLayout,
+    boxes_of,
+    cached,
+    layout_of_boxes,
+    of_tiles,
+)
+from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, wrap
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.box_propagation import within
+
+# -- ranges and elements ---------------------------------------------------------------------
+
+
+def _without(numbers: Sequence[int], dim: int) -> Ints:
+    return (*numbers[:dim], *numbers[dim + 1 :])
+
+
+def _with(numbers: Sequence[int], dim: int, value: int) -> Ints:
+    return (*numbers[:dim], value, *numbers[dim + 1 :])
+
+
+def alias(tensor: ShardedTensor) -> ShardedTensor:
+    """The same elements, as another tensor."""
+    return wrap(tensor, [tile.view_as(tile) for tile in graph_tiles(tensor)])
+
+
+def narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
+    """``length`` elements along a dim, from ``start``; tiles without any of them become empty."""
+
+    def make() -> ResultLayout:
+        boxes = []
+        for box in boxes_of(tensor):
+            begin, count = within(box, dim, start, length)
+            boxes.append(Box(_with(box.offsets, dim, begin), _with(box.sizes, dim, count)))
+        return layout_of_boxes(tensor, _with(tensor.shape, dim, length), boxes)
+
+    def apply(tile: Tensor, number: int, sizes: Ints) -> Tensor:
+        box = tensor._metadata.shards_metadata[number].box
+        begin, count = within(box, dim, start, length)
+        first = begin + start - box.offsets[dim]
+        return tile.narrow(dim, min(max(first, 0), box.sizes[dim]), count)
+
+    return of_tiles(tensor, cached(tensor, ("narrow", dim, start, length), make), apply)
+
+
+def select(tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
+    """One element along a dim, without the dim; ranks that have nothing of it hold no shards."""
+
+    def make() -> ResultLayout:
+        boxes = [
+            Box(_without(box.offsets, dim), _without(box.sizes, dim))
+            if box.offsets[dim] <= index < box.offsets[dim] + box.sizes[dim]
+            else None
+            for box in boxes_of(tensor)
+        ]
+        return layout_of_boxes(tensor, _without(tensor.shape, dim), boxes)
+
+    def apply(tile: Tensor, number: int, sizes: Ints) -> Tensor:
+        shard = tensor._metadata.shards_metadata[number]
+        return tile.select(dim, index - shard.shard_offsets[dim])
+
+    return of_tiles(tensor, cached(tensor, ("select", dim, index), make), apply)
+
+
+# -- torch's functions -------------------------------------------------------------------------
 
 
 def _meta(shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), device="meta")
 
 
-def _permutes(func: Callable[..., Any]) -> Handler:
-    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        tensor = sharded_argument(func, args, kwargs)
-        others = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
-        # Extents 0, 1, 2, … show where each dim goes.
-        return permute(tensor, tuple(func(_meta(range(tensor.dim())), *args[1:], **others).shape))
-
-    return handler
-
-
-def _reshapes(func: Callable[..., Any]) -> Handler:
-    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        tensor = sharded_argument(func, args, kwargs)
-        if any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values())):
-            raise unsupported(func, args, kwargs)
-        others = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
-        size = func(_meta(tensor.shape), *args[1:], **others).shape
-        change = (
-            expand if func in (Tensor.expand, torch.broadcast_to, Tensor.broadcast_to) else reshape
-        )
-        found = alias(tensor) if size == tensor.shape else change(tensor, tuple(size))
-        if found is None:
-            hint = "its tiles would be no boxes of the new shape: reshard first"
-            raise unsupported(func, args, kwargs, hint)
-        return found
-
-    return handler
+def _with_new_dim(tensor: Tensor, dim: int) -> Any:
+    return tensor.unsqueeze(dim)
 
 
 def _splits(func: Callable[..., Any]) -> Handler:
@@ -97,13 +138,6 @@ def _iter(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     return iter(_unbind(types, args, kwargs, process_group))
 
 
-def _unsqueeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    tensor = sharded_argument(torch.unsqueeze, args, kwargs)
-    dim = options_of(("dim",), args, kwargs)["dim"]
-    _meta(tensor.shape).unsqueeze(dim)
-    return unsqueeze(tensor, dim % (tensor.dim() + 1))
-
-
 def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = sharded_argument(torch.squeeze, args, kwargs)
     dims = dims_of(tensor, options_of(("dim",), args, kwargs).get("dim"))
@@ -128,7 +162,7 @@ def _index(tensor: ShardedTensor, key: Any) -> ShardedTensor | None:
     tensor, dim = alias(tensor), 0
     for k in (*keys[:at], *spread, *keys[at + 1 :]):
         if k is None:
-            tensor = unsqueeze(tensor, dim)
+            tensor = _with_new_dim(tensor, dim)
         elif isinstance(k, int):
             tensor = select(tensor, dim, k % tensor.shape[dim])
             continue
@@ -172,18 +206,10 @@ def _both(name: str) -> list[Callable[..., Any]]:
     return [func for func in found if func is not None]
 
 
-_EXPANDING = [Tensor.expand, torch.broadcast_to, Tensor.broadcast_to]
-_PERMUTING = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t")
-_RESHAPING = ("reshape", "view", "flatten", "unflatten", "ravel", "expand", "broadcast_to")
 _SPLITTING = ("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
-_DIM_BY_DIM = {"narrow": _narrow, "select": _select, "unbind": _unbind, "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze}  # fmt: skip
-_PROPERTIES: list[Any] = [Tensor.T, Tensor.mT]
+_DIM_BY_DIM = {"narrow": _narrow, "select": _select, "unbind": _unbind, "squeeze": _squeeze}
 
 TABLE: dict[Callable[..., Any], Handler] = {
-    **{f: _permutes(f) for name in _PERMUTING for f in _both(name)},
-    **{f: _permutes(f) for f in [prop.__get__ for prop in _PROPERTIES]},
-    **{f: _reshapes(f) for name in _RESHAPING for f in _both(name)},
     **{f: _splits(f) for name in _SPLITTING for f in _both(name)},
     **{f: handler for name, handler in _DIM_BY_DIM.items() for f in _both(name)},
     Tensor.__getitem__: _getitem,
