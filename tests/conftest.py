@@ -5,8 +5,10 @@ Where the core is not built, what needs it is skipped, and says why.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 from collections.abc import Generator
 
 import pytest
@@ -36,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if IN_A_ROW.search(item.nodeid):
             item.add_marker(pytest.mark.xdist_group("in a row"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip what begins after the time budget of ``python -m tests.check``."""
+    if time.time() > float(os.environ.get("TILEWORK_TESTS_UNTIL", "inf")):
+        pytest.skip("the time budget is spent; `make test` runs all")
 
 
 @pytest.hookimpl(wrapper=True)

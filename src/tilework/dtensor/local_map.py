@@ -1,4 +1,4 @@
-"""Functions of plain tensors, applied to the local tensors of DTensors."""
+"""Functions of plain tensors, applied to the parts of DTensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
 
-#: The placements of one argument or result; None for what is no tensor.
+#: How one tensor lies; None for what is no tensor.
 OnePlacements = Sequence[Placement] | None
 _Function = Callable[..., Any]
 
@@ -29,30 +29,29 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> _Function:
-    """A function of plain tensors that takes and returns DTensors.
+    """Have a function of plain tensors take and return DTensors.
 
-    It is called with each rank's local tensors, and returns those of the results, whose shapes are
+    It is called with each rank's parts; what it returns are parts of the results, whose shapes are
     found as by ``DTensor.from_local``, so that calls are collective over the mesh. It may
     communicate. Without a DTensor among the arguments it is called as it is.
 
-    Gradients: an input that is replicated along an axis where every result is sharded or partial
-    gets a partial gradient, which is summed. Otherwise a gradient has its input's layout. Where
-    the placements leave it open, pass ``in_grad_placements``.
+    Gradients: an input that is replicated along an axis where every result is cut or partial gets
+    its gradient in terms, which are summed. Otherwise a gradient lies as its input. Where the
+    placements do not tell which it is, say it with ``in_grad_placements``.
 
     Args:
         func: The function. Left out, this is a decorator.
-        out_placements: The placements of the result, a list; a tuple of lists for several results,
-            None for what is no tensor.
-        in_placements: The placements that inputs must have, for each argument (those in lists,
-            tuples and dicts counted one by one), None for what is no tensor. None: any.
-        in_grad_placements: The placements of the gradients that the function computes of its
-            inputs, for each argument.
+        out_placements: How results lie: a list for one result; a tuple of them for several, None
+            for what is no tensor.
+        in_placements: How inputs must lie, for each argument (those in lists, tuples and dicts
+            counted one by one), None for what is no tensor. None: as they happen to.
+        in_grad_placements: How gradients of inputs come out of the function, for each argument.
         device_mesh: The mesh of the results; None: that of the first DTensor.
-        redistribute_inputs: True to redistribute inputs of other placements, not refuse them.
+        redistribute_inputs: Whether inputs that lie otherwise are redistributed instead of refused.
 
     Raises:
-        ValueError: When called: an input has other placements, or numbers of placements and of
-            arguments or results differ, or meshes.
+        ValueError: When called: an input lies otherwise, or numbers of placements and of arguments
+            or results differ, or meshes.
         TypeError: Placements are given for what is no tensor, or none for a tensor.
 
     Example:
@@ -80,12 +79,12 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
     outs = _each(out_placements)
-    for placements in (*outs, *(in_placements or ()), *(in_grad_placements or ())):
-        _check_placements(placements)
+    for one in (*outs, *(in_placements or ()), *(in_grad_placements or ())):
+        _check_placements(one)
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, DTensor) for value in pytree.tree_leaves(kwargs)):
+        if any(isinstance(one, DTensor) for one in pytree.tree_leaves(kwargs)):
             raise TypeError(
                 "local_map takes DTensors by position: placements are given by position, too"
             )
@@ -93,31 +92,31 @@ def local_map(
         if not any(isinstance(value, DTensor) for value in values):
             return func(*args, **kwargs)
         mesh = _mesh(values, device_mesh)
-        needed = _for_each(in_placements, values, "in_placements")
-        inputs = [
-            _redistributed(*pair, i, redistribute_inputs)
-            for i, pair in enumerate(zip(values, needed, strict=True))
+        wanted = _for_each(in_placements, values, "in_placements")
+        given = [
+            _fitting(*pair, i, redistribute_inputs)
+            for i, pair in enumerate(zip(values, wanted, strict=True))
         ]
-        grads = _for_each(in_grad_placements, inputs, "in_grad_placements")
+        grads = _for_each(in_grad_placements, given, "in_grad_placements")
         locals_ = [
-            _local(value, grad, inputs, outs) if isinstance(value, DTensor) else value
-            for value, grad in zip(inputs, grads, strict=True)
+            _local(value, grad, given, outs) if isinstance(value, DTensor) else value
+            for value, grad in zip(given, grads, strict=True)
         ]
         result = func(*pytree.tree_unflatten(locals_, structure), **kwargs)
-        results, structure = pytree.tree_flatten(result)
-        if len(results) != len(outs):
+        found, structure = pytree.tree_flatten(result)
+        if len(found) != len(outs):
             raise ValueError(
                 f"out_placements are for {len(outs)} results, but {_name(func)} returned "
-                f"{len(results)}"
+                f"{len(found)}"
             )
-        wrapped = [_wrapped(*pair, mesh, func) for pair in zip(results, outs, strict=True)]
-        return pytree.tree_unflatten(wrapped, structure)
+        made = [_joined(*pair, mesh, func) for pair in zip(found, outs, strict=True)]
+        return pytree.tree_unflatten(made, structure)
 
     return mapped
 
 
 def _each(out_placements: Any) -> tuple[OnePlacements, ...]:
-    """The placements of each result."""
+    """For each result how it lies."""
     if isinstance(out_placements, tuple) and not all(
         isinstance(one, Shard | Replicate | Partial) for one in out_placements
     ):
@@ -168,19 +167,19 @@ def _for_each(
     return placements
 
 
-def _redistributed(value: Any, needed: OnePlacements, number: int, redistribute: bool) -> Any:
-    """The argument in the placements that it must have."""
-    if needed is None or not isinstance(value, DTensor):
+def _fitting(value: Any, wanted: OnePlacements, number: int, redistribute: bool) -> Any:
+    """The argument, lying as it is wanted."""
+    if wanted is None or not isinstance(value, DTensor):
         return value
     spec = value._spec
-    if spec == spec_of(spec.mesh, needed, spec.shape, spec.order):
+    if spec == spec_of(spec.mesh, wanted, spec.shape, spec.order):
         return value
     if not redistribute:
         raise ValueError(
             f"argument {number} of a local_map lies as {list(value.placements)}, but its "
-            f"in_placements are {list(needed)}: redistribute it, or pass redistribute_inputs=True"
+            f"in_placements are {list(wanted)}: redistribute it, or pass redistribute_inputs=True"
         )
-    return value.redistribute(placements=needed)
+    return value.redistribute(placements=wanted)
 
 
 def _local(
@@ -189,7 +188,7 @@ def _local(
     inputs: Sequence[Any],
     outs: Sequence[OnePlacements],
 ) -> Tensor:
-    """The local tensor of an input, at a place in the graph for gradients of these placements."""
+    """This rank's part of an input, at a place in the graph where its gradient lies as told."""
     if grad is None and value.requires_grad and torch.is_grad_enabled():
         grad = _gradient(value, inputs, outs)
     local = value.to_local(grad_placements=grad)
@@ -199,31 +198,31 @@ def _local(
 def _gradient(
     value: DTensor, inputs: Sequence[Any], outs: Sequence[OnePlacements]
 ) -> list[Placement]:
-    """The placements of the gradient of an input, as far as those of results tell."""
+    """How the gradient of an input lies, as far as placements tell."""
     mesh = value.device_mesh
-    placements = list(value._spec.dual.placements)
+    lies = list(value._spec.dual.placements)
     for axis in range(mesh.ndim):
         if mesh.shape[axis] == 1 or not isinstance(value.placements[axis], Replicate):
             continue
-        full = [isinstance(out[axis], Replicate) for out in outs if out is not None]
+        whole = [isinstance(out[axis], Replicate) for out in outs if out is not None]
         others = [
             isinstance(one.placements[axis], Replicate)
             for one in inputs
             if isinstance(one, DTensor)
         ]
-        if not any(full):
-            placements[axis] = Partial()
-        elif not (all(full) and all(others)):
+        if not any(whole):
+            lies[axis] = Partial()
+        elif not (all(whole) and all(others)):
             raise ValueError(
                 f"whether each rank along axis {axis} computes all of the gradient of an input "
                 f"that is replicated there, or a term of it, is not told by the placements of a "
                 f"local_map in which others are not: say it with in_grad_placements (Replicate() "
                 f"or Partial())"
             )
-    return placements
+    return lies
 
 
-def _wrapped(value: Any, placements: OnePlacements, mesh: DeviceMesh, func: _Function) -> Any:
+def _joined(value: Any, placements: OnePlacements, mesh: DeviceMesh, func: _Function) -> Any:
     """A result, as a DTensor."""
     if isinstance(value, DTensor):
         raise TypeError(f"{_name(func)} in a local_map must return plain tensors, got {value!r}")

@@ -54,7 +54,7 @@ class Agent:
         idle_threads: How many are kept.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rank: int,
         workers: Directory,
@@ -187,7 +187,7 @@ class Agent:
             _log.exception("rank %d dropped a message", self.rank)
             return None
 
-    def _take(self, message: Message) -> Task | None:
+    def _take(self, message: Message) -> Task | None:  # noqa: C901, PLR0912
         """What may be done at once, in the order of the messages; the rest is returned."""
         sender, number = message.sender, message.number
         self._transport.contact(sender)

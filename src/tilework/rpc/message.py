@@ -124,7 +124,7 @@ class Message:
         return max(size + place for size, place in self.parts if place >= 0)
 
 
-def encode(
+def encode(  # noqa: PLR0913
     kind: Kind,
     sender: int,
     number: int,

@@ -128,7 +128,7 @@ RuleResult = OpCall | None
 RuleFunction = Callable[..., RuleResult]
 
 
-def local_call(
+def local_call(  # noqa: PLR0913
     inputs: Mapping[Arg, Sequence[Factor | Dim | None]],
     outputs: Sequence[Sequence[Factor | Dim | None]],
     *,

@@ -219,7 +219,7 @@ class ShmGroup(NativeGroup):
         weakref.finalize(memory, arena.release, address).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def _direct_failed(
+    def _direct_failed(  # noqa: PLR0913
         self, why: Any, slot: int, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
     ) -> None:
         """Raise what a failure of the short way means to the program."""

@@ -22,7 +22,7 @@ Words = tuple[Tensor, Tensor]
 """64 bits: the upper and the lower word."""
 
 
-def fill_random(
+def fill_random(  # noqa: PLR0913
     target: Tensor,
     distribution: str,
     seed: int,
