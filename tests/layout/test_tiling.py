@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.layout.random_tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
-from tilework.layout.box_index import FEW_QUESTIONS, BoxIndex
+from tilework.layout.box_index import FEW_QUERIES, BoxIndex
 
 TILINGS = shapes().flatmap(tilings)
 HALVES = (Tile(Box((0,), (2,)), (3,)), Tile(Box((2,), (2,)), (1, 3)))
@@ -58,7 +58,7 @@ def test_an_index_of_any_boxes(boxes: list[Box], box: Box) -> None:
     """The first questions are answered in another way than those that follow."""
     expected = [i for i, other in enumerate(boxes) if other.intersection(box)]
     index = BoxIndex(boxes)
-    for _ in range(FEW_QUESTIONS + 2):
+    for _ in range(FEW_QUERIES + 2):
         assert index.overlapping(box) == expected
 
 

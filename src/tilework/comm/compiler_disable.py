@@ -15,7 +15,7 @@ import torch
 
 from tilework.comm import collectives, groups, objects, p2p
 from tilework.comm.backends.native import Call
-from tilework.comm.functional.waiting import AsyncTensor
+from tilework.comm.functional.async_tensor import AsyncTensor
 
 _REASON = (
     "tilework's operations that write in place are not traced; in a compiled function use those "

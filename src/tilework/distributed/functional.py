@@ -22,7 +22,7 @@ from tilework.comm.functional.api import (
     scatter_to_group,
     wait_tensor,
 )
-from tilework.comm.functional.waiting import AsyncTensor
+from tilework.comm.functional.async_tensor import AsyncTensor
 
 __all__ = [
     "AsyncTensor",

@@ -1,20 +1,42 @@
-"""Geometry of sharded tensors, in pure integers: boxes, tilings, and plans to move between them."""
+"""Geometry of sharded tensors, in pure integers: boxes, tilings, and plans to move between them.
 
+A :class:`Box` is a region of a tensor, a :class:`Tiling` says which ranks hold which boxes, and
+``sharding`` is the one module that knows which boxes placements on a mesh mean.
+
+Two planners stand on this, because two questions are asked:
+
+- :func:`plan` goes from any tiling to any other. It finds, for one rank, the boxes that it sends
+  and receives, and the collective that this amounts to, if any. ShardedTensor, whose shards may be
+  anywhere, has nothing else, and a mesh needs it where no sequence of collectives is cheap.
+- :func:`redistribution_steps` goes from one layout on a mesh to another. It searches for the
+  cheapest sequence of collectives along the mesh's axes, which is found without looking at boxes,
+  runs without packing, and can be differentiated and printed step by step. One kind of its steps
+  is a plan.
+
+Both take their prices from :class:`CostModel`, and so does the choice of layouts for operators.
+"""
+
+from tilework.layout.all_ranks_plan import AllRanksPlan, WholePlan, plan_all_ranks, whole
 from tilework.layout.box import Box
-from tilework.layout.chunking import chunk_offsets, chunk_size, chunk_sizes, offsets_of
+from tilework.layout.chunking import (
+    chunk_offsets,
+    chunk_size,
+    chunk_sizes,
+    infer_chunking,
+    offsets_of,
+)
 from tilework.layout.collective import Collective
 from tilework.layout.cost import CostModel
-from tilework.layout.inference import infer_chunking
-from tilework.layout.moves import Piece
 from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
 from tilework.layout.planning import Plan, plan
 from tilework.layout.sharding import chunk_tiling, mesh_tiling
 from tilework.layout.steps import Step, Steps, redistribution_steps
+from tilework.layout.tile_transfers import Piece
 from tilework.layout.tiling import Tile, Tiling
 from tilework.layout.validation import check_boxes, check_disjoint, find_overlap
-from tilework.layout.whole_plan import WholePlan, whole
 
 __all__ = [
+    "AllRanksPlan",
     "Box",
     "Collective",
     "CostModel",
@@ -41,6 +63,7 @@ __all__ = [
     "mesh_tiling",
     "offsets_of",
     "plan",
+    "plan_all_ranks",
     "redistribution_steps",
     "whole",
 ]

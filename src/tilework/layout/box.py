@@ -1,4 +1,4 @@
-"""A box: where a part of a tensor begins in each dim, and how long it is."""
+"""Boxes: regions of a tensor, by offset and size in each dim."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The part of a tensor that starts at ``offsets`` and has ``sizes`` elements in each dim.
+    """The region of a tensor that starts at ``offsets`` and has ``sizes`` elements in each dim.
 
     A scalar's box has no dims and one element. A box with a size of 0 is empty.
 
     Args:
-        offsets: Where it starts, one number per dim, none negative.
-        sizes: How many elements it has in each dim, none negative.
+        offsets: The first index in each dim, none negative.
+        sizes: The number of elements in each dim, none negative.
 
     Raises:
         ValueError: The lengths differ, or a number is negative.
@@ -47,31 +47,31 @@ class Box:
 
     @property
     def ends(self) -> Ints:
-        """Where it ends in each dim (exclusive)."""
+        """The end in each dim (exclusive)."""
         return tuple([o + s for o, s in zip(self.offsets, self.sizes, strict=True)])
 
     @property
     def ndim(self) -> int:
-        """How many dims it has."""
+        """The number of dims."""
         return len(self.sizes)
 
     @property
     def volume(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     @property
     def empty(self) -> bool:
-        """Whether it has no element."""
+        """True if it has no element."""
         return 0 in self.sizes
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index the whole tensor with to get this part."""
+        """The slices of the full tensor that give this region."""
         return tuple([slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True)])
 
     def intersection(self, other: Box) -> Box | None:
-        """What both share; None if that is nothing. Empty boxes share nothing."""
+        """The box that both share; None if they share nothing. Empty boxes share nothing."""
         offsets, sizes = [], []
         for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low = a if a > b else b
@@ -83,7 +83,7 @@ class Box:
         return trusted_box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of ``other`` is in this box; an empty one is in any."""
+        """True if every element of ``other`` is in this box; an empty one is in any."""
         if other.empty:
             return True
         return all(
@@ -92,7 +92,7 @@ class Box:
         )
 
     def relative_to(self, other: Box) -> Box:
-        """The same box, in coordinates that count from where ``other`` starts.
+        """The same box, in coordinates that count from the start of ``other``.
 
         Raises:
             ValueError: It starts before ``other`` does.
@@ -126,7 +126,7 @@ def trusted_box(offsets: Ints, sizes: Ints) -> Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of the whole tensor.
+    """The box of the full tensor.
 
     Example:
         >>> str(whole_box((10, 4)))

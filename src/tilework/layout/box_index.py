@@ -1,4 +1,4 @@
-"""Finding the boxes, among many, that share something with a given one."""
+"""An index of many boxes: those that overlap a given one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from tilework.layout.box import Box
-from tilework.layout.columns import Columns
-from tilework.layout.corners import Column
+from tilework.layout.box_columns import BoxColumns
+from tilework.layout.signed_corners import Column
 
-#: So many questions cost less than making blocks.
-FEW_QUESTIONS = 4
+#: So many queries cost less than making blocks.
+FEW_QUERIES = 4
 
 
 class BoxIndex:
@@ -19,8 +19,8 @@ class BoxIndex:
 
     There are about sqrt(n) blocks of sqrt(n) boxes, made by sorting in one dim after another and
     cutting evenly (S. Leutenegger, M. Lopez, J. Edgington, *STR*, ICDE 1997). Making them takes
-    O(n log n), a question O(sqrt(n)) and what it finds, unless boxes are long in every dim. The
-    first few questions look at all boxes, which is cheaper where no more follow.
+    O(n log n), a query O(sqrt(n)) and its result, unless boxes are long in every dim. The
+    first few queries look at all boxes, which is cheaper where no more follow.
 
     Args:
         boxes: Of one number of dims; empty ones are never found.
@@ -31,31 +31,31 @@ class BoxIndex:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        self._columns = Columns([box.offsets for box in boxes], [box.sizes for box in boxes])
-        self._questions = 0
+        self._columns = BoxColumns([box.offsets for box in boxes], [box.sizes for box in boxes])
+        self._queries = 0
 
     def overlapping(self, box: Box) -> list[int]:
-        """The numbers of the boxes that share an element with ``box``, ascending."""
+        """The indices of the boxes that share an element with ``box``, ascending."""
         columns = self._columns
         if box.empty or not columns.count:
             return []
-        self._questions += 1
+        self._queries += 1
         members: Sequence[int] = range(columns.count)
-        if self._questions > FEW_QUESTIONS:
-            blocks = _touching(box, range(len(self._blocks)), *self._bounds)
+        if self._queries > FEW_QUERIES:
+            blocks = _overlapping(box, range(len(self._blocks)), *self._bounds)
             members = [member for block in blocks for member in self._blocks[block]]
-        found = _touching(box, members, columns.starts, columns.ends)
-        return sorted([columns.positions[i] for i in found])
+        members = _overlapping(box, members, columns.starts, columns.ends)
+        return sorted([columns.positions[i] for i in members])
 
     @cached_property
     def _blocks(self) -> list[list[int]]:
         columns = self._columns
         sort_by = [columns.starts[dim] for dim in columns.differing_dims()]
-        return list(_cut(list(range(columns.count)), sort_by, math.isqrt(columns.count)))
+        return list(_blocks_of(list(range(columns.count)), sort_by, math.isqrt(columns.count)))
 
     @cached_property
     def _bounds(self) -> tuple[list[Column], list[Column]]:
-        """Where the blocks start and where they end, in each dim."""
+        """The starts and the ends of the blocks, in each dim."""
         starts, ends = self._columns.starts, self._columns.ends
         return (
             [[min([column[i] for i in block]) for block in self._blocks] for column in starts],
@@ -63,17 +63,17 @@ class BoxIndex:
         )
 
 
-def _touching(
+def _overlapping(
     box: Box, members: Sequence[int], starts: list[Column], ends: list[Column]
 ) -> Sequence[int]:
-    """Which of ``members`` share an element with ``box``."""
+    """Those of ``members`` that share an element with ``box``."""
     for low, size, start, end in zip(box.offsets, box.sizes, starts, ends, strict=True):
         high = low + size
         members = [i for i in members if start[i] < high and end[i] > low]
     return members
 
 
-def _cut(members: list[int], sort_by: list[Column], blocks: int) -> Iterator[list[int]]:
+def _blocks_of(members: list[int], sort_by: list[Column], blocks: int) -> Iterator[list[int]]:
     """The members in about so many blocks; those of a block are near each other."""
     if not sort_by or blocks <= 1:
         if members:
@@ -83,4 +83,4 @@ def _cut(members: list[int], sort_by: list[Column], blocks: int) -> Iterator[lis
     ordered = sorted(members, key=sort_by[0].__getitem__)
     size = -(-len(ordered) // slabs)
     for at in range(0, len(ordered), size):
-        yield from _cut(ordered[at : at + size], sort_by[1:], -(-blocks // slabs))
+        yield from _blocks_of(ordered[at : at + size], sort_by[1:], -(-blocks // slabs))

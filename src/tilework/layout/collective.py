@@ -1,4 +1,4 @@
-"""Which collective does what a plan does."""
+"""The collective that does the same as a plan, recognised from both tilings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Literal
 
 from tilework.layout.box import Ints
-from tilework.layout.cost import CostModel
-from tilework.layout.moves import Moves
+from tilework.layout.cost import DEFAULT_COST
+from tilework.layout.tile_transfers import TileTransfers
 from tilework.layout.tiling import Tiling
 
 Kind = Literal[
@@ -27,7 +27,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that does what a plan does, and who takes part in it.
+    """A collective that does the same as a plan, and the ranks that take part in it.
 
     All ranks have the same kind. Ranks that exchange nothing with each other may be in groups
     of their own, each of which does the collective; all_to_all is always one of all.
@@ -35,18 +35,18 @@ class Collective:
 
     kind: Kind
     ranks: Ints
-    """Who takes part together with this rank, ascending; empty if it takes no part."""
+    """Those that take part together with this rank, ascending; empty if it takes no part."""
     root: int | None = None
-    """Who has everything before (broadcast, scatter) or afterwards (gather)."""
+    """The rank that has everything before (broadcast, scatter) or afterwards (gather)."""
 
 
 #: The group of each rank, with its root.
 Groups = dict[int, tuple[Ints, int | None]]
 
 
-def collective_of(moves: Moves, rank: int) -> Collective:
+def collective_of(source: Tiling, target: Tiling, rank: int) -> Collective:
     """The collective for ``rank``; of the same kind on every rank."""
-    kind, groups = _recognise(moves.source, moves.target)
+    kind, groups = _recognise(source, target)
     return Collective(kind, *groups.get(rank, ((), None)))
 
 
@@ -58,28 +58,28 @@ def _recognise(source: Tiling, target: Tiling) -> tuple[Kind, Groups]:
     for recognise in (_all_gather, _scatter, _gather, _reduction):
         try:
             return recognise(_Ends(source, target, ranks))
-        except _DoesNotFit:
+        except _Mismatch:
             continue
     return "all_to_all", dict.fromkeys(ranks, (ranks, None))
 
 
 def _nothing_moves(source: Tiling, target: Tiling) -> bool:
-    moves = Moves(source, target, CostModel())
+    transfers = TileTransfers(source, target, DEFAULT_COST)
     return all(
         rank in source.tiles[s].owners
         for d, tile in enumerate(target.tiles)
-        for s in moves.sources(d)
+        for s in transfers.sources(d)
         for rank in tile.owners
     )
 
 
-class _DoesNotFit(Exception):
+class _Mismatch(Exception):
     """The plans are not those of this collective."""
 
 
-def _need(fact: bool) -> None:
-    if not fact:
-        raise _DoesNotFit
+def _require(condition: bool) -> None:
+    if not condition:
+        raise _Mismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _Ends:
         return _only_tile(self.target, rank)
 
     def copy(self, rank: int) -> int:
-        """Which copy of its tile a rank holds before."""
+        """The number of the copy of its tile that a rank holds before."""
         s = self.has(rank)
         return 0 if s is None else self.source.tiles[s].owners.index(rank)
 
@@ -107,26 +107,26 @@ def _only_tile(tiling: Tiling, rank: int) -> int | None:
     tiles = tiling.of(rank)
     if len(tiles) > 1:
         tiles = tuple([i for i in tiles if not tiling.tiles[i].box.empty]) or tiles[:1]
-        _need(len(tiles) == 1)
+        _require(len(tiles) == 1)
     return tiles[0] if tiles else None
 
 
 def _all_gather(ends: _Ends) -> tuple[Kind, Groups]:
-    """All members of a group want one tile, of which each has another part, or one has all."""
+    """Groups whose members want one tile, of which each has another part, or one has all."""
     source, target = ends.source, ends.target
-    _need(len(source.terms) == len(target.terms) == 1)
+    _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in ends.ranks:
         s, d = ends.has(rank), ends.wants(rank)
         if d is None:
-            raise _DoesNotFit
-        _need(s is None or target.tiles[d].box.contains(source.tiles[s].box))
+            raise _Mismatch
+        _require(s is None or target.tiles[d].box.contains(source.tiles[s].box))
         members[d, ends.copy(rank)].append(rank)
     groups: Groups = {}
     with_root = True
     for (d, _), group in members.items():
         held = {r: s for r in group if (s := ends.has(r)) is not None and _filled(source, s)}
-        _need(_make_up(source, held.values(), target.tiles[d].box.volume))
+        _require(_make_up(source, held.values(), target.tiles[d].box.volume))
         with_root = with_root and len(held) == 1
         groups |= dict.fromkeys(group, (tuple(group), next(iter(held), None)))
     if with_root:
@@ -135,28 +135,28 @@ def _all_gather(ends: _Ends) -> tuple[Kind, Groups]:
 
 
 def _scatter(ends: _Ends) -> tuple[Kind, Groups]:
-    return "scatter", _spread(ends)
+    return "scatter", _from_one(ends)
 
 
 def _gather(ends: _Ends) -> tuple[Kind, Groups]:
-    return "gather", _spread(_Ends(ends.target, ends.source, ends.ranks))
+    return "gather", _from_one(_Ends(ends.target, ends.source, ends.ranks))
 
 
-def _spread(ends: _Ends) -> Groups:
-    """One rank of a group has what the others want, and nobody else wants or has it."""
+def _from_one(ends: _Ends) -> Groups:
+    """Groups of which one rank has what the others want, and nobody else wants or has it."""
     source, target = ends.source, ends.target
-    _need(len(source.terms) == len(target.terms) == 1)
+    _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ends.ranks:
         s, d = ends.has(rank), ends.wants(rank)
         if s is not None and _filled(source, s):
-            _need(len(source.tiles[s].owners) == 1)
+            _require(len(source.tiles[s].owners) == 1)
             members[s].add(rank)
         if d is not None and _filled(target, d):
-            found = source.overlapping(0, target.tiles[d].box)
-            _need(len(target.tiles[d].owners) == len(found) == 1)
-            _need(s in found or s is None or not _filled(source, s))
-            members[found[0]].add(rank)
+            holding = source.overlapping(0, target.tiles[d].box)
+            _require(len(target.tiles[d].owners) == len(holding) == 1)
+            _require(s in holding or s is None or not _filled(source, s))
+            members[holding[0]].add(rank)
     if len(members) == 1:
         return dict.fromkeys(ends.ranks, (ends.ranks, source.tiles[next(iter(members))].owners[0]))
     groups: Groups = {}
@@ -166,30 +166,30 @@ def _spread(ends: _Ends) -> Groups:
 
 
 def _reduction(ends: _Ends) -> tuple[Kind, Groups]:
-    """The members of a group have one box in all terms, and want it all or each a part of it."""
+    """Groups whose members have one box in all terms, and want it all or each a part of it."""
     source, target = ends.source, ends.target
-    _need(len(source.terms) > 1 and len(target.terms) == 1)
+    _require(len(source.terms) > 1 and len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for rank in ends.ranks:
         s, d = ends.has(rank), ends.wants(rank)
         if s is None or d is None:
-            raise _DoesNotFit
-        _need(source.tiles[s].box.contains(target.tiles[d].box))
+            raise _Mismatch
+        _require(source.tiles[s].box.contains(target.tiles[d].box))
         term = source.term_of(s)
         members[s - source.term_starts[term], ends.copy(rank)].append((rank, s, d))
     groups: Groups = {}
-    whole, parts = True, True
+    all_of_it, parts = True, True
     for group in members.values():
         ranks, has, wants = zip(*group, strict=True)
         box = source.tiles[has[0]].box
-        _need({source.term_of(s) for s in has} == set(range(len(source.terms))))
-        _need(all(source.tiles[s].box == box for s in has))
-        whole = whole and all(target.tiles[d].box.volume == box.volume for d in wants)
+        _require({source.term_of(s) for s in has} == set(range(len(source.terms))))
+        _require(all(source.tiles[s].box == box for s in has))
+        all_of_it = all_of_it and all(target.tiles[d].box.volume == box.volume for d in wants)
         filled = [d for d in wants if _filled(target, d)]
         parts = parts and _make_up(target, filled, box.volume)
         groups |= dict.fromkeys(ranks, (ranks, None))
-    _need(whole or parts)
-    return "all_reduce" if whole else "reduce_scatter", groups
+    _require(all_of_it or parts)
+    return "all_reduce" if all_of_it else "reduce_scatter", groups
 
 
 def _filled(tiling: Tiling, tile: int) -> bool:
@@ -197,7 +197,7 @@ def _filled(tiling: Tiling, tile: int) -> bool:
 
 
 def _make_up(tiling: Tiling, tiles: Collection[int], volume: int) -> bool:
-    """Whether these are different tiles of so many elements in all."""
+    """True if these are different tiles of so many elements in all."""
     return len(set(tiles)) == len(tiles) and volume == sum(
         [tiling.tiles[tile].box.volume for tile in tiles]
     )

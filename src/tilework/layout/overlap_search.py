@@ -1,38 +1,38 @@
-"""Finding two boxes that overlap, among boxes in any arrangement, by cutting them apart."""
+"""The search for two boxes that overlap, in any arrangement, by divide and conquer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
-#: Where boxes start and end, in each dim.
+#: The starts and the ends of boxes, in each dim.
 Spans = list[tuple[list[int], list[int]]]
 
-#: So many boxes are compared each with each.
+#: So many boxes are compared pair by pair.
 FEW = 16
 
 
 def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | None:
     """Two boxes that overlap in every dim of ``spans``; none is empty.
 
-    The boxes are cut apart at medians until at most ``few`` are left. O(n log n) as long as few
-    boxes cross a cut; where every cut crosses most of them, each is compared with each.
+    The boxes are divided at medians until at most ``few`` are left. O(n log n) as long as few boxes
+    cross a dividing line; where each line crosses most of them, all pairs are compared.
     """
     if len(spans) == 1:
         return _neighbours(*spans[0])
     parts: list[Sequence[int]] = [range(count)]
     while parts:
         members = parts.pop()
-        cut = _cut(spans, members) if len(members) > few else None
-        if cut is not None:
-            parts += cut
+        halves = _divide(spans, members) if len(members) > few else None
+        if halves is not None:
+            parts += halves
         elif (pair := _compare(spans, members)) is not None:
             return pair
     return None
 
 
 def _neighbours(starts: list[int], ends: list[int]) -> tuple[int, int] | None:
-    """In one dim, if any two overlap, two do that follow each other."""
+    """Two boxes that overlap in one dim: if any do, two do that follow each other."""
     order = sorted(range(len(starts)), key=starts.__getitem__)
     return next(((i, j) for i, j in pairwise(order) if ends[i] > starts[j]), None)
 
@@ -47,10 +47,10 @@ def _compare(spans: Spans, members: Sequence[int]) -> tuple[int, int] | None:
     return None
 
 
-def _cut(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The boxes before a cut and those after it; those that it crosses are in both.
+def _divide(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """The boxes before a dividing line and those after it; those that cross it are in both.
 
-    None if no cut leaves clearly fewer of them on each side.
+    None if no line leaves clearly fewer of them on each side.
     """
     count = len(members)
     best, fewest = None, 1.25 * count

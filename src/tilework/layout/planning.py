@@ -1,4 +1,4 @@
-"""Plans: what a rank sends, receives and keeps to get from one tiling to another."""
+"""Plans: the boxes that a rank sends, receives and keeps to get from one tiling to another."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from operator import attrgetter
 
 from tilework.layout.box import Ints
 from tilework.layout.collective import Collective, collective_of
-from tilework.layout.cost import CostModel
-from tilework.layout.moves import Moves, Piece, moves_by_term
+from tilework.layout.cost import DEFAULT_COST, CostModel
+from tilework.layout.tile_transfers import Piece, TileTransfers, keeps_terms
 from tilework.layout.tiling import Tiling
 
-#: How many peers a printed plan tells of, in each direction.
-_PEERS_TOLD = 10
+#: The most peers that a printed plan names, in each direction.
+_MOST_PEERS = 10
 #: The order of the pieces that two ranks exchange; the parts of one are in their own order.
 _PLACE = ("dst_tile", "src_tile")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does so that a tensor laid out as ``source`` is laid out as ``target``.
+    """One rank's part in moving a tensor from tiling ``source`` to tiling ``target``.
 
     What two ranks exchange is in the same order at both: by target tile, source tile (so
     that terms ascend), and where it starts.
@@ -37,65 +37,65 @@ class Plan:
     """Copied from the rank's own tiles."""
     fills: Ints
     """The target tiles of this rank that no piece reaches, as a partial target's value is in other
-    terms: they get the neutral element of the target's reduction."""
+    terms: they get the identity element of the target's reduction."""
     collective: Collective
-    """Which collective does the same as all ranks' plans."""
+    """The collective that does the same as all ranks' plans."""
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether each target tile gets all terms of the source and combines them, in order."""
-        return len(self.source.terms) > 1 and not moves_by_term(self.source, self.target)
+        """True if each target tile gets all terms of the source and combines them, in order."""
+        return len(self.source.terms) > 1 and not keeps_terms(self.source, self.target)
 
     def __str__(self) -> str:
-        """A line, and one for each peer; :func:`whole` tells of all ranks, as a table."""
+        """A line, and one for each peer; :func:`plan_all_ranks` has all ranks in a table."""
         moved = zip(("sends", "receives"), (self.sends, self.receives), ("to", "from"), strict=True)
         lines = [f"{self.collective.kind}: rank {self.rank}'s part"]
         for verb, pieces, preposition in moved:
             by_peer: dict[int, list[Piece]] = {}
             for piece in pieces:
                 by_peer.setdefault(piece.dst if verb == "sends" else piece.src, []).append(piece)
-            for peer, its in list(by_peer.items())[:_PEERS_TOLD]:
+            for peer, its in list(by_peer.items())[:_MOST_PEERS]:
                 elements = sum(piece.box.volume for piece in its)
                 more = f" and {len(its) - 1} more boxes" if len(its) > 1 else ""
                 lines.append(
                     f"  {verb} {elements:,} elements {preposition} rank {peer}: {its[0].box}{more}"
                 )
-            if len(by_peer) > _PEERS_TOLD:
-                lines.append(f"  {verb} {preposition} {len(by_peer) - _PEERS_TOLD} more ranks")
+            if len(by_peer) > _MOST_PEERS:
+                lines.append(f"  {verb} {preposition} {len(by_peer) - _MOST_PEERS} more ranks")
         kept = sum(piece.box.volume for piece in self.keeps)
         return "\n".join([*lines, f"  copies {kept:,} elements of its own"])
 
     def bytes_sent(self, itemsize: int) -> int:
-        """How many bytes go to others, with ``itemsize`` bytes per element."""
+        """The bytes that go to others, with ``itemsize`` bytes per element."""
         return itemsize * sum([piece.box.volume for piece in self.sends])
 
     def bytes_received(self, itemsize: int) -> int:
-        """How many bytes come from others, with ``itemsize`` bytes per element."""
+        """The bytes that come from others, with ``itemsize`` bytes per element."""
         return itemsize * sum([piece.box.volume for piece in self.receives])
 
 
 def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = None) -> Plan:
-    """What ``rank`` does so that a tensor laid out as ``source`` is laid out as ``target``.
+    """The part of ``rank`` in moving a tensor from tiling ``source`` to tiling ``target``.
 
     Every rank plans for itself, nothing is communicated, and all plans fit together. A rank is sent
     only what it lacks, and of the owners of a box one sends it: one on the receiver's host
     if there is one, and each its share.
 
     The terms of a partial source meet where they go to, to be reduced there in order
-    (``reduces``). Of a partial target the first term gets the value, and the others the neutral
+    (``reduces``). Of a partial target the first term gets the value, and the others the identity
     element of the reduction (``fills``); with "avg" all terms get the value. But if both are
     partial, with as many terms and the same reduction, each term is moved on its own and
     nothing is reduced.
 
     Args:
-        source: The layout that the tensor has.
-        target: The layout that it gets; of the same shape.
+        source: The tiling that the tensor has.
+        target: The tiling that it gets; of the same shape.
         rank: The global rank whose part is planned; it may have no part.
-        cost: What messages cost, and who shares a host. The same on every rank.
+        cost: The cost of messages, and which ranks share a host. The same on every rank.
 
     Raises:
         ValueError: The shapes differ.
-        NotImplementedError: The target is partial with a reduction without a neutral element.
+        NotImplementedError: The target is partial with a reduction without an identity element.
 
     Example:
         >>> from tilework.layout import Shard, mesh_tiling
@@ -104,33 +104,33 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
         >>> [(str(piece.box), piece.dst) for piece in plan(rows, columns, rank=0).sends]
         [('[0:2, 2:4]', 1)]
     """
-    return plan_of(moves_between(source, target, cost), rank)
+    return plan_of(transfers_between(source, target, cost), rank)
 
 
-def moves_between(source: Tiling, target: Tiling, cost: CostModel | None) -> Moves:
-    """What the plans of all ranks are made from."""
+def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) -> TileTransfers:
+    """The transfers that the plans of all ranks are made from."""
     if source.shape != target.shape:
         raise ValueError(
             f"a plan goes from one layout of a shape to another layout of the same shape, got "
             f"{source.shape} and {target.shape}"
         )
-    return Moves(source, target, CostModel() if cost is None else cost)
+    return TileTransfers(source, target, DEFAULT_COST if cost is None else cost)
 
 
-def plan_of(moves: Moves, rank: int) -> Plan:
+def plan_of(transfers: TileTransfers, rank: int) -> Plan:
     """One rank's plan."""
-    source, target = moves.source, moves.target
-    got = list(moves.got_by(rank))
+    source, target = transfers.source, transfers.target
+    got = list(transfers.received_by(rank))
     receives = [piece for piece in got if piece.src != rank]
     return Plan(
         rank,
         source,
         target,
-        tuple(sorted(moves.sent_by(rank), key=attrgetter("dst", *_PLACE))),
+        tuple(sorted(transfers.sent_by(rank), key=attrgetter("dst", *_PLACE))),
         tuple(sorted(receives, key=attrgetter("src", *_PLACE))),
         tuple(sorted([piece for piece in got if piece.src == rank], key=attrgetter(*_PLACE))),
-        tuple([d for d in target.of(rank) if _is_filled(target, d, moves.valued)]),
-        collective_of(moves, rank),
+        tuple([d for d in target.of(rank) if _is_filled(target, d, transfers.valued)]),
+        collective_of(source, target, rank),
     )
 
 

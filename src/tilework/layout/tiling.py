@@ -18,10 +18,10 @@ from tilework.layout.validation import check_boxes
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A box of a tensor, and the ranks that hold it, a whole copy each.
+    """A box of a tensor, and the ranks that hold it, a full copy each.
 
     Args:
-        box: Which part of the tensor.
+        box: The region of the tensor.
         owners: Global ranks, at least one, none twice; the preferred one first.
 
     Raises:
@@ -49,7 +49,7 @@ _set_owners = Tile.__dict__["owners"].__set__
 
 
 def trusted_tile(box: Box, owners: Ints) -> Tile:
-    """A tile of what is known to be right, unchecked."""
+    """A tile of a box and owners that are known to be right, unchecked."""
     tile = _new(Tile)
     _set_box(tile, box)
     _set_owners(tile, owners)
@@ -58,7 +58,7 @@ def trusted_tile(box: Box, owners: Ints) -> Tile:
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """Which ranks hold which boxes of a tensor: what every way to shard one comes down to.
+    """The boxes of a tensor and the ranks that hold them: what every sharding comes down to.
 
     The tensor's value is the reduction of its terms, each of which covers the tensor exactly.
     There is one term unless the value is partial: the sum (say) of what several ranks hold.
@@ -69,7 +69,7 @@ class Tiling:
     Args:
         shape: The tensor's global shape.
         terms: The tiles of each term.
-        reduce_op: How terms are combined ("sum", "max", …); None if and only if there is one term.
+        reduce_op: The reduction of terms ("sum", "max", …); None if and only if there is one term.
 
     Raises:
         ValueError: A term does not cover the shape exactly (the message names the boxes, see
@@ -104,7 +104,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """All tiles of all terms, in order; other parts name a tile by its index in here."""
+        """All tiles of all terms, in order; elsewhere a tile is named by its index in here."""
         return self.terms[0] if len(self.terms) == 1 else sum(self.terms, ())
 
     @cached_property
@@ -121,14 +121,14 @@ class Tiling:
         return tuple([self.tiles[i].box for i in self.of(rank)])
 
     def term_of(self, tile: int) -> int:
-        """Which term the tile with this index belongs to."""
+        """The index of the term that the tile with this index belongs to."""
         return bisect_right(self.term_starts, tile) - 1
 
     def overlapping(self, term: int, box: Box) -> list[int]:
         """The indices of the tiles of one term that share an element with ``box``, ascending."""
         start = self.term_starts[term]
-        found = self._indices[term].overlapping(box)
-        return [start + i for i in found] if start else found
+        indices = self._indices[term].overlapping(box)
+        return [start + i for i in indices] if start else indices
 
     @cached_property
     def term_starts(self) -> Ints:
@@ -164,7 +164,7 @@ class Tiling:
 
     @cached_property
     def _content(self) -> tuple[object, ...]:
-        """Everything in it, as numbers: quick to compare."""
+        """All of it, as numbers: quick to compare."""
         boxes = [tile.box for tile in self.tiles]
         owners = [tile.owners for tile in self.tiles]
         numbers = [box.offsets for box in boxes], [box.sizes for box in boxes], owners
@@ -181,7 +181,7 @@ class Tiling:
         return hash((self.shape, *ends, self.reduce_op))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only what it is made of; the rest is found again."""
+        """The fields only; the rest is computed again."""
         return {name: self.__dict__[name] for name in ("shape", "terms", "reduce_op")}
 
 

@@ -1,4 +1,4 @@
-"""Whether boxes overlap and whether they cover a shape, and errors that name those that do not."""
+"""Checks that boxes do not overlap and that they cover a shape; errors name those at fault."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 from tilework.layout.box import Box
-from tilework.layout.columns import Columns
+from tilework.layout.box_columns import BoxColumns
 
 
 def find_overlap(
     offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
-    """Which two boxes overlap, the lower number first; None if no two do.
+    """Two boxes that overlap, the lower number first; None if no two do.
 
     The boxes are given as their offsets and their sizes. Empty ones overlap nothing.
 
@@ -23,11 +23,11 @@ def find_overlap(
         >>> find_overlap([[0], [5], [4]], [[5], [5], [1]])
         (0, 2)
     """
-    return Columns(offsets, sizes).overlap()
+    return BoxColumns(offsets, sizes).overlap()
 
 
 def check_disjoint(boxes: Sequence[Box]) -> None:
-    """No two boxes share an element.
+    """Raise if two boxes share an element.
 
     Raises:
         ValueError: Two overlap (the message names both), or they differ in their number of dims.
@@ -41,7 +41,7 @@ def check_disjoint(boxes: Sequence[Box]) -> None:
 
 
 def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """The boxes cover the shape, each element once. Empty boxes may be anywhere.
+    """Raise unless the boxes cover the shape, each element once. Empty boxes may be anywhere.
 
     Raises:
         ValueError: A box has another number of dims or is out of bounds, two overlap, or a part is
@@ -68,11 +68,11 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
         )
 
 
-def _columns(boxes: Sequence[Box]) -> Columns:
-    return Columns([box.offsets for box in boxes], [box.sizes for box in boxes])
+def _columns(boxes: Sequence[Box]) -> BoxColumns:
+    return BoxColumns([box.offsets for box in boxes], [box.sizes for box in boxes])
 
 
-def _check_bounds(shape: tuple[int, ...], columns: Columns, boxes: Sequence[Box]) -> None:
+def _check_bounds(shape: tuple[int, ...], columns: BoxColumns, boxes: Sequence[Box]) -> None:
     if not boxes:
         return
     if boxes[0].ndim != len(shape):
@@ -89,7 +89,7 @@ def _check_bounds(shape: tuple[int, ...], columns: Columns, boxes: Sequence[Box]
             )
 
 
-def _check_overlap(columns: Columns, boxes: Sequence[Box]) -> None:
+def _check_overlap(columns: BoxColumns, boxes: Sequence[Box]) -> None:
     pair = columns.overlap()
     if pair is None:
         return

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilework.comm.reduce_op import RedOpType
-from tilework.comm.transfer.identity_element import neutral_element
+from tilework.comm.transfer.identity_element import identity_element
 from tilework.layout import Box, Tile, Tiling
 from tilework.testing.groups.values import pattern
 
@@ -78,7 +78,7 @@ class Case:
         if same:
             return terms[term]
         if term > 0:
-            number = neutral_element(RedOpType(self.target.reduce_op), self.dtype)
+            number = identity_element(RedOpType(self.target.reduce_op), self.dtype)
             return torch.full(self.source.shape, number, dtype=self.dtype)
         return reduced(terms, self.source.reduce_op)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.transfer import large_buffers as module
-from tilework.comm.transfer.large_buffers import KEPT_BYTES, LARGE_BYTES, fresh
+from tilework.comm.transfer.large_buffers import KEPT_BYTES, LARGE_BYTES, empty_tensor
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -20,21 +20,21 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    module._unused.clear()
+    module._free.clear()
     yield
-    module._unused.clear()
+    module._free.clear()
 
 
 def megabytes(n: int) -> Tensor:
-    return fresh((n, MIB), torch.uint8, CPU)
+    return empty_tensor((n, MIB), torch.uint8, CPU)
 
 
 def kept() -> int:
-    return sum(len(block) for block in module._unused)
+    return sum(len(block) for block in module._free)
 
 
 def test_a_tensor_like_any_other() -> None:
-    tensor = fresh((3, 2, LARGE_BYTES), torch.bfloat16, CPU)
+    tensor = empty_tensor((3, 2, LARGE_BYTES), torch.bfloat16, CPU)
     assert (tensor.shape, tensor.dtype) == ((3, 2, LARGE_BYTES), torch.bfloat16)
     assert tensor.is_contiguous()
     tensor.fill_(2).requires_grad_().sum().backward()  # type: ignore[no-untyped-call]
@@ -44,10 +44,10 @@ def test_a_tensor_like_any_other() -> None:
 
 @pytest.mark.parametrize("sizes", [(), (0,), (3, 0, LARGE_BYTES), (7,)])
 def test_small_ones_are_torchs_own(sizes: tuple[int, ...]) -> None:
-    tensor = fresh(sizes, torch.float32, CPU)
+    tensor = empty_tensor(sizes, torch.float32, CPU)
     assert tensor.shape == sizes
     assert tensor.untyped_storage().resizable()
-    assert fresh((LARGE_BYTES,), torch.uint8, torch.device("meta")).is_meta
+    assert empty_tensor((LARGE_BYTES,), torch.uint8, torch.device("meta")).is_meta
 
 
 def test_memory_is_used_again_when_nobody_has_it() -> None:
@@ -78,7 +78,7 @@ def test_what_is_kept_is_bounded() -> None:
     tensors = [megabytes(10) for _ in range(20)]
     tensors.clear()
     assert KEPT_BYTES // 2 < kept() <= KEPT_BYTES
-    huge = fresh((2, KEPT_BYTES), torch.uint8, CPU)
+    huge = empty_tensor((2, KEPT_BYTES), torch.uint8, CPU)
     del huge
     assert kept() == 0
 

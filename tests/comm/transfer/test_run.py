@@ -167,7 +167,7 @@ def test_no_memory_for_results_raises_on_all_ranks(monkeypatch: pytest.MonkeyPat
         assert dist.get_default_group().get_sequence_number_for_group() > 0
         run_plan(steps, tiles, out=[torch.empty(6, 2)])
 
-    monkeypatch.setattr(run, "fresh", full)
+    monkeypatch.setattr(run, "empty_tensor", full)
     run_ranks(2, program)
 
 

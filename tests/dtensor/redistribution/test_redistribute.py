@@ -17,7 +17,7 @@ import tilework.distributed as dist
 from tests.dtensor import op_checks
 from tests.dtensor.sharded_values import collectives, same
 from tests.layout.random_tilings import examples, layouts
-from tilework.comm.functional.waiting import AsyncTensor
+from tilework.comm.functional.async_tensor import AsyncTensor
 from tilework.dtensor import (
     DTensor,
     Partial,

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tilework.comm.functional import kinds
 from tilework.comm.functional import ops as _ops  # noqa: F401  # registers the operators
-from tilework.comm.functional.reductions import spelled
-from tilework.comm.functional.running import Named, named, root_of, run, size_of
-from tilework.comm.functional.waiting import AsyncTensor
+from tilework.comm.functional.async_tensor import AsyncTensor
+from tilework.comm.functional.reductions import op_text
+from tilework.comm.functional.running import GroupOrName, named, root_of, run, size_of
 from tilework.comm.reduce_op import AnyReduceOp
 from tilework.comm.world import AnyGroup
 
@@ -73,7 +73,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None) -> Tensor:
         >>> run_ranks(2, program)
         [20.0, 20.0]
     """
-    return run(kinds.AllReduce, tensor, named(group), spelled(op))
+    return run(kinds.AllReduce, tensor, named(group), op_text(op))
 
 
 def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: Group = None) -> Tensor:
@@ -93,7 +93,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: Group = None) -> Ten
         [0.0, 3.0]
     """
     where = named(group)
-    return run(kinds.Reduce, tensor, where, spelled(op), root_of(where, dst))
+    return run(kinds.Reduce, tensor, where, op_text(op), root_of(where, dst))
 
 
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
@@ -169,7 +169,7 @@ def reduce_scatter_tensor(
     where = named(group)
     dim = _dim(tensor, scatter_dim)
     rows = _shares(tensor, dim, size_of(where), sizes)
-    return run(kinds.ReduceScatter, tensor, where, spelled(op), dim, rows)
+    return run(kinds.ReduceScatter, tensor, where, op_text(op), dim, rows)
 
 
 def all_to_all_single(
@@ -397,7 +397,9 @@ def scatter_to_group(
     """
     where = named(group)
     dim = _dim(tensor, dim)
-    return run(kinds.OwnPart, tensor, where, dim, _shares(tensor, dim, size_of(where), sizes))
+    return run(
+        kinds.ScatterToGroup, tensor, where, dim, _shares(tensor, dim, size_of(where), sizes)
+    )
 
 
 def gather_from_group(
@@ -429,7 +431,7 @@ def _gathered(
     kind: type[kinds.AllGather] | type[kinds.Gather],
     tensor: Tensor,
     dim: int,
-    group: Named,
+    group: GroupOrName,
     sizes: Sequence[int] | None,
     *root: int,
 ) -> Tensor:

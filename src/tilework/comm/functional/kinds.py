@@ -14,7 +14,7 @@ from torch import Tensor
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.functional import primitives
 from tilework.comm.functional.reductions import factor_of, reduction
-from tilework.comm.functional.running import Collective, Named, empty_like, run, size_of
+from tilework.comm.functional.running import Collective, GroupOrName, empty_like, run, size_of
 from tilework.comm.reduce_op import check_reduction
 
 Started = tuple[Tensor, Work | None]
@@ -42,7 +42,7 @@ class AllReduce(Collective):
         out = _copy(x)
         return out, primitives.all_reduce(group, out, op, async_op)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
 
 
@@ -68,7 +68,7 @@ class Reduce(Collective):
         source = _copy(x) if async_op else x
         return x.new_zeros(x.shape), group.reduce([source], options)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
 
 
@@ -100,7 +100,7 @@ class ReduceScatter(Collective):
         rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
         return _with_rows(x, self.dim, rows)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         total = run(AllGather, grad, group, self.dim, self.rows)
         return pull_back(self.op, x, total, group)
 
@@ -109,7 +109,7 @@ class ReduceScatter(Collective):
 _NONLINEAR = frozenset({"min", "max", "product"})
 
 
-def pull_back(op: str, x: Tensor | None, total: Tensor, group: Named) -> Tensor:
+def pull_back(op: str, x: Tensor | None, total: Tensor, group: GroupOrName) -> Tensor:
     """The gradient of this rank's ``x``; ``total`` is the result's, summed over its uses.
 
     Collective for the reductions that need ``x`` (min, max, product).
@@ -126,19 +126,19 @@ def pull_back(op: str, x: Tensor | None, total: Tensor, group: Named) -> Tensor:
     return total * _share(x.detach(), op, group)
 
 
-def _share(x: Tensor, op: str, group: Named) -> Tensor:
+def _share(x: Tensor, op: str, group: GroupOrName) -> Tensor:
     """1 where this rank alone has the extremum, 1/k where it is one of k that do, else 0."""
     extremum = run(AllReduce, x, group, op)
     mine = ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype)
     return mine / run(AllReduce, mine, group, "sum")
 
 
-def _product_of_others(x: Tensor, group: Named) -> Tensor:
+def _product_of_others(x: Tensor, group: GroupOrName) -> Tensor:
     # Not the product divided by x, which is wrong at zeros and where the product overflows.
     size = size_of(group)
     ones = [1] * size
     everyone = run(AllGather, x.unsqueeze(0), group, 0, ones)
-    me = run(OwnPart, torch.eye(size, device=x.device), group, 0, ones)
+    me = run(ScatterToGroup, torch.eye(size, device=x.device), group, 0, ones)
     mine = (me.reshape(size, *([1] * x.dim())) != 0).expand_as(everyone)
     return everyone.masked_fill(mine, 1).prod(0)
 
@@ -167,7 +167,7 @@ class AllGather(Collective):
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         return _with_rows(x, self.dim, sum(self.rows))
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(ReduceScatter, grad, group, "sum", self.dim, self.rows)
 
 
@@ -190,7 +190,7 @@ class AllToAll(Collective):
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         return _with_rows(x, 0, sum(self.received))
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(AllToAll, grad, group, self.sent, self.received)
 
 
@@ -206,7 +206,7 @@ class Broadcast(Collective):
         out = _copy(x) if group.rank() == self.root else empty_like(x)
         return out, primitives.broadcast(group, out, self.root, async_op)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(Reduce, grad, group, "sum", self.root)
 
 
@@ -232,7 +232,7 @@ class Gather(Collective):
         rows = sum(self.rows) if group_rank() == self.root else 0
         return _with_rows(x, self.dim, rows)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(Scatter, grad, group, self.root, self.dim, self.rows)
 
 
@@ -258,7 +258,7 @@ class Scatter(Collective):
         rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
         return _with_rows(x, self.dim, rows)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(Gather, grad, group, self.root, self.dim, self.rows)
 
 
@@ -288,7 +288,7 @@ class Permute(Collective):
         work = group.alltoall_single(target, source, received, sent, Options(asyncOp=async_op))
         return out, work
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(Permute, grad, group, inverse(self.destinations))
 
 
@@ -312,7 +312,7 @@ class CopyToGroup(Collective):
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         return x.view_as(x), None
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(ReduceFromGroup, grad, group)
 
 
@@ -324,11 +324,11 @@ class ReduceFromGroup(Collective):
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         return AllReduce("sum").start(group, x, async_op)
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(CopyToGroup, grad, group)
 
 
-class OwnPart(Collective):
+class ScatterToGroup(Collective):
     """This rank's rows of a tensor that all ranks hold; gradients are gathered."""
 
     name, schema, local = "scatter_to_group", "int dim, SymInt[] rows", True
@@ -345,7 +345,7 @@ class OwnPart(Collective):
         rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
         return empty_like(x.narrow(self.dim, 0, rows))
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(GatherFromGroup, grad, group, self.dim, self.rows)
 
 
@@ -354,14 +354,14 @@ class GatherFromGroup(AllGather):
 
     name = "gather_from_group"
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
-        return run(OwnPart, grad, group, self.dim, self.rows)
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
+        return run(ScatterToGroup, grad, group, self.dim, self.rows)
 
 
 #: Every collective, to be registered as an operator.
 KINDS: tuple[type[Collective], ...] = (
     *(AllReduce, Reduce, ReduceScatter, AllGather, AllToAll, Broadcast, Gather, Scatter),
-    *(Permute, CopyToGroup, ReduceFromGroup, OwnPart, GatherFromGroup),
+    *(Permute, CopyToGroup, ReduceFromGroup, ScatterToGroup, GatherFromGroup),
 )
 
 

@@ -11,7 +11,7 @@ _FACTOR = "premul_sum*"
 
 
 @constant
-def spelled(op: AnyReduceOp | str) -> str:
+def op_text(op: AnyReduceOp | str) -> str:
     """``op`` as text that :func:`reduction` reads, like "sum" or "premul_sum*0.5".
 
     Raises:
@@ -19,7 +19,7 @@ def spelled(op: AnyReduceOp | str) -> str:
         TypeError: It is neither a reduction nor text.
     """
     if isinstance(op, str):
-        return spelled(reduction(op.lower()))
+        return op_text(reduction(op.lower()))
     if isinstance(op, RedOpType):
         return str(op.value)
     if not isinstance(op, ReduceOp):
@@ -46,5 +46,5 @@ def reduction(text: str) -> AnyReduceOp:
 
 
 def factor_of(text: str) -> float | None:
-    """The factor of a PREMUL_SUM that is spelled ``text``; None for other reductions."""
+    """The factor of a PREMUL_SUM that is op_text ``text``; None for other reductions."""
     return float(text.removeprefix(_FACTOR)) if text.startswith(_FACTOR) else None

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.tracing import constant, traced, transformed
-from tilework.comm.functional.waiting import AsyncTensor, attached
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank
 
 #: What is smaller is done before the call returns: handing it to another thread costs more.
 AT_ONCE_BYTES = 1 << 16
 
 #: A group of this rank, or its name (in traces).
-Named = ProcessGroup | str
+GroupOrName = ProcessGroup | str
 
 
 class Collective(ABC):
@@ -59,7 +59,7 @@ class Collective(ABC):
         return empty_like(x)
 
     @abstractmethod
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: Named) -> Tensor:
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         """The gradient for the input, from the result's. Collective, and itself differentiable.
 
         ``x`` is the input if ``keeps_input``.
@@ -71,7 +71,7 @@ def empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def run(kind: type[Collective], x: Tensor, group: Named, *args: Any) -> Tensor:
+def run(kind: type[Collective], x: Tensor, group: GroupOrName, *args: Any) -> Tensor:
     """``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
@@ -91,7 +91,9 @@ def run(kind: type[Collective], x: Tensor, group: Named, *args: Any) -> Tensor:
     return out if call.work is None else attached(out, call.work)
 
 
-def _operators(kind: type[Collective], x: Tensor, group: Named, args: tuple[Any, ...]) -> Tensor:
+def _operators(
+    kind: type[Collective], x: Tensor, group: GroupOrName, args: tuple[Any, ...]
+) -> Tensor:
     name = group if isinstance(group, str) else group.group_name
     result: Tensor = getattr(torch.ops.tilework, kind.name)(x, *args, name)
     if not kind.local:
@@ -216,7 +218,7 @@ def _root_of(name: str, rank: int) -> int:
     return get_group_rank(group_named(name), rank)
 
 
-def named(group: AnyGroup | str) -> Named:
+def named(group: AnyGroup | str) -> GroupOrName:
     """The group that a user names.
 
     Raises:
@@ -236,12 +238,12 @@ def named(group: AnyGroup | str) -> Named:
     return group_named(group) if isinstance(group, str) else group
 
 
-def size_of(group: Named) -> int:
+def size_of(group: GroupOrName) -> int:
     """The number of ranks."""
     return _size_of(group) if isinstance(group, str) else group.size()
 
 
-def root_of(group: Named, rank: int) -> int:
+def root_of(group: GroupOrName, rank: int) -> int:
     """The number within the group of a global rank.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.comm.functional.waiting import AsyncTensor
+from tilework.comm.functional.async_tensor import AsyncTensor
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 

@@ -1,13 +1,14 @@
-"""Plans of :mod:`tilework.layout`, run: tensors in one tiling become tensors in another.
+"""Execution of :mod:`tilework.layout`'s plans: tensors of one tiling become tensors of another.
 
-- ``run``: :func:`run_plan`, and what can be wrong with its arguments;
-- ``terms``: whether all ranks run the same plan, and how;
-- ``local``: what one rank has in hand meanwhile;
-- ``straight``: plans that are one collective on memory as it is;
-- ``rounds``: all others, in rounds through a small buffer; ``rows`` packs and unpacks it;
-- ``reducing``: rounds whose pieces are combined; ``neutral``: what else a partial result gets;
-- ``fresh``: memory for results;
-- ``cuts``: which elements go in which round, in pure integers.
+- ``run``: :func:`run_plan`, and the checks of its arguments;
+- ``run_mode``: the agreement of all ranks on the plan and on how to run it;
+- ``local_transfer``: this rank's group, pieces and tensors while a plan runs;
+- ``single_collective``: plans that are one collective on tensors as they are;
+- ``rounds``: all others, in rounds through a small buffer; ``packing`` fills and empties it, and
+  ``round_shares`` says which elements go in which round, in pure integers;
+- ``reduce_rounds``: rounds that reduce what arrives; ``identity_element``: what a partial result
+  holds besides the value;
+- ``large_buffers``: memory for results.
 """
 
 from tilework.comm.transfer.run import BUFFER_BYTES, run_plan

@@ -1,4 +1,4 @@
-"""What a reduction leaves as it is: 0 for a sum, the smallest number for a maximum."""
+"""Identity elements of reductions: 0 for a sum, the smallest number for a maximum."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from tilework.comm.reduce_op import RedOpType
 
 
-def neutral_element(op: RedOpType, dtype: torch.dtype) -> bool | int | float:
-    """The number that changes nothing when it is combined with others.
+def identity_element(op: RedOpType, dtype: torch.dtype) -> bool | int | float:
+    """The number that changes nothing when it is reduced with others.
 
     Raises:
         NotImplementedError: There is none.
 
     Example:
-        >>> neutral_element(RedOpType.MIN, torch.int8)
+        >>> identity_element(RedOpType.MIN, torch.int8)
         127
     """
     if op in (RedOpType.SUM, RedOpType.BOR, RedOpType.BXOR):

@@ -1,8 +1,8 @@
 """Memory for large results, used again and in huge pages where the kernel has them.
 
 The first write to a page has the kernel find and clear it: with pages of 4 KiB that takes about as
-long as moving what comes into them. So the memory of large results that nobody has any more serves
-the next ones of about that size. It is bounded, marked as free for the kernel to take meanwhile
+long as moving what comes into them. So the memory of large results that are gone serves the next
+ones of about that size. It is bounded, marked as free for the kernel to take meanwhile
 (MADV_FREE), and dropped when a result comes that it does not suit.
 """
 
@@ -28,25 +28,25 @@ _HUGE_PAGE = 2 << 20
 
 _KINDS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.platform == "linux" else 0
 
-#: Nobody's, the oldest first. Appended to by finalizers, which run at any time in any thread: a
-#: deque needs no lock for that.
-_unused: deque[mmap.mmap] = deque()
+#: Free blocks, the oldest first. Finalizers append to it, at any time in any thread: a deque needs
+#: no lock for that.
+_free: deque[mmap.mmap] = deque()
 
 
-def fresh(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised, contiguous tensor. A large one's storage cannot be resized.
 
     Example:
-        >>> fresh((2, 3), torch.float32, torch.device("cpu")).shape
+        >>> empty_tensor((2, 3), torch.float32, torch.device("cpu")).shape
         torch.Size([2, 3])
     """
     nbytes = math.prod(sizes) * dtype.itemsize
     if device.type != "cpu" or nbytes < LARGE_BYTES or sys.platform != "linux":
         return torch.empty(tuple(sizes), dtype=dtype, device=device)
-    block = _unused_block(nbytes) or _new_block(nbytes)
+    block = _suitable_block(nbytes) or _new_block(nbytes)
     memory = (ctypes.c_char * nbytes).from_buffer(block, _aligned(block))
-    # What torch is given keeps the block; the tensor's last view lets it go.
-    weakref.finalize(memory, _put_by, block).atexit = False
+    # The storage keeps the block; the tensor's last view releases it.
+    weakref.finalize(memory, _release, block).atexit = False
     return torch.frombuffer(memory, dtype=dtype).view(tuple(sizes))
 
 
@@ -63,29 +63,29 @@ def _advise(block: mmap.mmap, advice: str) -> None:
 
 
 def _aligned(block: mmap.mmap) -> int:
-    """Where the block's first huge page begins."""
+    """The offset of the block's first huge page."""
     return -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _HUGE_PAGE
 
 
-def _unused_block(nbytes: int) -> mmap.mmap | None:
+def _suitable_block(nbytes: int) -> mmap.mmap | None:
     """A block that suits; those that do not are given back to the kernel."""
-    found = None
+    suitable = None
     while (block := _oldest()) is not None:
         room = len(block) - _HUGE_PAGE
-        if found is None and nbytes <= room <= nbytes + nbytes // 4 + _HUGE_PAGE:
-            found = block
-    return found
+        if suitable is None and nbytes <= room <= nbytes + nbytes // 4 + _HUGE_PAGE:
+            suitable = block
+    return suitable
 
 
-def _put_by(block: mmap.mmap) -> None:
+def _release(block: mmap.mmap) -> None:
     _advise(block, "MADV_FREE")
-    _unused.append(block)
-    while sum(len(each) for each in tuple(_unused)) > KEPT_BYTES:
+    _free.append(block)
+    while sum(len(each) for each in tuple(_free)) > KEPT_BYTES:
         _oldest()
 
 
 def _oldest() -> mmap.mmap | None:
     try:
-        return _unused.popleft()
+        return _free.popleft()
     except IndexError:
         return None

@@ -1,4 +1,4 @@
-"""Any plan, in rounds: what is not in a row is packed into a small buffer, moved and unpacked.
+"""Any plan, in rounds: what is not contiguous is packed into a small buffer, moved and unpacked.
 
 Each round moves a share of what any two ranks exchange, and of what a rank keeps, so that tensors
 are read once from one end to the other. Rounds are sized so that a rank's shares stay within the
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tilework.comm import collectives
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.transfer.cuts import Part, rounds_for, shares
-from tilework.comm.transfer.local import Local
-from tilework.comm.transfer.reducing import Reduced, rounds_to_reduce
-from tilework.comm.transfer.rows import Rows, remembered
+from tilework.comm.transfer.local_transfer import LocalTransfer
+from tilework.comm.transfer.packing import PackedRows, cached_views
+from tilework.comm.transfer.reduce_rounds import ReducingTensors, rounds_to_reduce
+from tilework.comm.transfer.round_shares import Part, rounds_for, shares
 from tilework.comm.transfer.run_mode import RunMode
 from tilework.layout import Piece
 
@@ -24,8 +24,8 @@ from tilework.layout import Piece
 Streams = Sequence[Sequence[Part]]
 
 
-def rounds_needed(local: Local, buffer_bytes: int) -> int:
-    """How many rounds keep what this rank holds under way within ``buffer_bytes``."""
+def rounds_needed(local: LocalTransfer, buffer_bytes: int) -> int:
+    """The number of rounds that keeps what this rank has in flight within ``buffer_bytes``."""
     room = buffer_bytes // 2 // local.dtype.itemsize  # one half for each direction
     if local.plan.reduces:
         return rounds_to_reduce(local, room)
@@ -36,20 +36,21 @@ def rounds_needed(local: Local, buffer_bytes: int) -> int:
     return rounds_for(max(sent, received), room, local.pg.size())
 
 
-def run_in_rounds(local: Local, terms: RunMode) -> None:
-    """Run the plan on the terms that all ranks have agreed on.
+def run_in_rounds(local: LocalTransfer, mode: RunMode) -> None:
+    """Run the plan in the mode that all ranks have agreed on.
 
     Collective, unless no rank needs another.
     """
-    tensors = Reduced(local, terms.rounds) if local.plan.reduces else _Moved(local, terms.rounds)
+    kind = ReducingTensors if local.plan.reduces else _MovingTensors
+    tensors = kind(local, mode.rounds)
     me = local.pg.rank()
     keeps = tensors.shares(local.plan.keeps)
-    going = [local.sends[me - 1]] if terms.spread else _of_others(local.sends, me)
+    going = [local.sends[me - 1]] if mode.same_for_all else _of_others(local.sends, me)
     sends, receives = _by_round(going, tensors), _by_round(_of_others(local.receives, me), tensors)
-    sources = Rows(tensors.source_view, local.empty, _most(sends))
-    targets = Rows(tensors.target_view, local.empty, _most(receives))
-    exchange = _spread if terms.spread else _swap
-    for number in range(terms.rounds):
+    sources = PackedRows(tensors.source_view, local.empty, _most(sends))
+    targets = PackedRows(tensors.target_view, local.empty, _most(receives))
+    exchange = _all_gather if mode.same_for_all else _all_to_all
+    for number in range(mode.rounds):
         tensors.begin(number)
         for part in keeps[number]:
             for target, source in zip(targets.blocks(part), sources.blocks(part), strict=True):
@@ -63,11 +64,13 @@ def run_in_rounds(local: Local, terms: RunMode) -> None:
 
 
 def _of_others(streams: Sequence[Sequence[Piece]], me: int) -> list[Sequence[Piece]]:
-    """Without what this rank keeps."""
+    """The streams without what this rank keeps."""
     return [() if peer == me else pieces for peer, pieces in enumerate(streams)]
 
 
-def _by_round(streams: Sequence[Sequence[Piece]], tensors: _Moved | Reduced) -> list[Streams]:
+def _by_round(
+    streams: Sequence[Sequence[Piece]], tensors: _MovingTensors | ReducingTensors
+) -> list[Streams]:
     """For each round the parts of each stream."""
     return list(zip(*[tensors.shares(pieces) for pieces in streams], strict=True))
 
@@ -77,25 +80,25 @@ def _most(rounds: Sequence[Streams]) -> int:
     return max(sum(part.volume for parts in streams for part in parts) for streams in rounds)
 
 
-def _swap(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+def _all_to_all(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
     """Each rank sends each other something else. Collective."""
     collectives.all_to_all(incoming, outgoing, pg)
 
 
-def _spread(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+def _all_gather(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
     """Each rank sends all others the same. Collective."""
     (mine,) = outgoing
     incoming[pg.rank()] = mine
     collectives.all_gather(incoming, mine, pg)
 
 
-class _Moved:
-    """Tensors between which pieces are moved and no more."""
+class _MovingTensors:
+    """The tensors between which pieces are moved and no more."""
 
-    def __init__(self, local: Local, rounds: int) -> None:
+    def __init__(self, local: LocalTransfer, rounds: int) -> None:
         self._rounds = rounds
-        self.source_view = remembered(local.source_view)
-        self.target_view = remembered(local.target_view)
+        self.source_view = cached_views(local.source_view)
+        self.target_view = cached_views(local.target_view)
 
     def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
         return shares(pieces, self._rounds)

@@ -1,4 +1,4 @@
-"""Running a plan: the one public function, and what can be wrong with its arguments."""
+"""``run_plan``, which runs a plan, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import RedOpType, check_reduction
-from tilework.comm.transfer.identity_element import neutral_element
-from tilework.comm.transfer.large_buffers import fresh
-from tilework.comm.transfer.local import Held, Local, moved_dtype
+from tilework.comm.transfer.identity_element import identity_element
+from tilework.comm.transfer.large_buffers import empty_tensor
+from tilework.comm.transfer.local_transfer import LocalTiles, LocalTransfer, moved_dtype
 from tilework.comm.transfer.rounds import rounds_needed, run_in_rounds
-from tilework.comm.transfer.run_mode import RunMode, agree, refuse
-from tilework.comm.transfer.single_collective import same_for_all, straight_call
+from tilework.comm.transfer.run_mode import RunMode, agree_on_mode, refuse
+from tilework.comm.transfer.single_collective import same_for_all, single_call
 from tilework.comm.world import AnyGroup, member
 from tilework.layout import Plan, Tiling
 
-#: What a run holds besides its source and its target, unless it is told otherwise. Measured: with
+#: The memory that a run takes besides its source and its target, by default. Measured: with
 #: less, meeting in each round costs more than caches save, above all where ranks share cores; more
 #: gains nothing.
 BUFFER_BYTES = 8 << 20
@@ -35,31 +35,31 @@ def run_plan(
     device: torch.device | str | None = None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Tensor]:
-    """Move and reduce what ``plan`` says; return this rank's tensors of the target tiling.
+    """This rank's tensors of the target tiling, moved and reduced as ``plan`` says.
 
     Collective over ``group``: every rank of it calls, with its own plan of the same source and
     target, also those that hold nothing. Blocks until this rank has its tensors. A plan that
     moves nothing between ranks is run without communication.
 
     One collective does it where the plan is recognised as one and all ranks' memory fits it as it
-    is; else it takes rounds of all_to_all (all_gather, if every rank gets the same). RunMode of a
+    is; else it takes rounds of all_to_all (all_gather, if every rank gets the same). Terms of a
     partial source are combined in their order, 16-bit floats in float32, so that every rank
     gets the same bits; where one all_reduce or reduce_scatter does it, as the backend does that.
 
     Memory: the results, and ``buffer_bytes``. Engines of torch's (gloo, nccl) hold copies of what
-    is under way in a round besides.
+    is in flight in a round besides.
 
     Args:
-        plan: What this rank does; its ranks are global.
+        plan: This rank's plan; its ranks are global.
         tiles: This rank's tensors of the source, one for each of ``plan.source.of(rank)``, of any
             strides. They are left as they are.
         group: All ranks of the plan must be in it; ranks outside it get a warning and ``[]``.
-        out: Where to write, one tensor for each of ``plan.target.of(rank)``, of any strides
+        out: The tensors to write, one for each of ``plan.target.of(rank)``, of any strides
             (views of a larger tensor, say) that share no memory with ``tiles``; None: new,
             contiguous tensors.
-        dtype: For a rank that has neither tiles nor ``out``: what the others' are.
+        dtype: For a rank that has neither tiles nor ``out``: that of the others'.
         device: Likewise; None means the CPU.
-        buffer_bytes: The most memory for what is under way. A round moves an element between any
+        buffer_bytes: The most memory for what is in flight. A round moves an element between any
             two ranks at least.
 
     Raises:
@@ -87,16 +87,16 @@ def run_plan(
         _check_plan(plan, pg)
         for name, tensors in (("tiles", tiles), ("out", out or ())):
             checks.check_tensors(tensors, name)
-        of = _dtype_of([*tiles, *(out or ())], dtype)
-        _check_tensors(plan.source, plan.rank, tiles, "tiles", of, where)
+        used_dtype = _dtype_of([*tiles, *(out or ())], dtype)
+        _check_tensors(plan.source, plan.rank, tiles, "tiles", used_dtype, where)
         if out is not None:
-            _check_tensors(plan.target, plan.rank, out, "out", of, where)
+            _check_tensors(plan.target, plan.rank, out, "out", used_dtype, where)
             _check_writable(out)
         if plan.reduces:
-            check_reduction(RedOpType(plan.source.reduce_op), of)
-        neutral = _neutral(plan, of)
+            check_reduction(RedOpType(plan.source.reduce_op), used_dtype)
+        identity = _identity(plan, used_dtype)
         boxes = plan.target.boxes_of(plan.rank)
-        results = list(out or [fresh(box.sizes, of, where) for box in boxes])
+        results = list(out or [empty_tensor(box.sizes, used_dtype, where) for box in boxes])
     except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
         # Wrong arguments, or no memory for the results.
         if isinstance(plan, Plan) and plan.collective.kind == "none":
@@ -106,54 +106,54 @@ def run_plan(
     with torch.no_grad(), torch.inference_mode(any(result.is_inference() for result in results)):
         # Their own version counters: a collective may take one for its output, and not write it.
         sources = [tile.data.resolve_conj().resolve_neg() for tile in tiles]
-        seen = of if plan.reduces else moved_dtype(of)
-        source = Held(plan.source, plan.rank, sources, seen)
-        target = Held(plan.target, plan.rank, results, seen)
-        _run(Local(pg, plan, source, target, of, where, neutral), buffer_bytes)
+        viewed = used_dtype if plan.reduces else moved_dtype(used_dtype)
+        source = LocalTiles(plan.source, plan.rank, sources, viewed)
+        target = LocalTiles(plan.target, plan.rank, results, viewed)
+        _run(LocalTransfer(pg, plan, source, target, used_dtype, where, identity), buffer_bytes)
     return results
 
 
-def _run(local: Local, buffer_bytes: int) -> None:
+def _run(local: LocalTransfer, buffer_bytes: int) -> None:
     plan, pg = local.plan, local.pg
     rounds = rounds_needed(local, buffer_bytes)
     if plan.collective.kind == "none":
         _fill(local)
-        run_in_rounds(local, RunMode(rounds, straight=False, spread=False))
+        run_in_rounds(local, RunMode(rounds, single_collective=False, same_for_all=False))
         return
-    call = straight_call(local) if _has_room(local, buffer_bytes) else None
+    call = single_call(local) if _has_room(local, buffer_bytes) else None
     proposed = RunMode(
         rounds=rounds,
-        straight=call is not None,
-        spread=pg.uneven_sizes and not plan.reduces and same_for_all(local.sends),
+        single_collective=call is not None,
+        same_for_all=pg.uneven_sizes and not plan.reduces and same_for_all(local.sends),
     )
-    agreed = agree(pg, plan, local.dtype, local.device, proposed)
+    agreed = agree_on_mode(pg, plan, local.dtype, local.device, proposed)
     _fill(local)
-    if agreed.straight and call is not None:
+    if agreed.single_collective and call is not None:
         call()
     else:
         run_in_rounds(local, agreed)
 
 
-def _fill(local: Local) -> None:
-    """Write what a partial target has besides the value."""
+def _fill(local: LocalTransfer) -> None:
+    """Write the identity element to what a partial target has besides the value."""
     for tile in local.plan.fills:
-        local.target.tensors[tile].view(local.dtype).fill_(local.neutral)
+        local.target.tensors[tile].view(local.dtype).fill_(local.identity)
 
 
-def _neutral(plan: Plan, dtype: torch.dtype) -> bool | int | float:
-    """What those tiles get; 0 where there are none."""
-    return neutral_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
+def _identity(plan: Plan, dtype: torch.dtype) -> bool | int | float:
+    """The element that fills those tiles; 0 if there are none."""
+    return identity_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
 
 
-def _has_room(local: Local, buffer_bytes: int) -> bool:
-    """Whether one collective keeps within the buffer what it holds besides source and result."""
+def _has_room(local: LocalTransfer, buffer_bytes: int) -> bool:
+    """True if one collective keeps within the buffer what it holds besides source and result."""
     if local.plan.reduces or not local.pg.holds_copies:
         return True
     size = local.dtype.itemsize
     return max(local.plan.bytes_sent(size), local.plan.bytes_received(size)) <= buffer_bytes
 
 
-# -- what can be wrong -----------------------------------------------------------------------
+# -- checks of arguments ---------------------------------------------------------------------
 
 
 def _check_plan(plan: Plan, pg: ProcessGroup) -> None:
@@ -171,14 +171,14 @@ def _check_plan(plan: Plan, pg: ProcessGroup) -> None:
 
 
 def _dtype_of(tensors: Sequence[Tensor], given: torch.dtype | None) -> torch.dtype:
-    found = tensors[0].dtype if tensors else given
-    if found is None:
+    dtype = tensors[0].dtype if tensors else given
+    if dtype is None:
         raise ValueError(
             "a rank without tiles and out must be told the dtype of the others' tiles: pass dtype"
         )
-    if given not in (None, found):
-        raise ValueError(f"tensors are of {found}, but dtype={given} was given")
-    return found
+    if given not in (None, dtype):
+        raise ValueError(f"tensors are of {dtype}, but dtype={given} was given")
+    return dtype
 
 
 def _device_of(tensors: Sequence[Tensor], given: torch.device | str | None) -> torch.device:

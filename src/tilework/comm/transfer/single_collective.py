@@ -1,7 +1,7 @@
 """Plans that are one collective, on tensors and outputs as they are: nothing is packed.
 
-Each function looks at one rank's pieces and gives the call that does them all, or None. Ranks tell
-each other (see ``terms``) whether all have such a call, since memory may fit on one rank only.
+Each function looks at one rank's pieces and returns the call that moves them all, or None. Ranks
+agree (see ``run_mode``) whether all have such a call, since memory may fit on one rank only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from tilework.comm import collectives
 from tilework.comm.dispatch import backend_for
-from tilework.comm.transfer.local import MOVED, Local, flat, in_rows
+from tilework.comm.transfer.local_transfer import MOVED, LocalTransfer, flat, in_rows
 from tilework.layout import Piece
 
 Call = Callable[[], object]
-_Find = Callable[[Local], Call | None]
+_CallFinder = Callable[[LocalTransfer], Call | None]
 
 
-def straight_call(local: Local) -> Call | None:
+def single_call(local: LocalTransfer) -> Call | None:
     """The collective that the plan is recognised as, if this rank's memory fits it."""
     collective = local.plan.collective
     if local.plan.reduces:
@@ -28,47 +28,47 @@ def straight_call(local: Local) -> Call | None:
             return None
     # Where groups of ranks do each the same among themselves, it is one exchange for all.
     everyone = len(collective.ranks) == local.pg.size()
-    find = _FIND[collective.kind] if everyone else _all_to_all
+    find = _FINDERS[collective.kind] if everyone else _all_to_all
     return find(local)
 
 
 def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
-    """Whether every rank gets the same elements."""
+    """True if every rank gets the same elements."""
     first = [(piece.src_tile, piece.box) for piece in streams[0]]
     return all([(p.src_tile, p.box) for p in stream] == first for stream in streams)
 
 
-def _outgoing(local: Local) -> list[Tensor] | None:
-    """One tensor for each rank, if each gets at most one piece that the backend takes as it is."""
+def _outgoing(local: LocalTransfer) -> list[Tensor] | None:
+    """A tensor for each rank, if each gets at most one piece that the backend takes as it is."""
     return _tensors(local, local.sends, local.source_view)
 
 
-def _incoming(local: Local) -> list[Tensor] | None:
+def _incoming(local: LocalTransfer) -> list[Tensor] | None:
     return _tensors(local, local.receives, local.target_view)
 
 
 def _tensors(
-    local: Local, streams: Sequence[Sequence[Piece]], view: Callable[[Piece], Tensor]
+    local: LocalTransfer, streams: Sequence[Sequence[Piece]], view: Callable[[Piece], Tensor]
 ) -> list[Tensor] | None:
     rows = local.pg.takes_rows and not local.plan.reduces and local.memory_dtype in MOVED
-    found = []
+    tensors = []
     for pieces in streams:
         if len(pieces) > 1:
             return None
-        whole = view(pieces[0]) if pieces else local.nothing
-        tensor = whole if rows and in_rows(whole) else flat(whole)
+        piece = view(pieces[0]) if pieces else local.nothing
+        tensor = piece if rows and in_rows(piece) else flat(piece)
         if tensor is None:
             return None
-        found.append(tensor)
-    return found
+        tensors.append(tensor)
+    return tensors
 
 
-def _fits(local: Local, tensors: Sequence[Tensor]) -> bool:
-    """Whether the backend takes these sizes in one operation."""
+def _fits(local: LocalTransfer, tensors: Sequence[Tensor]) -> bool:
+    """True if the backend takes these sizes in one operation."""
     return local.pg.uneven_sizes or len({tensor.numel() for tensor in tensors}) == 1
 
 
-def _all_to_all(local: Local) -> Call | None:
+def _all_to_all(local: LocalTransfer) -> Call | None:
     # Backends that want equal sizes pack others by themselves, into memory without bound.
     if local.plan.reduces or not local.pg.uneven_sizes:
         return None
@@ -78,7 +78,7 @@ def _all_to_all(local: Local) -> Call | None:
     return lambda: collectives.all_to_all(outputs, inputs, local.pg)
 
 
-def _all_gather(local: Local) -> Call | None:
+def _all_gather(local: LocalTransfer) -> Call | None:
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not same_for_all(local.sends):
         return None
@@ -87,7 +87,7 @@ def _all_gather(local: Local) -> Call | None:
     return lambda: collectives.all_gather(outputs, inputs[0], local.pg)
 
 
-def _gather(local: Local) -> Call | None:
+def _gather(local: LocalTransfer) -> Call | None:
     root = _root(local)
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not _only(local.sends, root):
@@ -99,7 +99,7 @@ def _gather(local: Local) -> Call | None:
     return lambda: collectives.gather(inputs[root], into, group=local.pg, group_dst=root)
 
 
-def _scatter(local: Local) -> Call | None:
+def _scatter(local: LocalTransfer) -> Call | None:
     root = _root(local)
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not _only(local.receives, root):
@@ -111,7 +111,7 @@ def _scatter(local: Local) -> Call | None:
     return lambda: collectives.scatter(outputs[root], parts, group=local.pg, group_src=root)
 
 
-def _broadcast(local: Local) -> Call | None:
+def _broadcast(local: LocalTransfer) -> Call | None:
     root = _root(local)
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not _only(local.receives, root):
@@ -132,20 +132,20 @@ def _broadcast(local: Local) -> Call | None:
     return send_and_keep
 
 
-def _all_reduce(local: Local) -> Call | None:
+def _all_reduce(local: LocalTransfer) -> Call | None:
     outputs = list(local.target.tensors.values())
     result = flat(outputs[0]) if len(outputs) == 1 else None
     if result is None or not _in_order_of_ranks(local):
         return None
 
-    def bring_and_reduce() -> None:
+    def copy_and_reduce() -> None:
         local.keep()
         collectives.all_reduce(result, local.reduce_op, local.pg)
 
-    return bring_and_reduce
+    return copy_and_reduce
 
 
-def _reduce_scatter(local: Local) -> Call | None:
+def _reduce_scatter(local: LocalTransfer) -> Call | None:
     outputs = list(local.target.tensors.values()) or [local.nothing]
     result, inputs = flat(outputs[0]), _outgoing(local)
     if len(outputs) > 1 or result is None or inputs is None or not _in_order_of_ranks(local):
@@ -155,8 +155,8 @@ def _reduce_scatter(local: Local) -> Call | None:
     return lambda: collectives.reduce_scatter(result, inputs, local.reduce_op, local.pg)
 
 
-def _in_order_of_ranks(local: Local) -> bool:
-    """Whether each rank brings one term of this rank's only tile: the term of its own number."""
+def _in_order_of_ranks(local: LocalTransfer) -> bool:
+    """True if each rank brings one term of this rank's only tile: the term of its own number."""
     (tile, *_) = [*local.target.tensors, None]
     if tile is None or local.plan.target.tiles[tile].box.empty:
         return True
@@ -171,12 +171,12 @@ def _only(streams: Sequence[Sequence[Piece]], rank: int) -> bool:
     return not any(pieces for number, pieces in enumerate(streams) if number != rank)
 
 
-def _root(local: Local) -> int:
+def _root(local: LocalTransfer) -> int:
     root = local.plan.collective.root
     return local.pg.group_ranks[root]
 
 
-_FIND: dict[str, _Find] = {
+_FINDERS: dict[str, _CallFinder] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "gather": _gather,

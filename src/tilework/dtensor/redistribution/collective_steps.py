@@ -18,8 +18,8 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.dispatch import backend_for
 from tilework.comm.functional import primitives
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, check_reduction
-from tilework.comm.transfer.identity_element import neutral_element
-from tilework.comm.transfer.large_buffers import LARGE_BYTES, fresh
+from tilework.comm.transfer.identity_element import identity_element
+from tilework.comm.transfer.large_buffers import LARGE_BYTES, empty_tensor
 from tilework.comm.transfer.run import run_plan
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box, Partial, Replicate, Shard, Step, Tiling, mesh_tiling, plan
@@ -85,7 +85,7 @@ def _slice(source: DTensorSpec, target: DTensorSpec, last: bool) -> RunStep:
 def _fill(step: Step, target: DTensorSpec, dtype: torch.dtype) -> RunStep:
     op = str(target.reduce_op)
     holds_value = op in _IDEMPOTENT or target.is_first(step.axes)
-    identity = None if holds_value else neutral_element(RedOpType(op), dtype)
+    identity = None if holds_value else identity_element(RedOpType(op), dtype)
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, None]:
         if identity is None:
@@ -124,7 +124,7 @@ class _Ends:
     def empty(self, like: Tensor) -> Tensor:
         """Memory for this rank's result."""
         if self.large:
-            return fresh(self.shape, self.dtype, like.device)
+            return empty_tensor(self.shape, self.dtype, like.device)
         return torch.empty(self.shape, dtype=self.dtype, device=like.device)
 
 
@@ -259,7 +259,7 @@ def _copy(x: Tensor) -> Tensor:
     """A contiguous copy; a large one where memory was written to before."""
     if x.nbytes < LARGE_BYTES:
         return x.clone(memory_format=torch.contiguous_format)
-    return fresh(x.shape, x.dtype, x.device).copy_(x)
+    return empty_tensor(x.shape, x.dtype, x.device).copy_(x)
 
 
 # -- anything --------------------------------------------------------------------------------

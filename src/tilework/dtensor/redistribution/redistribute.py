@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilework.comm.contract import Work
 from tilework.comm.functional import kinds
+from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.running import run
-from tilework.comm.functional.waiting import AsyncTensor, attached
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.redistribution.adjoint import Adjoint

@@ -1,8 +1,8 @@
-"""Which elements of a plan's pieces go in which round: pure integers, alike on both ends.
+"""The shares of a plan's pieces that go in each round: pure integers, alike on both ends.
 
-A rank's pieces for one peer, one after the other, each in row-major order, are a stream. It is cut
-into as many equal shares as there are rounds. A cut prefers to fall between rows (or larger parts)
-of a piece, where that moves it by little: then a share is a box again, and copied as one.
+A rank's pieces for one peer, one after the other, each in row-major order, are a stream. It is
+split into as many equal shares as there are rounds. A split prefers to fall between rows (or larger
+parts) of a piece, where that moves it by little: then a share is a box again, and copied as one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from tilework.layout import Box, Piece
 
-#: What to index a tensor with to get a block of it; dims that it leaves out are whole.
+#: The index that gives a block of a tensor; of dims that it leaves out it has all.
 Block = tuple[slice, ...]
-#: A cut moves by at most this part of a share.
+#: A split moves by at most the share divided by this.
 _SLACK = 8
 
 
@@ -28,23 +28,23 @@ class Part(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 def rounds_for(elements: int, room: int, streams: int) -> int:
-    """How many rounds keep shares of ``streams`` streams together within ``room`` elements.
+    """The number of rounds that keeps shares of ``streams`` streams within ``room`` elements.
 
     Args:
-        elements: How many all streams have together.
+        elements: The number that all streams have together.
         room: For the shares of one round; a round moves at least an element of each stream.
-        streams: How many there are; each share may be an element longer than its part.
+        streams: The number of streams; each share may be an element longer than its part.
     """
     return max(1, math.ceil(elements * (1 + 1 / _SLACK) / max(1, room - streams)))
 
 
 def shares(pieces: Sequence[Piece], rounds: int) -> list[list[Part]]:
-    """A stream's share of each round.
+    """A stream's share in each round.
 
     Example:
         >>> piece = Piece(Box((0, 0), (4, 2)), 0, 1, 0, 0, 0)
@@ -69,7 +69,7 @@ def shares(pieces: Sequence[Piece], rounds: int) -> list[list[Part]]:
 
 
 def _unit(sizes: Sequence[int], limit: int) -> int:
-    """The elements of the largest part of a box that is not to be cut (rows, planes)."""
+    """The elements of the largest part of a box that is not to be split (rows, planes)."""
     unit = 1
     for size in reversed(sizes):
         if unit * size > limit:
@@ -94,13 +94,13 @@ def blocks(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
     last, left = divmod(stop, row)
     if first == last:
         return _in_row(sizes, first, skipped, left)
-    found = []
+    result = []
     if skipped:
-        found += _in_row(sizes, first, skipped, row)
+        result += _in_row(sizes, first, skipped, row)
         first += 1
     if first < last:
-        found.append((slice(first, last),))
-    return found + _in_row(sizes, last, 0, left)
+        result.append((slice(first, last),))
+    return result + _in_row(sizes, last, 0, left)
 
 
 def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> list[Block]:
@@ -114,10 +114,10 @@ def regions(box: Box, rounds: int) -> list[list[Box]]:
         >>> [list(map(str, region)) for region in regions(Box((0, 0), (4, 2)), 2)]
         [['[0:2, 0:2]'], ['[2:4, 0:2]']]
     """
-    whole = Piece(box, 0, 0, 0, 0, 0)
+    piece = Piece(box, 0, 0, 0, 0, 0)
     return [
         [_part_of(box, block) for part in share for block in blocks(box.sizes, *part[1:])]
-        for share in shares([whole], rounds)
+        for share in shares([piece], rounds)
     ]
 
 
@@ -132,11 +132,11 @@ def _part_of(box: Box, block: Block) -> Box:
 def region_shares(
     pieces: Sequence[Piece], rounds: int, regions_of: Callable[[int], list[list[Box]]]
 ) -> list[list[Part]]:
-    """What of each piece lies in the region of its target tile that each round has.
+    """The parts of each piece that are in the region of its target tile that each round has.
 
     Args:
         pieces: One after the other.
-        rounds: How many rounds there are.
+        rounds: The number of rounds.
         regions_of: The regions of a target tile, by its index.
     """
     result: list[list[Part]] = [[] for _ in range(rounds)]

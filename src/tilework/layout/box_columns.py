@@ -1,4 +1,4 @@
-"""Boxes as columns of numbers: questions about many boxes, without an object for each."""
+"""Boxes as columns of numbers: what is asked of many boxes, without an object for each."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from itertools import chain
 from operator import add
 
 from tilework.layout.box import Box, Ints
-from tilework.layout.corners import (
+from tilework.layout.overlap_search import find_pair
+from tilework.layout.signed_corners import (
     Column,
     left_over_2d,
     nowhere_two_2d,
     signed_corners,
     strides_for,
 )
-from tilework.layout.overlap_search import find_pair
 
 
-class Columns:
-    """For each dim where each box starts and where it ends. Empty boxes are left out."""
+class BoxColumns:
+    """The starts and the ends of boxes, a column of each for each dim. Empty boxes are left out."""
 
     __slots__ = ("count", "ends", "positions", "starts")
 
@@ -31,7 +31,7 @@ class Columns:
                 f"offsets and {len(sizes)} sizes with {sorted(ndims)} dims"
             )
         flat_sizes = list(chain.from_iterable(sizes))
-        #: Which of the given boxes each entry is.
+        #: The number, among the given boxes, of each entry.
         self.positions: Sequence[int] = range(len(sizes))
         if 0 in flat_sizes:
             self.positions = [i for i, box_sizes in enumerate(sizes) if 0 not in box_sizes]
@@ -45,14 +45,14 @@ class Columns:
         self.ends: list[Column] = [flat_ends[dim::ndim] for dim in range(ndim)]
 
     def cover(self, lows: Ints, highs: Ints) -> bool:
-        """Whether they cover the box from ``lows`` to ``highs``, each element once."""
+        """True if they cover the box from ``lows`` to ``highs``, each element once."""
         if not self.count:
             return False
         around = tuple(map(min, self.starts)) == lows and tuple(map(max, self.ends)) == highs
         return around and self.cover_their_bounds()
 
     def cover_their_bounds(self) -> bool:
-        """Whether they cover the box around them, each element once."""
+        """True if they cover the box around them, each element once."""
         starts, ends = self._differing()
         if not starts:
             return self.count == 1
@@ -65,8 +65,8 @@ class Columns:
         return sorted(plus + whole_minus) == sorted(minus + whole_plus)
 
     def overlap(self) -> tuple[int, int] | None:
-        """Which two of the given boxes overlap, the lower number first."""
-        if self.count < 2 or self._seen_to_be_disjoint():
+        """Two of the given boxes that overlap, the lower number first; None if no two do."""
+        if self.count < 2 or self._corners_show_disjoint():
             return None
         pair = find_pair(list(zip(*self._differing(), strict=True)), self.count)
         if pair is None:
@@ -74,8 +74,8 @@ class Columns:
         i, j = sorted(self.positions[member] for member in pair)
         return i, j
 
-    def _seen_to_be_disjoint(self) -> bool:
-        """Whether corners tell that no two overlap: in two dims always, else where no gap is."""
+    def _corners_show_disjoint(self) -> bool:
+        """True if corners show that no two overlap: always in two dims, else if there is no gap."""
         starts, ends = self._differing()
         if len(starts) != 2:
             return self.cover_their_bounds()
@@ -114,12 +114,12 @@ class Columns:
         return Box(tuple(first), tuple([end - at for at, end in zip(first, ends, strict=True)]))
 
     def differing_dims(self) -> list[int]:
-        """The dims that tell one box from another."""
+        """The dims in which not all boxes are alike."""
         spans = zip(self.starts, self.ends, strict=True)
         return [dim for dim, span in enumerate(spans) if not all(map(_is_constant, span))]
 
     def _differing(self) -> tuple[list[Column], list[Column]]:
-        """Starts and ends, in these dims."""
+        """Starts and ends in those dims."""
         dims = self.differing_dims()
         return [self.starts[dim] for dim in dims], [self.ends[dim] for dim in dims]
 

@@ -1,7 +1,7 @@
-"""RunMode that are reduced where they arrive: region by region, so that all of them fit a buffer.
+"""Rounds that reduce terms where they arrive, region by region, so that they fit a buffer.
 
-A round brings one region of each target tile, all terms of it. They are combined in the order of
-terms, whoever they come from: every rank that gets an element gets the same bits.
+A round brings one region of each target tile, all terms of it. They are reduced in the order of
+terms, whatever ranks they come from: every rank that gets an element gets the same bits.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.reference import combine
-from tilework.comm.transfer.cuts import Part, region_shares, regions, rounds_for
-from tilework.comm.transfer.local import Local
+from tilework.comm.transfer.local_transfer import LocalTransfer
+from tilework.comm.transfer.round_shares import Part, region_shares, regions, rounds_for
 from tilework.layout import Box, Piece
 
 
-def rounds_to_reduce(local: Local, room: int) -> int:
-    """How many rounds keep this rank's regions, with all that it takes to reduce them, in room.
+def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
+    """The number of rounds that keeps this rank's regions, and what reducing them takes, in room.
 
     Args:
         local: The rank's pieces.
@@ -34,25 +34,25 @@ def rounds_to_reduce(local: Local, room: int) -> int:
 
 
 def _weight(dtype: torch.dtype) -> int:
-    """Elements held for each that arrives, until it is reduced.
+    """The elements held for each that arrives, until it is reduced.
 
     One in the buffer that it arrives in, one in its region, one or less for the result; and
-    what it is converted to, where it is: 16-bit floats to two of their size.
+    what it is converted to: 16-bit floats to two of their size.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return 6
     return 3 if dtype.is_floating_point or dtype.is_complex else 4
 
 
-class Reduced:
-    """Tensors between which pieces are moved, and reduced where they arrive.
+class ReducingTensors:
+    """The tensors between which pieces are moved, and reduced where they arrive.
 
     Args:
         local: The rank's pieces and tensors.
-        rounds: How many rounds there are.
+        rounds: The number of rounds.
     """
 
-    def __init__(self, local: Local, rounds: int) -> None:
+    def __init__(self, local: LocalTransfer, rounds: int) -> None:
         self._local = local
         self._rounds = rounds
         self.source_view = local.source_view
@@ -61,7 +61,7 @@ class Reduced:
         self._arriving: dict[int, list[tuple[Box, Tensor]]] = {}
 
     def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
-        """What of ``pieces`` each round moves: what is in its regions."""
+        """The parts of ``pieces`` that each round moves: those in its regions."""
         return region_shares(pieces, self._rounds, self._regions_of)
 
     def _regions_of(self, tile: int) -> list[list[Box]]:
@@ -80,7 +80,7 @@ class Reduced:
         }
 
     def target_view(self, piece: Piece) -> Tensor:
-        """Where a piece that arrives belongs."""
+        """The view into which a piece goes that arrives."""
         for box, terms in self._arriving[piece.dst_tile]:
             if box.contains(piece.box):
                 return terms[piece.term][piece.box.relative_to(box).slices]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.layout.random_tilings import boxes_of, covers, examples, points
 from tilework.layout import Box
-from tilework.layout.columns import Columns
-from tilework.layout.corners import left_over_2d, nowhere_two_2d, signed_corners, strides_for
+from tilework.layout.box_columns import BoxColumns
+from tilework.layout.signed_corners import left_over_2d, nowhere_two_2d, signed_corners, strides_for
 
 SIDE = 7
 STRIDES = [SIDE + 1, 1]
@@ -65,7 +65,7 @@ def test_a_sweep_sees_whether_any_two_boxes_overlap() -> None:
     spans = [(low, high - low) for low in range(1, 4) for high in range(low + 1, 5)]
     boxes = [Box((y, x), (h, w)) for y, h in spans for x, w in spans]
     for a, b in product(boxes, repeat=2):
-        pair = Columns([a.offsets, b.offsets], [a.sizes, b.sizes]).overlap()
+        pair = BoxColumns([a.offsets, b.offsets], [a.sizes, b.sizes]).overlap()
         assert (pair is None) == (a.intersection(b) is None)
         left = left_of([a, b])
         if left is not None:
@@ -88,7 +88,7 @@ def test_a_sweep_of_a_cover_with_gaps(boxes: list[Box], data: st.DataObject) -> 
 @examples(200)
 @given(IN_ANY)
 def test_boxes_cover_what_is_around_them(boxes: list[Box]) -> None:
-    columns = Columns([box.offsets for box in boxes], [box.sizes for box in boxes])
+    columns = BoxColumns([box.offsets for box in boxes], [box.sizes for box in boxes])
     found = counts(boxes)
     around = [range(min(column), max(column) + 1) for column in zip(*found, strict=True)]
     expected = bool(found) and found == Counter(product(*around))

@@ -1,4 +1,4 @@
-"""Signed corners of boxes: what tells whether boxes cover something exactly, in any arrangement.
+"""Signed corners of boxes: a test of exact covers in any arrangement of boxes.
 
 Count each corner of a box with the sign of its parity: in two dims plus where it starts in both or
 ends in both, minus at the other two. These points are the mixed difference of the box's indicator
@@ -15,7 +15,7 @@ from bisect import bisect_left
 from itertools import cycle, groupby, repeat
 from operator import add, mul
 
-#: Where each box starts, or where it ends, in one dim.
+#: The starts of all boxes in one dim, or their ends.
 Column = list[int]
 
 
@@ -70,7 +70,7 @@ def left_over_2d(plus: list[int], minus: list[int]) -> dict[int, int] | None:
 
 
 def nowhere_two_2d(left: dict[int, int], stride: int, low: int) -> bool:
-    """Whether no point is in two boxes, told from what is left of their corners.
+    """True if no point is in two boxes, told from what is left of their corners.
 
     Row by row, the differences along a row are kept up to date. The number of boxes is 0 or 1
     everywhere in it if and only if its differences are 1 and -1 by turns.
@@ -81,7 +81,7 @@ def nowhere_two_2d(left: dict[int, int], stride: int, low: int) -> bool:
         stride: Of the first dim.
         low: The least coordinate in the second dim.
     """
-    row: list[int] = []  # where there is a difference, ascending
+    row: list[int] = []  # the places of differences, ascending
     difference: dict[int, int] = {}
     for _, points in groupby(sorted(left), key=lambda point: (point - low) // stride):
         changed = []
@@ -106,8 +106,8 @@ def _keep_sorted(row: list[int], at: int, present: bool) -> None:
 
 
 def _by_turns(row: list[int], difference: dict[int, int], i: int) -> bool:
-    """Whether the differences next to an entry, and its own, are 1 and -1 by turns."""
+    """True if the differences next to an entry, and its own, are 1 and -1 by turns."""
     first = max(i - 1, 0)
-    found = [difference[at] for at in row[first : i + 2]]
-    sign = found[0] if found else 1
-    return sign in (1, -1) and found == [sign, -sign, sign][: len(found)]
+    near = [difference[at] for at in row[first : i + 2]]
+    sign = near[0] if near else 1
+    return sign in (1, -1) and near == [sign, -sign, sign][: len(near)]

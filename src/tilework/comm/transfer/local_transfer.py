@@ -1,4 +1,4 @@
-"""What one rank has in hand while a plan runs: its group, its pieces by peer, its tensors."""
+"""This rank's side of a plan while it runs: its group, its pieces by peer, its tensors."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import RedOpType
 from tilework.layout import Box, Piece, Plan, Tiling
 
-#: What is only moved is moved as: so any dtype can be, as fast as its size allows.
+#: The dtypes as which elements are moved that are not reduced: so any dtype can be moved, and as
+#: fast as its size allows.
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOVED = frozenset(_INTEGER_OF_SIZE.values())
 
 
-class Held:
+class LocalTiles:
     """A rank's tensors of a tiling.
 
     Args:
         tiling: The tiling.
         rank: The global rank.
         tensors: Aligned with ``tiling.of(rank)``.
-        dtype: What to see their memory as; of their elements' size.
+        dtype: The dtype as which to view their memory; of their elements' size.
     """
 
     def __init__(
         self, tiling: Tiling, rank: int, tensors: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        seen = [tensor.detach().view(dtype) for tensor in tensors]
-        self.tensors = dict(zip(tiling.of(rank), seen, strict=True))
+        views = [tensor.detach().view(dtype) for tensor in tensors]
+        self.tensors = dict(zip(tiling.of(rank), views, strict=True))
         self._tiles = tiling.tiles
 
     def view(self, tile: int, box: Box) -> Tensor:
-        """The part of a tile's tensor that holds ``box`` (in the whole tensor's coordinates)."""
-        whole = self._tiles[tile].box
-        return self.tensors[tile][box.relative_to(whole).slices]
+        """The view of a tile's tensor that holds ``box`` (in the full tensor's coordinates)."""
+        return self.tensors[tile][box.relative_to(self._tiles[tile].box).slices]
 
 
 @dataclass
-class Local:
-    """One rank's part of a plan: what is sent, received and kept, and the memory for it."""
+class LocalTransfer:
+    """One rank's side of a plan: what is sent, received and kept, and the memory for it."""
 
     pg: ProcessGroup
     plan: Plan
-    source: Held
-    target: Held
+    source: LocalTiles
+    target: LocalTiles
     #: Of the tensors; ``source`` and ``target`` may show them as integers.
     dtype: torch.dtype
     device: torch.device
-    #: What tiles are filled with that get no value.
-    neutral: bool | int | float
+    #: The element that fills tiles that get no value.
+    identity: bool | int | float
     #: The pieces for, and from, each group rank; its own keeps are in both.
     sends: list[list[Piece]] = field(init=False)
     receives: list[list[Piece]] = field(init=False)
@@ -65,10 +65,10 @@ class Local:
         self.sends[me] = self.receives[me] = list(self.plan.keeps)
 
     def _by_peer(self, pieces: Iterable[tuple[int, Piece]]) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in range(self.pg.size())]
+        by_peer: list[list[Piece]] = [[] for _ in range(self.pg.size())]
         for peer, piece in pieces:
-            found[peer].append(piece)
-        return found
+            by_peer[peer].append(piece)
+        return by_peer
 
     @cached_property
     def nothing(self) -> Tensor:
@@ -77,28 +77,28 @@ class Local:
 
     @property
     def memory_dtype(self) -> torch.dtype:
-        """What elements are seen as: themselves where they are reduced, else any integers."""
+        """The dtype as which elements are viewed: theirs if they are reduced, else any integers."""
         return self.dtype if self.plan.reduces else moved_dtype(self.dtype)
 
     @property
     def reduce_op(self) -> RedOpType:
-        """How the source's terms are combined."""
+        """The reduction of the source's terms."""
         return RedOpType(self.plan.source.reduce_op)
 
     def empty(self, *sizes: int) -> Tensor:
-        """Memory for elements under way."""
+        """Memory for elements in flight."""
         return torch.empty(sizes, dtype=self.memory_dtype, device=self.device)
 
     def source_view(self, piece: Piece) -> Tensor:
-        """Where a piece that this rank sends or keeps lies."""
+        """The view of a piece that this rank sends or keeps."""
         return self.source.view(piece.src_tile, piece.box)
 
     def target_view(self, piece: Piece) -> Tensor:
-        """Where a piece that this rank receives or keeps belongs."""
+        """The view into which a piece goes that this rank receives or keeps."""
         return self.target.view(piece.dst_tile, piece.box)
 
     def keep(self) -> None:
-        """Copy what this rank has already."""
+        """Copy the pieces that this rank has already."""
         for piece in self.plan.keeps:
             self.target_view(piece).copy_(self.source_view(piece))
 
@@ -109,7 +109,7 @@ def moved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def in_rows(view: Tensor) -> bool:
-    """Whether a view's elements lie in rows of one length, at one distance."""
+    """True if a view's elements lie in rows of one length, at one distance."""
     run, row = 1, 0
     for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
         if size == 1:
@@ -126,5 +126,5 @@ def in_rows(view: Tensor) -> bool:
 
 
 def flat(view: Tensor) -> Tensor | None:
-    """A view's elements in one dim, without copying; None if they are not in a row."""
+    """A view's elements in one dim, without copying; None if they are not contiguous."""
     return view.view(-1) if view.is_contiguous() else None

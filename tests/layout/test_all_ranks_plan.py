@@ -11,15 +11,15 @@ from rich.console import Console
 
 from tests.layout.random_tilings import examples, pairs
 from tilework.layout import (
+    AllRanksPlan,
     CostModel,
     Replicate,
     Shard,
     Tiling,
-    WholePlan,
     chunk_tiling,
     mesh_tiling,
     plan,
-    whole,
+    plan_all_ranks,
 )
 
 ROWS = chunk_tiling((4, 6), 0, [0, 1])
@@ -30,7 +30,7 @@ COLUMNS = chunk_tiling((4, 6), 1, [0, 1])
 @given(pairs())
 def test_edges_add_up_to_the_plans(pair: tuple[Tiling, Tiling]) -> None:
     source, target = pair
-    both = whole(source, target)
+    both = plan_all_ranks(source, target)
     assert [one.rank for one in both.plans] == sorted({*source.ranks, *target.ranks})
     got, given_away = Counter[int](), Counter[int]()
     for (src, dst), nbytes in both.edges(itemsize=8).items():
@@ -45,26 +45,26 @@ def test_edges_add_up_to_the_plans(pair: tuple[Tiling, Tiling]) -> None:
 
 
 def test_plans_of_some_ranks() -> None:
-    assert whole(ROWS, COLUMNS, ranks=[1]).edges(itemsize=2) == {(1, 0): 12}
+    assert plan_all_ranks(ROWS, COLUMNS, ranks=[1]).edges(itemsize=2) == {(1, 0): 12}
 
 
 def test_seconds_are_those_of_the_busiest_rank() -> None:
     cost = CostModel(latency=1.0, seconds_per_byte=0.5)
     on_all = mesh_tiling((4, 6), [0, 1, 2], [Replicate()])
     # Both ranks with rows send 48 bytes to two others; nobody receives more than 96.
-    assert whole(ROWS, on_all).seconds(cost, itemsize=4) == 2 * (1.0 + 24.0)
-    assert whole(ROWS, ROWS).seconds(cost) == 0.0
+    assert plan_all_ranks(ROWS, on_all).seconds(cost, itemsize=4) == 2 * (1.0 + 24.0)
+    assert plan_all_ranks(ROWS, ROWS).seconds(cost) == 0.0
 
 
 def test_messages_between_hosts_take_longer() -> None:
     near = CostModel(hosts={0: "a", 1: "a"})
     far = CostModel(hosts={0: "a", 1: "b"})
-    both = whole(ROWS, COLUMNS)
+    both = plan_all_ranks(ROWS, COLUMNS)
     assert both.seconds(far) > both.seconds(near) == both.seconds(CostModel())
 
 
 def test_a_table_has_each_edge_and_the_total() -> None:
-    text = str(whole(ROWS, COLUMNS, itemsize=4))
+    text = str(plan_all_ranks(ROWS, COLUMNS, itemsize=4))
     assert text.startswith("all_to_all: 48 bytes between 2 ranks, 48 copied in place, predicted")
     lines = [line.replace("│", " ").split() for line in text.splitlines()]
     assert ["0", "1", "24"] in [line[:3] for line in lines]
@@ -73,19 +73,19 @@ def test_a_table_has_each_edge_and_the_total() -> None:
 
 def test_a_long_table_is_abbreviated() -> None:
     rows, columns = (chunk_tiling((64, 64), dim, range(32)) for dim in range(2))
-    text = str(whole(rows, columns))
+    text = str(plan_all_ranks(rows, columns))
     assert len(text.splitlines()) < 40
     assert "972 more" in text
 
 
 def test_a_table_of_nothing() -> None:
-    text = str(whole(ROWS, ROWS))
+    text = str(plan_all_ranks(ROWS, ROWS))
     assert text.startswith("none: 0 bytes between 2 ranks, 96 copied in place")
-    assert str(WholePlan(())).startswith("none: 0 bytes between 0 ranks")
+    assert str(AllRanksPlan(())).startswith("none: 0 bytes between 0 ranks")
 
 
 def test_rich_draws_what_print_shows() -> None:
-    both = whole(ROWS, COLUMNS)
+    both = plan_all_ranks(ROWS, COLUMNS)
     console = Console(width=100, color_system=None)
     with console.capture() as drawn:
         console.print(both)
@@ -116,4 +116,4 @@ def test_a_mesh_plan_names_its_collective() -> None:
     mesh = [[0, 1], [2, 3]]
     source = mesh_tiling((4, 4), mesh, [Shard(0), Shard(1)])
     target = mesh_tiling((4, 4), mesh, [Shard(0), Replicate()])
-    assert whole(source, target).kind == "all_gather"
+    assert plan_all_ranks(source, target).kind == "all_gather"

@@ -1,4 +1,4 @@
-"""Every rank's plan at once: who sends how much to whom, as numbers and as a table."""
+"""All ranks' plans at once: the bytes between each two ranks, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from tilework.layout.collective import Kind
-from tilework.layout.cost import CostModel
-from tilework.layout.planning import Plan, moves_between, plan_of
+from tilework.layout.cost import DEFAULT_COST, CostModel
+from tilework.layout.planning import Plan, plan_of, transfers_between
 from tilework.layout.tiling import Tiling
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-#: A table shows so many edges: the heaviest ones.
+#: The most edges that a table shows: the heaviest ones.
 MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
-class WholePlan:
-    """The plans of all ranks: to look at, to test, and to predict. Made by :func:`whole`.
+class AllRanksPlan:
+    """The plans of all ranks: to look at, to test, and to predict. Made by :func:`plan_all_ranks`.
 
     ``print`` shows it as a line and a table, and rich draws it.
     """
@@ -39,7 +39,7 @@ class WholePlan:
         return {edge: itemsize * volume for edge, volume in self._volumes.items()}
 
     def seconds(self, cost: CostModel | None = None, itemsize: int | None = None) -> float:
-        """How long it should take: what the busiest rank sends or receives, one after the other."""
+        """The predicted duration: the busiest rank's messages one after the other."""
         cost, itemsize = cost or self.cost, self.itemsize if itemsize is None else itemsize
         seconds: dict[tuple[str, int], float] = {}
         for (src, dst), nbytes in self.edges(itemsize).items():
@@ -99,35 +99,40 @@ class WholePlan:
         return text.getvalue().rstrip("\n")
 
 
-def whole(
+def plan_all_ranks(
     source: Tiling,
     target: Tiling,
     ranks: Iterable[int] | None = None,
     cost: CostModel | None = None,
     itemsize: int = 4,
-) -> WholePlan:
+) -> AllRanksPlan:
     """The plans of ``ranks`` (None: all that hold anything before or after).
 
     Args:
-        source: The layout that the tensor has.
-        target: The layout that it gets.
-        ranks: Whose plans.
-        cost: As for :func:`plan`; also what is predicted.
+        source: The tiling that the tensor has.
+        target: The tiling that it gets.
+        ranks: The global ranks whose plans are made.
+        cost: As for :func:`plan`; also what predictions are made with.
         itemsize: Bytes per element in what is printed.
 
     Raises:
         ValueError: The shapes differ.
-        NotImplementedError: The target is partial with a reduction without a neutral element.
+        NotImplementedError: The target is partial with a reduction without an identity element.
 
     Example:
         >>> from tilework.layout import Replicate, Shard, mesh_tiling
         >>> rows = mesh_tiling((4, 4), [0, 1], [Shard(0)])
         >>> everything = mesh_tiling((4, 4), [0, 1], [Replicate()])
-        >>> print(whole(rows, everything))
+        >>> print(plan_all_ranks(rows, everything))
         all_gather: ...
     """
-    moves = moves_between(source, target, cost)
+    transfers = transfers_between(source, target, cost)
     if ranks is None:
         ranks = sorted({*source.ranks, *target.ranks})
-    plans = tuple([plan_of(moves, rank) for rank in ranks])
-    return WholePlan(plans, CostModel() if cost is None else cost, itemsize)
+    plans = tuple([plan_of(transfers, rank) for rank in ranks])
+    return AllRanksPlan(plans, DEFAULT_COST if cost is None else cost, itemsize)
+
+
+# The names that these had before, kept for those who use them.
+WholePlan = AllRanksPlan
+whole = plan_all_ranks

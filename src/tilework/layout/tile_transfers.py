@@ -1,4 +1,4 @@
-"""Which tiles go where, and who sends what several ranks have."""
+"""Transfers between the tiles of two tilings: their boxes, receivers and senders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tilework.layout.box import Box, Ints, trusted_box
 from tilework.layout.cost import CostModel
 from tilework.layout.tiling import Tiling
 
-#: The reductions with a neutral element, which stands in a term that has no value of its own.
-NEUTRAL_EXISTS = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
+#: The reductions with an identity element, which fills a term that has no value of its own.
+HAVE_IDENTITY = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
 
-#: Bytes per element in what is chosen before the dtype is known.
+#: Bytes per element where a choice is made before the dtype is known.
 ASSUMED_ITEMSIZE = 4
 
 
@@ -23,41 +23,43 @@ class Piece(NamedTuple):
     """One box that one rank has and another gets; or that a rank copies, if both are the same."""
 
     box: Box
-    """In the whole tensor's coordinates."""
+    """In the coordinates of the full tensor."""
     src: int
     dst: int
     src_tile: int
-    """The index, in the source tiling's ``tiles``, of the tile that it is cut from."""
+    """The index, in the source tiling's ``tiles``, of the tile that it is taken from."""
     dst_tile: int
     """The index, in the target tiling's ``tiles``, of the tile that it becomes a part of."""
     term: int
-    """The source's term that it belongs to."""
+    """The index of the source's term that it belongs to."""
 
 
-class Moves:
-    """What moves between two tilings, found for one rank at a time, alike by all ranks.
+class TileTransfers:
+    """The pieces that move between two tilings, for one rank at a time, alike on all ranks.
 
-    Nobody is sent what he has. What several ranks have is sent by one of them for each receiver:
+    No rank is sent what it has. What several ranks have is sent by one of them to each receiver:
 
     - If ranks are arranged in copies, as along a replicated axis of a mesh: the owner in the
       receiver's own copy.
     - Otherwise the owners of a tile take turns, those on the receiver's host if there are any.
-      If there are fewer receivers than owners, boxes are cut so that more owners send.
+      If there are fewer receivers than owners, boxes are split so that more owners send.
     """
 
     def __init__(self, source: Tiling, target: Tiling, cost: CostModel) -> None:
         self.source, self.target, self._cost = source, target, cost
-        self.by_term = moves_by_term(source, target)
+        self.term_by_term = keeps_terms(source, target)
         self.valued = valued_terms(source, target)
         self._copies = None if cost.hosts else copies(source, target)
-        self._dealt: dict[int, dict[tuple[int, int], Ints]] = {}
+        self._senders: dict[int, dict[tuple[int, int], Ints]] = {}
 
     def sent_by(self, rank: int) -> Iterator[Piece]:
-        """What ``rank`` sends to others."""
+        """The pieces that ``rank`` sends to others."""
         for s in self.source.of(rank):
             tile = self.source.tiles[s]
             if len(tile.owners) > 1 and self._copies is None:
-                wanting = [request for request, srcs in self._deal(s).items() if rank in srcs]
+                wanting = [
+                    request for request, srcs in self._assigned_senders(s).items() if rank in srcs
+                ]
             else:
                 wanting = [
                     (d, dst)
@@ -67,22 +69,22 @@ class Moves:
             for d, dst in wanting:
                 yield from (piece for piece in self._pieces(s, d, dst) if piece.src == rank)
 
-    def got_by(self, rank: int) -> Iterator[Piece]:
-        """What ``rank`` gets from others, and what it copies from its own tiles."""
+    def received_by(self, rank: int) -> Iterator[Piece]:
+        """The pieces that ``rank`` gets from others, and those that it copies itself."""
         for d in self.target.of(rank):
             for s in self.sources(d):
                 yield from self._pieces(s, d, rank)
 
     def sources(self, d: int) -> list[int]:
-        """The source's tiles of which something goes into a tile of the target."""
+        """The source's tiles that overlap a tile of the target, in terms that go into it."""
         box, term = self.target.tiles[d].box, self.target.term_of(d)
-        if self.by_term:
+        if self.term_by_term:
             return self.source.overlapping(term, box)
         terms = range(len(self.source.terms)) if term in self.valued else ()
         return [s for term in terms for s in self.source.overlapping(term, box)]
 
     def _pieces(self, s: int, d: int, dst: int) -> Iterator[Piece]:
-        """What one rank gets of one tile for another."""
+        """The pieces that one rank gets of one tile for another."""
         tile = self.source.tiles[s]
         box = tile.box.intersection(self.target.tiles[d].box)
         assert box is not None
@@ -92,26 +94,26 @@ class Moves:
         elif len(tile.owners) == 1 or self._copies is not None:
             yield Piece(box, self._sender(tile.owners, dst), dst, s, d, term)
         else:
-            srcs = self._deal(s)[d, dst]
-            for src, part in zip(srcs, _cut(box, len(srcs)), strict=True):
+            srcs = self._assigned_senders(s)[d, dst]
+            for src, part in zip(srcs, _split(box, len(srcs)), strict=True):
                 yield Piece(part, src, dst, s, d, term)
 
     def _requests(self, s: int) -> list[tuple[int, int]]:
-        """The target's tiles that get something of a tile, each with a rank that lacks it."""
+        """The target's tiles that overlap a tile, each with a rank that lacks what they share."""
         tile, term = self.source.tiles[s], self.source.term_of(s)
-        found = self.target.overlapping
-        parts = [d for t in ((term,) if self.by_term else self.valued) for d in found(t, tile.box)]
+        terms = (term,) if self.term_by_term else self.valued
+        overlapping = [d for t in terms for d in self.target.overlapping(t, tile.box)]
         have, tiles = set(tile.owners), self.target.tiles
-        return [(d, dst) for d in parts for dst in tiles[d].owners if dst not in have]
+        return [(d, dst) for d in overlapping for dst in tiles[d].owners if dst not in have]
 
     def _sender(self, owners: Ints, dst: int) -> int:
         return owners[0] if self._copies is None else owners[self._copies[dst]]
 
-    def _deal(self, s: int) -> dict[tuple[int, int], Ints]:
-        """Who sends what is requested of a tile that several ranks own; several: each a part."""
-        if s not in self._dealt:
-            self._dealt[s] = self._by_turns(s, self._requests(s))
-        return self._dealt[s]
+    def _assigned_senders(self, s: int) -> dict[tuple[int, int], Ints]:
+        """The senders of what is requested of a tile; where they are several each sends a part."""
+        if s not in self._senders:
+            self._senders[s] = self._by_turns(s, self._requests(s))
+        return self._senders[s]
 
     def _by_turns(self, s: int, requests: list[tuple[int, int]]) -> dict[tuple[int, int], Ints]:
         owners = self.source.tiles[s].owners
@@ -121,7 +123,7 @@ class Moves:
             turn = cycle([(owner,) for owner in owners[first:] + owners[:first]])
             return dict(zip(requests, turn, strict=False))
         turns: Counter[Ints] = Counter()
-        dealt = {}
+        senders = {}
         for d, dst in requests:
             near = self._nearest(owners, dst)
             parts = 1
@@ -129,8 +131,8 @@ class Moves:
                 parts = self._parts(s, d, len(near) // len(requests))
             at = s + turns[near]
             turns[near] += parts
-            dealt[d, dst] = tuple([near[(at + i) % len(near)] for i in range(parts)])
-        return dealt
+            senders[d, dst] = tuple([near[(at + i) % len(near)] for i in range(parts)])
+        return senders
 
     def _nearest(self, owners: Ints, dst: int) -> Ints:
         if not self._cost.hosts:
@@ -138,41 +140,41 @@ class Moves:
         return tuple([owner for owner in owners if self._cost.near(owner, dst)]) or owners
 
     def _parts(self, s: int, d: int, most: int) -> int:
-        """Into how many parts it pays to cut what two tiles share."""
+        """The number of parts into which it pays to split what two tiles share."""
         box = self.source.tiles[s].box.intersection(self.target.tiles[d].box)
         assert box is not None
         return min(self._cost.parts(box.volume * ASSUMED_ITEMSIZE, most), max(box.sizes, default=1))
 
 
-def moves_by_term(source: Tiling, target: Tiling) -> bool:
-    """Whether each term is moved on its own, and nothing is reduced."""
+def keeps_terms(source: Tiling, target: Tiling) -> bool:
+    """True if each term is moved on its own, and nothing is reduced."""
     terms = len(source.terms)
     return terms > 1 and terms == len(target.terms) and source.reduce_op == target.reduce_op
 
 
 def valued_terms(source: Tiling, target: Tiling) -> range:
-    """The target's terms that get a value; the others get the reduction's neutral element.
+    """The target's terms that get a value; the others get the reduction's identity element.
 
     Raises:
         NotImplementedError: It has none.
     """
     op, terms = target.reduce_op, range(len(target.terms))
-    if op is None or op == "avg" or moves_by_term(source, target):
+    if op is None or op == "avg" or keeps_terms(source, target):
         return terms
-    if op not in NEUTRAL_EXISTS:
+    if op not in HAVE_IDENTITY:
         raise NotImplementedError(
             f"a value cannot become {len(terms)} terms of {op!r}, which has no neutral element; "
-            f"reductions that have one: {', '.join(sorted(NEUTRAL_EXISTS))}, and 'avg' needs none"
+            f"reductions that have one: {', '.join(sorted(HAVE_IDENTITY))}, and 'avg' needs none"
         )
     return terms[:1]
 
 
 @lru_cache(maxsize=32)
 def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
-    """Which copy of the source each rank belongs to, if ranks are arranged in copies.
+    """The copy of the source that each rank belongs to, if ranks are arranged in copies.
 
-    That is: all tiles have as many owners, and those who hold a tile hold the same tiles before
-    and the same tiles afterwards. Its place among the owners is a rank's copy.
+    That is: all tiles have as many owners, and those that hold a tile hold the same tiles before
+    and the same tiles afterwards. The place of a rank among the owners is the number of its copy.
     """
     filled = [tile for tile in source.tiles if not tile.box.empty]
     count = len(filled[0].owners) if filled else 1
@@ -189,17 +191,17 @@ def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
     return copy_of
 
 
-def _cut(box: Box, parts: int) -> list[Box]:
-    """The box in so many parts, cut across the first dim that is long enough; one is."""
+def _split(box: Box, parts: int) -> list[Box]:
+    """The box in so many parts, along the first dim that is long enough; there is one."""
     if parts == 1:
         return [box]
     dim = next(d for d, size in enumerate(box.sizes) if size >= parts)
     start, size = box.offsets[dim], box.sizes[dim]
-    cuts = [start + size * i // parts for i in range(parts + 1)]
+    bounds = [start + size * i // parts for i in range(parts + 1)]
     return [
         trusted_box(
             (*box.offsets[:dim], low, *box.offsets[dim + 1 :]),
             (*box.sizes[:dim], high - low, *box.sizes[dim + 1 :]),
         )
-        for low, high in pairwise(cuts)
+        for low, high in pairwise(bounds)
     ]
