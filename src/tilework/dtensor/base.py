@@ -44,7 +44,7 @@ class DTensorBase(TiledTensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh that it lies on."""
+        """The mesh of the layout."""
         return self._spec.mesh
 
     @property
@@ -62,7 +62,7 @@ class DTensorBase(TiledTensor):
 
     @abstractmethod
     def full_tensor(self) -> Tensor:
-        """The whole value on every rank; see :meth:`DTensor.full_tensor`. Collective."""
+        """The full value on every rank; see :meth:`DTensor.full_tensor`. Collective."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -116,7 +116,7 @@ class Alias(NamedTuple):
 
 
 class View:
-    """What a tensor is a view of, though its elements are copies.
+    """The base of a view whose elements are copies, and how to keep both in step.
 
     Args:
         base: The tensor that it is a view of.

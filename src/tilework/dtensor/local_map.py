@@ -118,7 +118,7 @@ def local_map(
 def _each(out_placements: Any) -> tuple[OnePlacements, ...]:
     """For each result how it lies."""
     if isinstance(out_placements, tuple) and not all(
-        isinstance(one, Shard | Replicate | Partial) for one in out_placements
+        isinstance(item, Shard | Replicate | Partial) for item in out_placements
     ):
         return out_placements
     return (out_placements,)
@@ -128,7 +128,7 @@ def _check_placements(placements: Any) -> None:
     if placements is None:
         return
     if not isinstance(placements, Sequence) or not all(
-        isinstance(one, Shard | Replicate | Partial) for one in placements
+        isinstance(item, Shard | Replicate | Partial) for item in placements
     ):
         raise TypeError(
             f"local_map wants for each tensor a sequence of placements, one for each axis of the "
@@ -156,13 +156,13 @@ def _for_each(
         return [None] * len(values)
     if len(placements) != len(values):
         raise ValueError(f"{name} are for {len(placements)} arguments, got {len(values)}")
-    for i, (value, one) in enumerate(zip(values, placements, strict=True)):
-        if isinstance(value, DTensor) and one is None:
+    for i, (value, its) in enumerate(zip(values, placements, strict=True)):
+        if isinstance(value, DTensor) and its is None:
             raise TypeError(f"argument {i} is a DTensor, so {name} must say how it lies, got None")
-        if not isinstance(value, Tensor) and one is not None:
+        if not isinstance(value, Tensor) and its is not None:
             raise TypeError(
                 f"argument {i} is a {type(value).__name__}, for which {name} must be None, got "
-                f"{list(one)}"
+                f"{list(its)}"
             )
     return placements
 
@@ -206,18 +206,18 @@ def _gradient(
             continue
         whole = [isinstance(out[axis], Replicate) for out in outs if out is not None]
         others = [
-            isinstance(one.placements[axis], Replicate)
-            for one in inputs
-            if isinstance(one, DTensor)
+            isinstance(other.placements[axis], Replicate)
+            for other in inputs
+            if isinstance(other, DTensor)
         ]
         if not any(whole):
             lies[axis] = Partial()
         elif not (all(whole) and all(others)):
             raise ValueError(
-                f"whether each rank along axis {axis} computes all of the gradient of an input "
-                f"that is replicated there, or a term of it, is not told by the placements of a "
-                f"local_map in which others are not: say it with in_grad_placements (Replicate() "
-                f"or Partial())"
+                f"whether each rank along axis {axis} computes the full gradient of an input "
+                f"that is replicated there, or a partial one, does not follow from the "
+                f"placements of a local_map in which others are not: say it with "
+                f"in_grad_placements (Replicate() or Partial())"
             )
     return lies
 

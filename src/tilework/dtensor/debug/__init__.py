@@ -1,3 +1,3 @@
 """For people: layouts in a line (``formatting.py``), pictures (``show.py``), and the collectives of
-a program with their causes, warnings of gathers included (``explain.py``).
+a program with their causes and warnings of gathers (``explain.py``, listed by ``event_log.py``).
 """

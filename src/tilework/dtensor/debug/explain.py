@@ -12,21 +12,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework.comm.callsite import call_site, user_frame
 from tilework.comm.world import current_world
+from tilework.dtensor.debug.event_log import Event, Log
 from tilework.dtensor.debug.formatting import layout_text, tensor_text
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout.steps import Steps
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
 #: The number of ``explain`` and ``strict`` that are open, of all ranks of this process.
 watchers = 0
@@ -38,92 +34,6 @@ _LOCAL = ("slice", "fill")
 
 class GatherWarning(UserWarning):
     """An operator has no rule for a call, so that every rank gets its full tensors."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """One collective."""
-
-    operator: str
-    """Its cause: torch's name of the operator, or the method."""
-    collective: str
-    """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or ``plan``."""
-    axes: tuple[str, ...]
-    """The axes of the mesh along which it runs; by number where they have no names."""
-    tensor: str
-    """The tensor before, like ``f32[8@dp, 4]``."""
-    target: str
-    """The tensor afterwards."""
-    nbytes: int
-    """The bytes on the rank that sends or receives the most."""
-    site: str
-    """``file:line in function`` of the program; where ``backward`` was called for a gradient."""
-    gradient: bool = False
-    """True in a backward pass."""
-    gathered: bool = False
-    """True if the operator has no rule for such a call."""
-
-
-@dataclass
-class Log:
-    """This rank's collectives. ``print`` shows them as a table, and rich draws it."""
-
-    events: list[Event] = field(default_factory=list)
-    """In the order in which they ran."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all events."""
-        return sum(event.nbytes for event in self.events)
-
-    @property
-    def gathered(self) -> list[Event]:
-        """The events for lack of a rule."""
-        return [event for event in self.events if event.gathered]
-
-    def __len__(self) -> int:
-        return len(self.events)
-
-    def __rich__(self) -> Group:
-        from rich.console import Group
-
-        return Group(self._summary(), *([self._table()] if self.events else []))
-
-    def _summary(self) -> str:
-        count = {0: "no collectives", 1: "1 collective"}.get(
-            len(self.events), f"{len(self.events)} collectives"
-        )
-        gathered = len(self.gathered)
-        causes = f", {gathered} of them to gather for lack of a rule" if gathered else ""
-        return f"{count}{causes}, {self.nbytes:,} bytes per rank"
-
-    def _table(self) -> Table:
-        from rich.table import Table
-
-        table = Table()
-        for name in ("operator", "collective", "axes", "tensor", "to"):
-            table.add_column(name)
-        table.add_column("bytes", justify="right")
-        table.add_column("where", overflow="fold")
-        for event in self.events:
-            notes = " (gradient)" * event.gradient + " (no rule)" * event.gathered
-            table.add_row(
-                event.operator + notes,
-                event.collective,
-                ", ".join(event.axes),
-                # Its brackets are no markup.
-                *(text.replace("[", r"\[") for text in (event.tensor, event.target)),
-                f"{event.nbytes:,}",
-                event.site,
-            )
-        return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        text = StringIO()
-        Console(file=text, width=160).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ _LISTED = 32
 
 
 def show(tensor: DTensor) -> None:
-    """Print how a tensor lies: a picture of who holds what, and a table of the ranks.
+    """Print a tensor's layout: a picture of who holds what, and a table of the ranks.
 
     Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) the labels
     tell the same: ``0, 1`` is held by both ranks, ``0+1`` is what both hold, reduced.

@@ -84,7 +84,7 @@ DTensor._dispatch = staticmethod(dispatch)
 
 
 class Operator:
-    """One operator on DTensors.
+    """An operator on DTensors.
 
     Args:
         entry: Everything that is known of it.

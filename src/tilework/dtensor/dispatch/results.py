@@ -78,10 +78,11 @@ def replicated_like(target: DTensor, full: Tensor) -> DTensor:
     tensor = replicated(full, target._spec.mesh)
     if tensor.ndim != target.ndim:
         return tensor
-    return tensor.redistribute(placements=[_even(one) for one in target.placements])
+    return tensor.redistribute(placements=[_even(placement) for placement in target.placements])
 
 
 def _even(placement: Placement) -> Placement:
+    """The placement without sizes of its own."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 

@@ -157,8 +157,8 @@ def fill(
 
 def _check_place(tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
     fits = len(shape) == len(offsets) == tensor.ndim and all(
-        0 <= offset <= offset + size <= whole
-        for offset, size, whole in zip(offsets, tensor.shape, shape, strict=True)
+        0 <= offset <= offset + size <= extent
+        for offset, size, extent in zip(offsets, tensor.shape, shape, strict=True)
     )
     if not fits:
         raise ValueError(

@@ -1,7 +1,8 @@
 """The core's random numbers in plain torch: the same bits, on any device, many times slower.
 
-It serves where the core cannot, and says with few words what csrc/random.h and random_kernels.cpp
-say with many. Words of 32 bits are int64 tensors here, and no product overflows.
+For devices and installations without the core, and a short form of csrc/random.h and
+random_kernels.cpp, which must give the same bits. Words of 32 bits are int64 tensors here, and no
+product overflows.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def _indices(
     rest = torch.arange(begin, end, device=target.device)
     indices = torch.zeros_like(rest)
     stride = 1
-    for size, whole, offset in reversed(list(zip(target.shape, shape, offsets, strict=True))):
+    for size, extent, offset in reversed(list(zip(target.shape, shape, offsets, strict=True))):
         indices += (rest % size + offset) * stride
         rest //= size
-        stride *= whole
+        stride *= extent
     return indices
 
 
