@@ -5,6 +5,17 @@ from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by_size
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel, MixedPrecision
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook
+from tilework.parallel.fully_sharded.fully_shard import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from tilework.parallel.fully_sharded.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from tilework.parallel.loss import loss_parallel
 from tilework.parallel.plans import parallelize_module
 from tilework.parallel.preparing import (
@@ -21,13 +32,17 @@ from tilework.parallel.styles import (
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
     "DistributedDataParallel",
+    "FSDPModule",
     "GradBucket",
     "Join",
     "JoinHook",
     "Joinable",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -35,8 +50,11 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "SyncBatchNorm",
+    "UnshardHandle",
     "comm_hooks",
     "compute_bucket_assignment_by_size",
+    "fully_shard",
     "loss_parallel",
     "parallelize_module",
+    "register_fsdp_forward_method",
 ]
