@@ -119,7 +119,7 @@ def register(key: Key, **facts: Any) -> None:
         for fact in facts:
             for other in (fact, *_EXCLUSIVE.get(fact, ())):
                 if getattr(entry, other) != _DEFAULTS[other]:
-                    raise ValueError(f"{key!r} has a {other.replace('_', ' ')} already")
+                    raise ValueError(f"the {other} of {key!r} is known already")
     _ENTRIES[key] = replace(entry, **facts)
 
 

@@ -35,8 +35,8 @@ def _attention(
     tensors = [query, key, value]
     if any(one.ndim < 2 + enable_gqa for one in tensors) or (is_causal and attn_mask is not None):
         return None  # torch says what is wrong
-    if dropout_p > 0 or _keys_are_apart(query, key, value):
-        return Decomposition(attention_in_steps)
+    if dropout_p > 0 or _are_keys_sharded(query, key, value):
+        return Decomposition(decomposed_attention)
     leading = _heads(tensors) if enable_gqa else _batch(tensors)
     if leading is None:
         return None
@@ -55,22 +55,24 @@ def _attention(
         value: [*of_value, keys, width],
     }
     if attn_mask is not None:
-        inputs[attn_mask] = aligned(attn_mask.shape, dim_factors([*out, length, keys]))
+        inputs[attn_mask] = broadcast_dims(attn_mask.shape, dim_factors([*out, length, keys]))
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
         # What runs is of one kind on all ranks: their gradients have to come in one order.
         if is_causal and ranges.is_sharded(length):
             offset, size = ranges.local_range(length)
-            of_part = attention_in_steps if ranges.has_empty_shards else _attend
+            of_part = decomposed_attention if ranges.has_empty_shards else _attend
             return partial(_causal, of_part, offset, size, scale=scale, enable_gqa=enable_gqa)
         if not ranges.has_empty_shards:
             return None
-        return partial(attention_in_steps, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return partial(
+            decomposed_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
     return local_call(inputs, [[*out, length, width]], linear=[[value]], run=run)
 
 
-def _keys_are_apart(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
+def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
     """Whether keys are cut, and queries are few and whole: they cost less than keys to move."""
     cutting = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
@@ -100,7 +102,7 @@ def _heads(tensors: Sequence[Arg]) -> _Leading | None:
     return [*out, mine], dims
 
 
-def aligned(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
+def broadcast_dims(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
     """What the dims run over of a tensor that is broadcast to ``dims``."""
     last = dims[len(dims) - len(shape) :]
     return [dim if size == volume(dim) else () for size, dim in zip(shape, last, strict=True)]
@@ -123,7 +125,7 @@ def _causal(
     return attend(query, key, value, mask, **kwargs)
 
 
-def attention_in_steps(
+def decomposed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

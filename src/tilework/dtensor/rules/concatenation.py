@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.rules.slicing import measure
+from tilework.dtensor.rules.slicing import resize_to_range
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.views.resize_shards import resizable, resized
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -23,18 +23,18 @@ def _cat(tensors: Sequence[DTensorArg], dim: int = 0, **_: Any) -> RuleResult:
     along = cat_dim(tensors, dim)
     if along is None or not any(arg.is_sharded(along) for arg in tensors):
         return None
-    return _cat_cut(tensors, along)
+    return _cat_sharded(tensors, along)
 
 
-def _cat_cut(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
+def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
     """Each element goes where it belongs in a result that is cut as the first cut tensor is."""
     shape = cat_shape(tensors, dim)
-    target = _cut_anew(tensors, shape, dim)
+    target = _resharded_like(tensors, shape, dim)
     ends = [*itertools.accumulate(one.shape[dim] for one in tensors)]
     starts = [0, *ends[:-1]]
     while True:
         ways = [
-            resizable(target, {dim: measure(start, end, 1)})
+            resizable(target, {dim: resize_to_range(start, end, 1)})
             for start, end in zip(starts, ends, strict=True)
         ]
         narrower = min((way[0] for way in ways), key=lambda spec: len(spec.axes_of(dim)))
@@ -49,7 +49,7 @@ def _cat_cut(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
     return PlacedCall(inputs, [target], lambda *parts: torch.cat(parts, dim))
 
 
-def _cut_anew(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
+def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
     """The layout of the first tensor that is cut along ``dim``, for another size of it."""
     spec = next(one.spec for one in tensors if one.is_sharded(dim))
     placements: list[Placement] = []

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import operator, settled
+from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.index_range import Span
-from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduced
+from tilework.tiled.rules.index_range import LocalIndexRange
+from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
 
 _nn: Any = torch._C._nn
 _NAMES = {NONE: "none", MEAN: "mean", SUM: "sum"}
@@ -35,7 +35,7 @@ def _has_indices(input: Arg, target: Arg) -> bool:
     return target.shape == (*input.shape[:at], *input.shape[at + 1 :])
 
 
-class _Loops:
+class _LossFactors:
     """What a loss of classes runs over."""
 
     def __init__(self, input: Arg) -> None:
@@ -49,7 +49,7 @@ def _valid(input: Any, weight: Any) -> bool:
     return input.ndim > 0 and (weight is None or weight.shape == (input.shape[_class_dim(input)],))
 
 
-def _uncut(*args: Any) -> bool:
+def _are_replicated(*args: Any) -> bool:
     return all(arg is None or arg.spec.is_replicated for arg in args)
 
 
@@ -62,12 +62,12 @@ def _nll_loss(
 ) -> RuleResult:
     if not _valid(input, weight) or not _has_indices(input, target):
         return None
-    if reduction == MEAN and _uncut(input, target, weight):
+    if reduction == MEAN and _are_replicated(input, target, weight):
         whole = {arg: [None] * arg.ndim for arg in (input, target, weight) if arg is not None}
         return local_call(whole, [[]])
     if reduction == MEAN:
         return Decomposition(_mean_nll)
-    return _nll_terms(input, target, weight, ignore_index, reduction)
+    return _nll_rule(input, target, weight, ignore_index, reduction)
 
 
 def _mean_nll(
@@ -77,21 +77,21 @@ def _mean_nll(
 
 
 def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    loss, weight = settled(sums).unbind(0)
+    loss, weight = reduce_partial(sums).unbind(0)
     return (loss / weight).to(dtype)
 
 
-def _nll_terms(
+def _nll_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
 ) -> RuleResult:
     """The losses' terms on ranks with parts of the classes; of a mean, both sums."""
-    loops = _Loops(input)
+    loops = _LossFactors(input)
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
         dims[weight] = [loops.classes]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        span = Span(ranges, loops.classes)
+        span = LocalIndexRange(ranges, loops.classes)
 
         def terms(*tensors: Tensor) -> Tensor:
             x, t = tensors[input.number], tensors[target.number]
@@ -112,7 +112,7 @@ def _nll_terms(
 
 
 def _local_classes(
-    x: Tensor, target: Tensor, weight: Tensor | None, span: Span, ignored: Tensor
+    x: Tensor, target: Tensor, weight: Tensor | None, span: LocalIndexRange, ignored: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same with targets as numbers of this rank's classes."""
     numbers, here = span.find(target, ignored)
@@ -129,10 +129,10 @@ def _nll_of(
     if reduction != MEAN:
         return F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=_NAMES[reduction])
     loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction="none")
-    return _pair(loss, _weights(target, weight, ignore_index, loss.dtype))
+    return _loss_and_weight(loss, _weights(target, weight, ignore_index, loss.dtype))
 
 
-def _pair(loss: Tensor, weights: Tensor) -> Tensor:
+def _loss_and_weight(loss: Tensor, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(loss.dtype, torch.float32)
     return torch.stack([loss.sum(dtype=dtype), weights.sum(dtype=dtype)])
 
@@ -147,7 +147,7 @@ def _weights(
     return weight[target.where(counted, 0)].to(dtype).masked_fill(~counted, 0)
 
 
-@operator(_nll_terms)
+@internal_operator(_nll_rule)
 def _nll(
     input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int
 ) -> Tensor:
@@ -170,10 +170,10 @@ def _cross_entropy(
     if not _valid(input, weight) or (indices and not _has_indices(input, target)):
         return None
     if input.is_sharded(_class_dim(input)):
-        return Decomposition(_split_cross_entropy)
-    if indices and reduction == MEAN and not _uncut(input, target, weight):
+        return Decomposition(_sharded_cross_entropy)
+    if indices and reduction == MEAN and not _are_replicated(input, target, weight):
         return Decomposition(_mean_cross_entropy)
-    loops = _Loops(input)
+    loops = _LossFactors(input)
     loops.classes.unshardable = True
     dims = {input: loops.input, target: loops.elements if indices else loops.input}
     if weight is not None:
@@ -186,7 +186,7 @@ def _cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
     }
-    return reduced(_nn.cross_entropy_loss, given, dims, loops.elements)
+    return reduce_loss(_nn.cross_entropy_loss, given, dims, loops.elements)
 
 
 def _mean_cross_entropy(
@@ -197,13 +197,15 @@ def _mean_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    return _quotient(_entropy(input, target, weight, ignore_index, label_smoothing), input.dtype)
+    return _quotient(
+        _cross_entropy_sums(input, target, weight, ignore_index, label_smoothing), input.dtype
+    )
 
 
-def _entropy_sums(
+def _cross_entropy_sums_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
 ) -> RuleResult:
-    loops = _Loops(input)
+    loops = _LossFactors(input)
     loops.classes.unshardable = True
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
@@ -211,8 +213,8 @@ def _entropy_sums(
     return local_call(dims, [[None]], shapes=[(2,)])
 
 
-@operator(_entropy_sums)
-def _entropy(
+@internal_operator(_cross_entropy_sums_rule)
+def _cross_entropy_sums(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -226,7 +228,7 @@ def _entropy(
         reduction="none",
         label_smoothing=label_smoothing,
     )
-    return _pair(loss, _weights(target, weight, ignore_index, loss.dtype))
+    return _loss_and_weight(loss, _weights(target, weight, ignore_index, loss.dtype))
 
 
 # -- cross entropy where classes are cut -----------------------------------------------------
@@ -235,7 +237,7 @@ def _entropy(
 # their weights, its loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.
 
 
-def _split_cross_entropy(
+def _sharded_cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -245,8 +247,8 @@ def _split_cross_entropy(
 ) -> Tensor:
     """From two small reductions over classes: the greatest logit, then all sums together."""
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    top = settled(x.detach().amax(_class_dim(x), keepdim=True))
-    sums = settled(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
+    top = reduce_partial(x.detach().amax(_class_dim(x), keepdim=True))
+    sums = reduce_partial(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
     indices = target if target.shape != input.shape else None
     found = _class_losses(sums, indices, ignore_index, reduction)
     if reduction == MEAN:
@@ -257,7 +259,7 @@ def _split_cross_entropy(
 def _class_sums_rule(
     input: Any, top: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
 ) -> RuleResult:
-    loops = _Loops(input)
+    loops = _LossFactors(input)
     at = _class_dim(input)
     indices = target.shape != input.shape
     dims: dict[Arg, Any] = {
@@ -270,7 +272,7 @@ def _class_sums_rule(
     rows = 4 if indices else 3
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        span = Span(ranges, loops.classes)
+        span = LocalIndexRange(ranges, loops.classes)
 
         def sums(*tensors: Tensor) -> Tensor:
             x, t = tensors[input.number], tensors[target.number]
@@ -293,7 +295,7 @@ def _sums_of_indices(
     z: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    span: Span,
+    span: LocalIndexRange,
     ignored: Tensor,
     smoothing: float,
 ) -> list[Tensor]:
@@ -313,7 +315,7 @@ def _sums_of_indices(
 
 
 def _sums_of_probabilities(
-    z: Tensor, target: Tensor, weight: Tensor | None, span: Span, smoothing: float
+    z: Tensor, target: Tensor, weight: Tensor | None, span: LocalIndexRange, smoothing: float
 ) -> list[Tensor]:
     at = _class_dim(z)
     q = target * (1 - smoothing) + smoothing / span.total if smoothing else target
@@ -328,7 +330,7 @@ def _along_classes(weight: Tensor | None, z: Tensor) -> Tensor | None:
     return weight.reshape((-1,) + (1,) * (z.ndim - 1 - _class_dim(z)))
 
 
-@operator(_class_sums_rule)
+@internal_operator(_class_sums_rule)
 def _class_sums(
     input: Tensor,
     top: Tensor,
@@ -350,7 +352,7 @@ def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int
     return local_call(dims, [elements if reduction == NONE else []])
 
 
-@operator(_class_losses_rule)
+@internal_operator(_class_losses_rule)
 def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
     """The losses, or their sum, or for a mean the sums of which it is the quotient."""
     exps, q, qz, *weights = sums.unbind(0)
@@ -361,4 +363,4 @@ def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduct
         return loss
     if reduction == SUM:
         return loss.sum()
-    return _pair(loss, weights[0] if weights else torch.ones_like(loss))
+    return _loss_and_weight(loss, weights[0] if weights else torch.ones_like(loss))

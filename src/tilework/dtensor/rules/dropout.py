@@ -21,7 +21,7 @@ from tilework.tiled.op_table import dtensor_rule
 _ALPHA = 1.7580993408473766
 
 
-def kept(input: DTensor, p: float, value: float = 1.0, features: bool = False) -> DTensor:
+def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = False) -> DTensor:
     """A random tensor that is ``value`` with probability ``1 - p``, else 0. Collective.
 
     Args:
@@ -60,7 +60,7 @@ def _dropout(features: bool) -> Callable[..., Tensor]:
             return input
         _check(input, p, features)
         value = 1 / (1 - p) if p < 1 else 0.0
-        return input * kept(input, p, value, features)
+        return input * dropout_mask(input, p, value, features)
 
     return run
 
@@ -74,7 +74,7 @@ def _alpha_dropout(features: bool) -> Callable[..., Tensor]:
         _check(input, p, features)
         if p == 1:
             return input * 0
-        noise = kept(input, p, features=features)
+        noise = dropout_mask(input, p, features=features)
         scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
         shift = (noise - 1) * (_ALPHA * scale) + _ALPHA * scale * p
         return input * (noise * scale) + shift
@@ -86,19 +86,19 @@ def _native_dropout(input: DTensor, p: float, train: bool | None) -> tuple[Tenso
     if train is False or p == 0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
     _check(input, p, features=False)
-    mask = kept(input, p)
+    mask = dropout_mask(input, p)
     return input * (mask * (1 / (1 - p) if p < 1 else 0.0)), mask.bool()
 
 
-def _composed(name: str, run: Callable[..., Any], **facts: Any) -> None:
+def _register(name: str, run: Callable[..., Any], **facts: Any) -> None:
     def answer(input: Any, p: float, train: bool | None) -> RuleResult:
         return Decomposition(run)
 
     dtensor_rule(name, values_matter=False, **facts)(answer)
 
 
-_composed("dropout", _dropout(features=False))
-_composed("feature_dropout", _dropout(features=True), is_random=True)
-_composed("alpha_dropout", _alpha_dropout(features=False))
-_composed("feature_alpha_dropout", _alpha_dropout(features=True), is_random=True)
-_composed("native_dropout", _native_dropout)
+_register("dropout", _dropout(features=False))
+_register("feature_dropout", _dropout(features=True), is_random=True)
+_register("alpha_dropout", _alpha_dropout(features=False))
+_register("feature_alpha_dropout", _alpha_dropout(features=True), is_random=True)
+_register("native_dropout", _native_dropout)

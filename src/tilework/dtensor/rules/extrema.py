@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.rules.helpers import operator, settled
+from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.extrema import extreme_dims
-from tilework.tiled.rules.reduction_args import any_sharded, left_of, numpy_names, reduced
+from tilework.tiled.rules.reduction_args import (
+    any_sharded,
+    numpy_names,
+    reduce_dims,
+    remaining_dims,
+)
 
 # -- operators of parts ------------------------------------------------------------------------
 
@@ -27,7 +32,7 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
         if all(ranges.local_range(factors[dim])[1] for dim in dims):
             return lambda part: fold(part, dims, keepdim)
         # A part without elements has no extreme, but must not decide.
-        worst = _bound(input.dtype, least=name == "amax")
+        worst = _identity_value(input.dtype, least=name == "amax")
         shape = [
             1 if dim in dims else ranges.local_range(factor)[1]
             for dim, factor in enumerate(factors)
@@ -35,16 +40,16 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
         ]
         return lambda part: part.new_full(shape, worst)
 
-    return reduced(input, dims, keepdim, name.removeprefix("a"), run=make)
+    return reduce_dims(input, dims, keepdim, name.removeprefix("a"), run=make)
 
 
-@operator(_extreme_rule)
+@internal_operator(_extreme_rule)
 def extreme(input: Tensor, name: str, dims: Ints, keepdim: bool) -> Tensor:
     """``amax`` or ``amin`` whose gradient nobody asks for: of cut dims each rank gives a term."""
     return getattr(torch, name)(input, dims, keepdim)  # type: ignore[no-any-return]
 
 
-def _bound(dtype: torch.dtype, *, least: bool) -> Any:
+def _identity_value(dtype: torch.dtype, *, least: bool) -> Any:
     if dtype is torch.bool:
         return not least
     if dtype.is_floating_point:
@@ -53,9 +58,9 @@ def _bound(dtype: torch.dtype, *, least: bool) -> Any:
     return info.min if least else info.max
 
 
-def _first_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
+def _first_index_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
-    kept = left_of(factors, (dim,), True)
+    kept = remaining_dims(factors, (dim,), True)
 
     def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
         offset, size = ranges.local_range(factors[dim])
@@ -64,7 +69,7 @@ def _first_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
         def run(part: Tensor, best: Tensor) -> Tensor:
             if size == 0:
                 return torch.full(best.shape, none)
-            hit, at = _same(part, best).max(dim, keepdim=True)
+            hit, at = _equals(part, best).max(dim, keepdim=True)
             return torch.where(hit, at + offset, none)
 
         return run
@@ -72,20 +77,20 @@ def _first_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
     return local_call({input: factors, best: kept}, [kept], run=make)
 
 
-@operator(_first_rule)
-def _first(input: Tensor, best: Tensor, dim: int) -> Tensor:
+@internal_operator(_first_index_rule)
+def _first_index(input: Tensor, best: Tensor, dim: int) -> Tensor:
     """Where ``best`` first is along a dim, which is left with a size of one."""
-    return _same(input, best).max(dim, keepdim=True)[1]
+    return _equals(input, best).max(dim, keepdim=True)[1]
 
 
-def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
+def _first_flat_index_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
 
     def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
         parts = [ranges.local_range(factor) for factor in factors]
 
         def run(part: Tensor, best: Tensor) -> Tensor:
-            hits = _same(part, best).reshape(-1)
+            hits = _equals(part, best).reshape(-1)
             found = torch.tensor(_NOWHERE)
             if hits.any():
                 within = torch.unravel_index(hits.max(0)[1], part.shape)
@@ -102,13 +107,13 @@ def _first_of_all_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
-@operator(_first_of_all_rule)
-def _first_of_all(input: Tensor, best: Tensor, ndim: int) -> Tensor:
+@internal_operator(_first_flat_index_rule)
+def _first_flat_index(input: Tensor, best: Tensor, ndim: int) -> Tensor:
     """Where ``best`` first is in row-major order, with so many dims of size one."""
-    return _same(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
+    return _equals(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
 
 
-def _same(part: Tensor, best: Tensor) -> Tensor:
+def _equals(part: Tensor, best: Tensor) -> Tensor:
     if not part.is_floating_point():
         return part == best
     return (part == best) | (part.isnan() & best.isnan())
@@ -117,7 +122,7 @@ def _same(part: Tensor, best: Tensor) -> Tensor:
 # -- values and places -------------------------------------------------------------------------
 
 
-class _Shared(torch.autograd.Function):
+class _SharedGradient(torch.autograd.Function):
     """The extreme of all ranks' parts; its gradient goes to elements of a mask, in equal shares."""
 
     @staticmethod
@@ -131,7 +136,9 @@ class _Shared(torch.autograd.Function):
         return grad * mask / count, None, None, None
 
 
-def _best(input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False) -> Tensor:
+def _extreme_value(
+    input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False
+) -> Tensor:
     """The extreme, whose gradient all elements that equal it share.
 
     Args:
@@ -141,18 +148,18 @@ def _best(input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = F
         keepdim: Whether they are left with a size of one.
         nan_too: Whether NaN equals NaN there; plain torch knows both.
     """
-    input = settled(input)
+    input = reduce_partial(input)
     if not (input.requires_grad and torch.is_grad_enabled()):
         return extreme(input, name, dims, keepdim)
     value = input.detach()
-    best = settled(extreme(value, name, dims, True))
-    part, whole = _part(value), _part(best)
-    mask = _same(part, whole) if nan_too else part == whole
-    count = settled(wrap(mask, _spec(input)).sum(dims, keepdim=True))
-    return _graded(input, best, mask, _part(count), dims, keepdim)
+    best = reduce_partial(extreme(value, name, dims, True))
+    part, whole = _local(value), _local(best)
+    mask = _equals(part, whole) if nan_too else part == whole
+    count = reduce_partial(wrap(mask, _spec(input)).sum(dims, keepdim=True))
+    return _with_gradient(input, best, mask, _local(count), dims, keepdim)
 
 
-def _part(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return local_graph.local_of(tensor)
 
@@ -162,32 +169,32 @@ def _spec(tensor: Tensor) -> DTensorSpec:
     return tensor._spec
 
 
-def _graded(
+def _with_gradient(
     input: Tensor, best: Tensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
 ) -> Tensor:
-    found: Tensor = _Shared.apply(_part(input), _part(best), mask, count)  # type: ignore[no-untyped-call]
+    found: Tensor = _SharedGradient.apply(_local(input), _local(best), mask, count)  # type: ignore[no-untyped-call]
     kept = wrap(found, _spec(best))
-    return kept if keepdim else _without(kept, dims)
+    return kept if keepdim else _drop_dims(kept, dims)
 
 
-def _without(tensor: Tensor, dims: Ints) -> Tensor:
+def _drop_dims(tensor: Tensor, dims: Ints) -> Tensor:
     """The same without dims of size one."""
     return tensor.sum(dims, dtype=tensor.dtype)
 
 
-def _best_at(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
     """The extreme along a dim, and where it first is; its gradient goes there."""
-    input = settled(input)
+    input = reduce_partial(input)
     value = input.detach()
-    best = settled(extreme(value, name, (dim,), True))
-    at = settled(_first(value, best, dim))
-    index = at if keepdim else _without(at, (dim,))
+    best = reduce_partial(extreme(value, name, (dim,), True))
+    at = reduce_partial(_first_index(value, best, dim))
+    index = at if keepdim else _drop_dims(at, (dim,))
     if not (input.requires_grad and torch.is_grad_enabled()):
-        return best if keepdim else _without(best, (dim,)), index
+        return best if keepdim else _drop_dims(best, (dim,)), index
     box = _spec(input).local_box
     places = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-    mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == _part(at)
-    return _graded(input, best, mask, torch.ones(()), (dim,), keepdim), index
+    mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == _local(at)
+    return _with_gradient(input, best, mask, torch.ones(()), (dim,), keepdim), index
 
 
 # -- rules -------------------------------------------------------------------------------------
@@ -210,7 +217,7 @@ def _register(name: str) -> None:
         dims = _sharded_dims(input, dim)
         if dims is None:
             return None
-        return Decomposition(lambda input, *_, **__: _best(input, fold, dims, keepdim))
+        return Decomposition(lambda input, *_, **__: _extreme_value(input, fold, dims, keepdim))
 
     @dtensor_rule(name)
     @numpy_names
@@ -221,8 +228,12 @@ def _register(name: str) -> None:
         if dims is None:
             return None
         if dim is None:
-            return Decomposition(lambda input: _best(input, fold, dims, False, nan_too=True))
-        return Decomposition(lambda input, *_, **__: kind(_best_at(input, fold, dims[0], keepdim)))
+            return Decomposition(
+                lambda input: _extreme_value(input, fold, dims, False, nan_too=True)
+            )
+        return Decomposition(
+            lambda input, *_, **__: kind(_extreme_and_index(input, fold, dims[0], keepdim))
+        )
 
     @dtensor_rule(f"arg{name}")
     @numpy_names
@@ -232,11 +243,11 @@ def _register(name: str) -> None:
             return None
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:
-            value = settled(input).detach()
+            value = reduce_partial(input).detach()
             if dim is not None:
-                return _best_at(value, fold, dims[0], keepdim)[1]
+                return _extreme_and_index(value, fold, dims[0], keepdim)[1]
             best = extreme(value, fold, dims, False)
-            return _first_of_all(value, best, value.ndim if keepdim else 0)
+            return _first_flat_index(value, best, value.ndim if keepdim else 0)
 
         return Decomposition(run)
 
@@ -253,8 +264,11 @@ def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> Ru
         return None
 
     def run(input: Tensor, **_: Any) -> Any:
-        input = settled(input)
-        pair = _best(input, "amin", dims, keepdim), _best(input, "amax", dims, keepdim)
+        input = reduce_partial(input)
+        pair = (
+            _extreme_value(input, "amin", dims, keepdim),
+            _extreme_value(input, "amax", dims, keepdim),
+        )
         return torch.return_types.aminmax(pair)
 
     return Decomposition(run)

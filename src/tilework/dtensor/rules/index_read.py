@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
-from tilework.dtensor.rules.helpers import operator
+from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import DimFactors, Factor, broadcast
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import tied
-from tilework.tiled.rules.index_range import Span
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.reshaping import common_shape, dim_at
 
 #: For each dim the tensor that indexes it, or None for one that is taken as it is.
 Indices = Sequence[Any]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_value(tensor: Tensor) -> Tensor:
     """The value on every rank, as a plain tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def everywhere(value: Tensor, like: DTensor) -> DTensor:
+def as_replicated(value: Tensor, like: DTensor) -> DTensor:
     """What every rank has computed alike, as a DTensor on the mesh of another."""
     return replicated(value, like._spec.mesh)
 
 
-def factors_read(input: Arg) -> list[Factor]:
+def indexed_factors(input: Arg) -> list[Factor]:
     """A factor for each dim, of which an operator reads elements by index.
 
     Zeros stand for what other ranks have: True and False are combined by their maximum.
@@ -44,7 +44,7 @@ def factors_read(input: Arg) -> list[Factor]:
     return [Factor(size, f"d{i}", reduce_op=reduce_op) for i, size in enumerate(input.shape)]
 
 
-def front_of(indices: Indices) -> int:
+def index_dims_start(indices: Indices) -> int:
     """Where in a result the dims of the indices are: where the indices are if these are adjacent,
     else in front.
     """
@@ -52,7 +52,7 @@ def front_of(indices: Indices) -> int:
     return at[0] if at[-1] - at[0] + 1 == len(at) else 0
 
 
-def spread(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
+def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
     """The factors that index tensors are broadcast to, and what each of them runs over."""
     return broadcast([index.shape for index in indices if index is not None])
 
@@ -60,37 +60,39 @@ def spread(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
 # -- indexing's own operator -----------------------------------------------------------------
 
 
-def _taken_at(input: Arg, indices: Indices) -> RuleResult:
-    dims = factors_read(input)
-    factors, terms = spread(indices)
-    at = front_of(indices)
+def _take_rule(input: Arg, indices: Indices) -> RuleResult:
+    dims = indexed_factors(input)
+    factors, terms = broadcast_indices(indices)
+    at = index_dims_start(indices)
     out = [factor for factor, index in zip(dims, indices, strict=True) if index is None]
     out[at:at] = factors
     given = [index for index in indices if index is not None]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        spans = [Span(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None]
-        return lambda x, *places: _read(x, _placed(indices, places), spans, at)
+        spans = [
+            LocalIndexRange(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None
+        ]
+        return lambda x, *places: _read_local(x, _at_indexed_dims(indices, places), spans, at)
 
     return local_call(
         {input: dims, **dict(zip(given, terms, strict=True))}, [out], linear=[[input]], run=run
     )
 
 
-@operator(_taken_at)
+@internal_operator(_take_rule)
 def take_at(input: Tensor, indices: Indices) -> Tensor:
     """``input[indices]``, where there is one index tensor of integers or None for each dim."""
     return input[tuple(slice(None) if index is None else index for index in indices)]
 
 
-def _placed(indices: Indices, places: Sequence[Tensor]) -> list[Tensor | None]:
+def _at_indexed_dims(indices: Indices, places: Sequence[Tensor]) -> list[Tensor | None]:
     """This rank's parts of the index tensors, where they belong."""
     rest = iter(places)
     return [None if index is None else next(rest) for index in indices]
 
 
-def found(
-    places: Sequence[Tensor | None], spans: Sequence[Span]
+def local_indices(
+    places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange]
 ) -> tuple[list[Any], Tensor | None]:
     """Where elements are within this rank's part, and which of them are in it (None: all)."""
     rest = iter(spans)
@@ -112,20 +114,22 @@ def found(
     return at, here
 
 
-def _read(x: Tensor, places: Sequence[Tensor | None], spans: Sequence[Span], front: int) -> Tensor:
-    at, here = found(places, spans)
+def _read_local(
+    x: Tensor, places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange], front: int
+) -> Tensor:
+    at, here = local_indices(places, spans)
     if here is None:
-        return _get(x, at)
+        return _index_local(x, at)
     if x.numel() == 0:
         shape = [size for size, place in zip(x.shape, places, strict=True) if place is None]
         shape[front:front] = common_shape(*[one.shape for one in places if one is not None])
-        return tied(x.new_zeros(shape), x)
-    values = _get(x, at)
+        return keep_inputs_in_graph(x.new_zeros(shape), x)
+    values = _index_local(x, at)
     after = values.dim() - front - here.dim()
     return values.masked_fill(~here.reshape(here.shape + (1,) * after), 0)
 
 
-def _get(x: Tensor, at: Sequence[Any]) -> Tensor:
+def _index_local(x: Tensor, at: Sequence[Any]) -> Tensor:
     indexed = [dim for dim, place in enumerate(at) if isinstance(place, Tensor)]
     if len(indexed) == 1 and at[indexed[0]].dim() == 1:
         # The same, with a faster way back.
@@ -160,19 +164,19 @@ def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> R
         return None
     if any(index.shape[i] < input.shape[i] for i in range(input.ndim) if i != dim):
         return Decomposition(_gather_among)
-    factors = factors_read(input)
+    factors = indexed_factors(input)
     wanted = list(factors)
     wanted[dim] = Factor(index.shape[dim], "wanted")
 
     def run(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
-        span = Span(ranges, factors[dim])
+        span = LocalIndexRange(ranges, factors[dim])
 
         def look_up(x: Tensor, places: Tensor) -> Tensor:
             if span.all:
                 return x.gather(dim, places)
             at, here = span.find(places)
             if x.numel() == 0:
-                return tied(x.new_zeros(places.shape), x)
+                return keep_inputs_in_graph(x.new_zeros(places.shape), x)
             return x.gather(dim, at).masked_fill(~here, 0)
 
         return look_up
@@ -181,10 +185,10 @@ def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> R
 
 
 def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    return narrowed_to(input, index, dim).gather(dim, index)
+    return narrow_to(input, index, dim).gather(dim, index)
 
 
-def narrowed_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
+def narrow_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
     """The first elements of each dim, as many as another tensor has there; all of ``dim``."""
     for i in range(tensor.dim()):
         if (dim is None or i != dim % tensor.dim()) and other.shape[i] < tensor.shape[i]:
@@ -235,21 +239,21 @@ def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: An
 
 @dtensor_rule("nonzero")
 def _nonzero(input: Arg, *, as_tuple: bool = False) -> RuleResult:
-    return Decomposition(_places_of)
+    return Decomposition(_nonzero_indices)
 
 
-def _places_of(input: DTensor, *, as_tuple: bool = False) -> Any:
+def _nonzero_indices(input: DTensor, *, as_tuple: bool = False) -> Any:
     """Where a tensor is not zero; replicated. What moves is a mask."""
     mask = input if input.dtype is torch.bool else input != 0
-    places = whole(mask.detach()).nonzero()
+    places = full_value(mask.detach()).nonzero()
     if not as_tuple:
-        return everywhere(places, input)
+        return as_replicated(places, input)
     if input.dim() == 0:
         places = places.new_zeros((len(places), 1))
-    return tuple([everywhere(one, input) for one in places.unbind(1)])
+    return tuple([as_replicated(one, input) for one in places.unbind(1)])
 
 
-dtensor_rule("argwhere")(lambda input: Decomposition(_places_of))
+dtensor_rule("argwhere")(lambda input: Decomposition(_nonzero_indices))
 
 
 @dtensor_rule("masked_select")
@@ -268,7 +272,7 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
 
     def compute(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
-        places = whole(mask).expand(shape).reshape(-1).cumsum(0).reshape(shape) - 1
+        places = full_value(mask).expand(shape).reshape(-1).cumsum(0).reshape(shape) - 1
         if places.numel() and places.max() >= source.numel():
             raise RuntimeError(
                 f"masked_scatter: the mask has {int(places.max()) + 1} elements set, but the "

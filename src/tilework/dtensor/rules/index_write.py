@@ -14,13 +14,19 @@ from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.pytree import tensors_in
-from tilework.dtensor.rules.helpers import operator
-from tilework.dtensor.rules.index_read import Indices, found, front_of, narrowed_to, spread
+from tilework.dtensor.rules.index_read import (
+    Indices,
+    broadcast_indices,
+    index_dims_start,
+    local_indices,
+    narrow_to,
+)
+from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.index_range import Span
+from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.reshaping import common_shape, dim_at
 
 # -- indexing's own operator -----------------------------------------------------------------
@@ -28,8 +34,8 @@ from tilework.tiled.rules.reshaping import common_shape, dim_at
 
 def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> RuleResult:
     dims = [Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)]
-    factors, _ = spread(indices)
-    at = front_of(indices)
+    factors, _ = broadcast_indices(indices)
+    at = index_dims_start(indices)
     result: list[Factor | None] = [
         factor for factor, index in zip(dims, indices, strict=True) if index is None
     ]
@@ -45,19 +51,21 @@ def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> Ru
     ]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        spans = [Span(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None]
+        spans = [
+            LocalIndexRange(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None
+        ]
 
         def put(x: Tensor, *rest: Tensor) -> Tensor:
             its = iter(rest[:-1])
             places = [None if index is None else next(its) for index in indices]
-            return _put(x, places, rest[-1], accumulate, spans, at)
+            return _put_local(x, places, rest[-1], accumulate, spans, at)
 
         return put
 
     return local_call(terms, [dims], linear=[[input, values]], run=run)
 
 
-@operator(_put_rule)
+@internal_operator(_put_rule)
 def put_at_(input: Tensor, indices: Indices, values: Tensor, accumulate: bool) -> Tensor:
     """``input[indices] = values``, with an index tensor of integers or None for each dim."""
     return _index_put_(input, list(indices), values, accumulate)  # type: ignore[no-any-return]
@@ -67,21 +75,21 @@ def put_at_(input: Tensor, indices: Indices, values: Tensor, accumulate: bool) -
 _index_put_ = torch.ops.aten.index_put_.default
 
 
-def _told(places: Indices) -> list[Any]:
+def _none_for_slices(places: Indices) -> list[Any]:
     return [None if isinstance(one, slice) else one for one in places]
 
 
-def _put(
+def _put_local(
     x: Tensor,
     places: Sequence[Tensor | None],
     values: Tensor,
     accumulate: bool,
-    spans: Sequence[Span],
+    spans: Sequence[LocalIndexRange],
     front: int,
 ) -> Tensor:
-    at, here = found(places, spans)
+    at, here = local_indices(places, spans)
     if here is None:
-        return _index_put_(x, _told(at), values, accumulate)  # type: ignore[no-any-return]
+        return _index_put_(x, _none_for_slices(at), values, accumulate)  # type: ignore[no-any-return]
     shape = common_shape(*[one.shape for one in places if one is not None])
     rest = [size for size, one in zip(x.shape, places, strict=True) if one is None]
     mine = here.expand(shape).reshape(-1).nonzero().squeeze(1)
@@ -93,7 +101,7 @@ def _put(
     ]
     if front == 0 and any(one is None for one in numbers):
         # The numbers are one dim now, which stands in front only if they are apart.
-        adjacent = front_of(numbers)
+        adjacent = index_dims_start(numbers)
         values = values.movedim(0, adjacent)
     return _index_put_(x, numbers, values, accumulate)  # type: ignore[no-any-return]
 
@@ -109,7 +117,7 @@ def on_mesh(input: Tensor, *others: Any) -> DTensor:
     return replicated(input, first._spec.mesh)
 
 
-def writer(name: str, here: Callable[..., RuleResult], body: Callable[..., Any]) -> None:
+def register_writer(name: str, here: Callable[..., RuleResult], body: Callable[..., Any]) -> None:
     """Register the rules of an operator that writes elements, and of its form in place.
 
     Args:
@@ -133,7 +141,7 @@ def writer(name: str, here: Callable[..., RuleResult], body: Callable[..., Any])
     )
 
 
-def never(*_: Any, **__: Any) -> None:
+def no_local_rule(*_: Any, **__: Any) -> None:
     """For operators that are never simple."""
 
 
@@ -151,13 +159,13 @@ def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = F
     put_at_(input, places, source.reshape(-1), accumulate)
 
 
-writer("put", never, _put_flat)
+register_writer("put", no_local_rule, _put_flat)
 
 
 # Along one dim, with an index of one dim.
 
 
-def _along_dim(linear: bool) -> Callable[..., RuleResult]:
+def _index_rule(linear: bool) -> Callable[..., RuleResult]:
     """The rule where the dim is whole on each rank.
 
     Args:
@@ -187,7 +195,9 @@ def _along_dim(linear: bool) -> Callable[..., RuleResult]:
     return here
 
 
-def _write_lines(input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool) -> None:
+def _write_along_dim(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
+) -> None:
     """Write to what an index of one dim, or a number, names along a dim."""
     if input.dim() == 0:
         input = input.view(1)
@@ -205,16 +215,16 @@ def _write_lines(input: Tensor, dim: int, index: Tensor, source: Tensor, accumul
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> None:
-    _write_lines(input, dim, index, source if alpha == 1 else source * alpha, True)
+    _write_along_dim(input, dim, index, source if alpha == 1 else source * alpha, True)
 
 
 def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    _write_lines(input, dim, index, source, False)
+    _write_along_dim(input, dim, index, source, False)
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> None:
     value = value if isinstance(value, Tensor) else torch.tensor(value)
-    _write_lines(input, dim, index, value.to(input.dtype), False)
+    _write_along_dim(input, dim, index, value.to(input.dtype), False)
 
 
 def _index_reduce(
@@ -234,10 +244,10 @@ def _index_reduce(
     input.scatter_reduce_(dim, places, source, reduce, include_self=include_self)
 
 
-writer("index_add", _along_dim(True), _index_add)
-writer("index_copy", _along_dim(True), _index_copy)
-writer("index_fill", _along_dim(True), _index_fill)
-writer("index_reduce", _along_dim(False), _index_reduce)
+register_writer("index_add", _index_rule(True), _index_add)
+register_writer("index_copy", _index_rule(True), _index_copy)
+register_writer("index_fill", _index_rule(True), _index_fill)
+register_writer("index_reduce", _index_rule(False), _index_reduce)
 
 
 # -- scatter ---------------------------------------------------------------------------------
@@ -266,14 +276,14 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
         linear = [[input, source]] if plain and source is not None else []
 
         def run(ranges: LocalRanges) -> Callable[..., Any]:
-            span = Span(ranges, dims[dim])
+            span = LocalIndexRange(ranges, dims[dim])
 
             def scatter(x: Tensor, places: Tensor, *values: Tensor) -> Any:
                 rest = [values[0] if isinstance(one, Arg) else one for one in args]
                 named = {k: values[0] if isinstance(v, Arg) else v for k, v in kwargs.items()}
                 if span.all:
                     return (in_place if writes else anew)(x, dim, places, *rest, **named)
-                return _with_spare(
+                return _write_with_spare_place(
                     x, dim, places, span, lambda y, at: in_place(y, dim, at, *rest, **named)
                 )
 
@@ -284,11 +294,11 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
     return here
 
 
-def _with_spare(
+def _write_with_spare_place(
     x: Tensor,
     dim: int,
     places: Tensor,
-    span: Span,
+    span: LocalIndexRange,
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Write to a part that has one more place, for what belongs to other ranks."""
@@ -299,11 +309,11 @@ def _with_spare(
     return write(wider, numbers.where(mine, span.count)).narrow(dim, 0, span.count)
 
 
-def _scatter_body(name: str) -> Callable[..., None]:
+def _scatter_in_place(name: str) -> Callable[..., None]:
     def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
         if input.dim() == 0:
             input, index = input.view(1), index.reshape(1)
-        part = narrowed_to(input, index, dim)
+        part = narrow_to(input, index, dim)
         sizes = [size for i, size in enumerate(part.shape) if i != dim % part.dim()]
         if sizes != [size for i, size in enumerate(index.shape) if i != dim % part.dim()]:
             raise RuntimeError(
@@ -314,7 +324,7 @@ def _scatter_body(name: str) -> Callable[..., None]:
         def fit(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return narrowed_to(value if value.dim() else value.reshape(1), index)
+            return narrow_to(value if value.dim() else value.reshape(1), index)
 
         getattr(part, name + "_")(
             dim, index, *map(fit, args), **{key: fit(value) for key, value in kwargs.items()}
@@ -324,13 +334,13 @@ def _scatter_body(name: str) -> Callable[..., None]:
 
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):
-    writer(_name, _scatter_rule(_name), _scatter_body(_name))
+    register_writer(_name, _scatter_rule(_name), _scatter_in_place(_name))
 
 
 # -- ranges and diagonals --------------------------------------------------------------------
 
 
-def _into(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
+def _copy_to_view_rule(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
     """The rule of an operator that copies to a view of a copy."""
 
     def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -341,7 +351,7 @@ def _into(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
     return lambda *_, **__: Decomposition(compute)
 
 
-dtensor_rule("diagonal_scatter")(_into(torch.diagonal))
+dtensor_rule("diagonal_scatter")(_copy_to_view_rule(torch.diagonal))
 
 
 @dtensor_rule("select_scatter")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
-from tilework.dtensor.rules.index_read import everywhere, take_at, whole
-from tilework.dtensor.rules.index_write import never, on_mesh, put_at_, writer
-from tilework.dtensor.rules.slicing import Item, basic, indexed
+from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
+from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
+from tilework.dtensor.rules.slicing import Item, basic_index_call, basic_items
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_rule
@@ -19,13 +19,13 @@ from tilework.tiled.op_table import dtensor_rule
 
 @dtensor_rule("__getitem__", is_view=True)
 def _getitem(input: DTensorArg, index: Any) -> RuleResult:
-    items = basic(index, input.shape)
+    items = basic_items(index, input.shape)
     if items is not None:
-        return indexed(input, items)
-    return Decomposition(_get_at if _is_plain(index) else _get)
+        return basic_index_call(input, items)
+    return Decomposition(_get_by_tensors if _is_simple_index(index) else _get)
 
 
-def _is_plain(index: Any) -> bool:
+def _is_simple_index(index: Any) -> bool:
     """Whether there are only tensors of integers, and dims that are taken as they are."""
     return all(
         (isinstance(item, Arg) and item.ndim > 0 and item.dtype is torch.int64)
@@ -34,7 +34,7 @@ def _is_plain(index: Any) -> bool:
     )
 
 
-def _get_at(input: Tensor, index: Any) -> Tensor:
+def _get_by_tensors(input: Tensor, index: Any) -> Tensor:
     given = index if isinstance(index, tuple) else (index,)
     if len(given) > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
@@ -58,12 +58,12 @@ def _set(input: Tensor, index: Any, value: Any) -> None:
             "x[index] = value with DTensors would write to a plain tensor, which has no layout: "
             "make the DTensors plain with full_tensor(), or x a DTensor"
         )
-    items = basic(index, input.shape)
+    items = basic_items(index, input.shape)
     if items is not None:
         _set_range(input, items, value)
         return
     mask = _only_mask(input, index)
-    if mask is not None and _is_single(value):
+    if mask is not None and _is_scalar(value):
         input.masked_fill_(mask, value)
         return
     _put(input, index, _as_values(value, input))
@@ -90,7 +90,7 @@ def _index(input: Arg, indices: Any) -> RuleResult:
     return Decomposition(lambda input, indices: input[_as_index(indices)])
 
 
-writer("index_put", never, _index_put)
+register_writer("index_put", no_local_rule, _index_put)
 
 
 def _as_values(value: Any, input: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _only_mask(input: DTensor, index: Any) -> Tensor | None:
     return index.reshape(tuple(index.shape) + (1,) * (input.dim() - index.dim()))
 
 
-def _is_single(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex)) or (
         isinstance(value, Tensor) and value.dim() == 0
     )
@@ -168,7 +168,7 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     True.
     """
     given = [_tensor_of(item) for item in _items(index)]
-    used = sum(_width(item) for item in given)
+    used = sum(_dims_indexed(item) for item in given)
     if used > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
     if not any(item is Ellipsis for item in given):
@@ -181,10 +181,10 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     for item in given:
         if item is None or isinstance(item, bool):
             first.append(None)
-            then.append(None if item is None else _flag(item, input))
+            then.append(None if item is None else _bool_index(item, input))
             continue
         if isinstance(item, Tensor):
-            places = _places(item, input, input.shape[dim : dim + _width(item)])
+            places = _integer_indices(item, input, input.shape[dim : dim + _dims_indexed(item)])
             first += [slice(None)] * len(places)
             then += places
             dim += len(places)
@@ -231,12 +231,12 @@ def _tensor_of(item: Any) -> Any:
     if item.dim() == 0:
         if item.dtype.is_floating_point or item.dtype.is_complex:
             raise IndexError(f"tensors used as indices must be whole numbers or masks, got {item}")
-        value = whole(item).item()
+        value = full_value(item).item()
         return value if item.dtype is not torch.uint8 else bool(value)
     return item
 
 
-def _width(item: Any) -> int:
+def _dims_indexed(item: Any) -> int:
     """How many dims an item indexes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
@@ -247,12 +247,12 @@ def _is_mask(item: Tensor) -> bool:
     return item.dtype in (torch.bool, torch.uint8)
 
 
-def _flag(value: bool, like: DTensor) -> Tensor:
+def _bool_index(value: bool, like: DTensor) -> Tensor:
     """What indexes the new dim that True or False stands for."""
-    return everywhere(torch.zeros(int(value), dtype=torch.long), like)
+    return as_replicated(torch.zeros(int(value), dtype=torch.long), like)
 
 
-def _places(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
+def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
     """What indexes each dim that a tensor of an index stands for."""
     if not _is_mask(item):
         if item.dtype.is_floating_point or item.dtype.is_complex:
@@ -263,4 +263,4 @@ def _places(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
             f"The shape of the mask {list(item.shape)} does not match the shape of the indexed "
             f"tensor {list(sizes)}"
         )
-    return [everywhere(one, like) for one in whole(item).nonzero(as_tuple=True)]
+    return [as_replicated(one, like) for one in full_value(item).nonzero(as_tuple=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
-from tilework.dtensor.rules.helpers import operator
+from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
 from tilework.tiled.factors import Dim, Factor, factors_of
@@ -21,7 +21,7 @@ from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_torchs_own: Any = without_override_checks(F.multi_head_attention_forward)
+_torch_forward: Any = without_override_checks(F.multi_head_attention_forward)
 
 
 @dtensor_rule("multi_head_attention_forward")
@@ -35,13 +35,13 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
     if not _is_usual(call):
-        found: tuple[Tensor, Tensor | None] = _torchs_own(*args, **kwargs)
+        found: tuple[Tensor, Tensor | None] = _torch_forward(*args, **kwargs)
         return found
     query, key, value = call.query, call.key, call.value
     if query.dim() == 3:
-        return _attended(call, *_projected(call, query, key, value))
-    projected = _projected(call, *[one.unsqueeze(1) for one in (query, key, value)])
-    out, weights = _attended(call, *projected)
+        return _attend(call, *_project(call, query, key, value))
+    projected = _project(call, *[one.unsqueeze(1) for one in (query, key, value)])
+    out, weights = _attend(call, *projected)
     return out.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
@@ -69,24 +69,24 @@ def _is_usual(call: SimpleNamespace) -> bool:
 # -- queries, keys and values ----------------------------------------------------------------
 
 
-def _projected(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
+def _project(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
     """What is attended, from inputs of shape (length, batch, …), by batch and head."""
     packed, bias, heads = call.in_proj_weight, call.in_proj_bias, call.num_heads
     weights: Sequence[Tensor] | None
     if call.use_separate_proj_weight:
         weights = [call.q_proj_weight, call.k_proj_weight, call.v_proj_weight]
     else:
-        weights = _by_heads(packed, heads) if _is_cut(packed) else None
+        weights = _split_by_heads(packed, heads) if _has_sharded_rows(packed) else None
     if weights is None:
-        found = [_third(one, packed, bias, part) for part, one in enumerate(inputs)]
+        found = [_packed_linear(one, packed, bias, part) for part, one in enumerate(inputs)]
     else:
-        biases: Sequence[Any] = [None] * 3 if bias is None else _split(_whole(bias))
+        biases: Sequence[Any] = [None] * 3 if bias is None else _thirds(_with_full_rows(bias))
         found = [F.linear(*three) for three in zip(inputs, weights, biases, strict=True)]
     shape = (heads, call.embed_dim_to_check // heads)
     return [torch.unflatten(one, -1, shape).permute(1, 2, 0, 3) for one in found]
 
 
-def _third_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleResult:
+def _packed_linear_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleResult:
     (*leading, inner), width = factors_of(input.shape), Factor(weight.shape[0] // 3, "width")
     rows = (Factor(3, "thirds", unshardable=True), width)
     inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
@@ -99,25 +99,25 @@ def _third_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleResult:
     return local_call(inputs, [[*leading, width]], linear=linear, addends=[bias])
 
 
-@operator(_third_rule)
-def _third(input: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
+@internal_operator(_packed_linear_rule)
+def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
     """``F.linear`` with a third of packed weights: one operator, so that these get one gradient."""
-    return F.linear(input, _split(weight)[part], None if bias is None else _split(bias)[part])
+    return F.linear(input, _thirds(weight)[part], None if bias is None else _thirds(bias)[part])
 
 
-def _split(packed: Tensor) -> Sequence[Tensor]:
+def _thirds(packed: Tensor) -> Sequence[Tensor]:
     return torch.unflatten(packed, 0, (3, packed.size(0) // 3)).unbind(0)
 
 
-def _is_cut(packed: Tensor) -> bool:
+def _has_sharded_rows(packed: Tensor) -> bool:
     """Whether ranks have different rows."""
     return isinstance(packed, DTensor) and bool(packed._spec.axes_of(0))
 
 
-def _by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
+def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
     """The three weights of one that is cut along rows, by heads if one axis cuts it."""
     assert isinstance(packed, DTensor)
-    weights = _split(_whole(packed))
+    weights = _thirds(_with_full_rows(packed))
     axis, *others = packed._spec.axes_of(0)
     if others:
         return weights
@@ -128,9 +128,9 @@ def _by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
     return [one.redistribute(placements=placements) for one in weights if isinstance(one, DTensor)]
 
 
-def _whole(packed: Tensor) -> Tensor:
+def _with_full_rows(packed: Tensor) -> Tensor:
     """With all rows on each rank."""
-    if not isinstance(packed, DTensor) or not _is_cut(packed):
+    if not isinstance(packed, DTensor) or not _has_sharded_rows(packed):
         return packed
     cutting = packed._spec.axes_of(0)
     placements = [
@@ -142,7 +142,7 @@ def _whole(packed: Tensor) -> Tensor:
 # -- attention -------------------------------------------------------------------------------
 
 
-def _attended(
+def _attend(
     call: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     dropout = call.dropout_p if call.training else 0.0
@@ -150,12 +150,12 @@ def _attended(
     mask = None if causal else _mask(call, query)
     if not call.need_weights:
         out = F.scaled_dot_product_attention(query, key, value, mask, dropout, causal)
-        return _put_together(call, out), None
+        return _merge_heads(call, out), None
     scores = (query * math.sqrt(1 / query.size(-1))) @ key.transpose(-2, -1)
     weights = (scores if mask is None else scores + mask).softmax(-1)
     if dropout > 0:
         weights = F.dropout(weights, dropout)
-    out = _put_together(call, weights @ value)
+    out = _merge_heads(call, weights @ value)
     return out, weights.mean(1) if call.average_attn_weights else weights
 
 
@@ -174,6 +174,6 @@ def _mask(call: SimpleNamespace, query: Tensor) -> Tensor | None:
     return padding if mask is None else mask + padding
 
 
-def _put_together(call: SimpleNamespace, attended: Tensor) -> Tensor:
+def _merge_heads(call: SimpleNamespace, attended: Tensor) -> Tensor:
     joined = attended.permute(2, 0, 1, 3).flatten(2)
     return F.linear(joined, call.out_proj_weight, call.out_proj_bias)

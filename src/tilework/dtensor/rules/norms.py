@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
-from tilework.dtensor.rules.helpers import settled
+from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule, register
-from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 
 ArgT = TypeVar("ArgT", bound=Arg)
 
@@ -32,11 +32,11 @@ def _local_response_norm(
     return local_call({input: dims}, [dims])
 
 
-def _whole(sizes: Sequence[int]) -> list[Factor]:
+def _unshardable(sizes: Sequence[int]) -> list[Factor]:
     return [Factor(size, unshardable=True) for size in sizes]
 
 
-def _given(*args: ArgT | None) -> list[ArgT]:
+def _present(*args: ArgT | None) -> list[ArgT]:
     return [arg for arg in args if arg is not None]
 
 
@@ -52,14 +52,14 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> RuleResult:
-    return _over_last(input, normalized_shape, _given(weight, bias), _composed_layer_norm)
+    return _over_last(input, normalized_shape, _present(weight, bias), _decomposed_layer_norm)
 
 
 @dtensor_rule("rms_norm")
 def _rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> RuleResult:
-    return _over_last(input, normalized_shape, _given(weight), _composed_rms_norm)
+    return _over_last(input, normalized_shape, _present(weight), _decomposed_rms_norm)
 
 
 def _over_last(
@@ -71,12 +71,12 @@ def _over_last(
         return None
     if any(map(input.is_sharded, range(lead, input.ndim))):
         return Decomposition(composed)
-    last = _whole(shape)
+    last = _unshardable(shape)
     dims = [*factors_of(input.shape[:lead]), *last]
     return local_call({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
 
 
-def _composed_layer_norm(
+def _decomposed_layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -85,33 +85,33 @@ def _composed_layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    out, _, _ = _standardized(_wide(input), dims, eps)
+    out, _, _ = _standardized(_accumulated(input), dims, eps)
     return _affine(out, weight, bias).to(input.dtype)
 
 
-def _composed_rms_norm(
+def _decomposed_rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    x = _wide(input)
+    x = _accumulated(input)
     least = torch.finfo(x.dtype).eps if eps is None else eps
-    mean = settled(x.square().mean(dims, keepdim=True))
+    mean = reduce_partial(x.square().mean(dims, keepdim=True))
     return _affine(x * (mean + least).rsqrt(), weight, None).to(input.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _accumulated(x: Tensor) -> Tensor:
     """In the precision in which torch accumulates."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``x`` with mean 0 and variance 1 over dims; its mean and variance, with dims of size 1."""
-    mean = settled(x.mean(dims, keepdim=True))
+    mean = reduce_partial(x.mean(dims, keepdim=True))
     centred = x - mean
-    var = settled(centred.square().mean(dims, keepdim=True))
+    var = reduce_partial(centred.square().mean(dims, keepdim=True))
     return centred * (var + eps).rsqrt(), mean, var
 
 
@@ -137,20 +137,20 @@ def _group_norm(
         return None
     spatial = range(2, input.ndim)
     if any(map(input.is_sharded, spatial)) or (num_groups == 1 and input.is_sharded(1)):
-        return Decomposition(_composed_group_norm)
+        return Decomposition(_decomposed_group_norm)
     group = Factor(num_groups, "group")
-    channel: Dim = (group, *_whole([input.shape[1] // num_groups]))
-    dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *_whole(input.shape[2:])]
-    affine = _given(weight, bias)
+    channel: Dim = (group, *_unshardable([input.shape[1] // num_groups]))
+    dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *_unshardable(input.shape[2:])]
+    affine = _present(weight, bias)
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         _, groups = ranges.local_range(group)
 
         def normed(*tensors: Tensor) -> Tensor:
-            x, w, b = _placed(tensors, [input, weight, bias])
+            x, w, b = _local_of_args(tensors, [input, weight, bias])
             assert x is not None
             if x.numel() == 0:
-                return tied(x.clone(), w, b)
+                return keep_inputs_in_graph(x.clone(), w, b)
             return torch.group_norm(x, groups, w, b, eps, cudnn_enabled)
 
         return normed
@@ -158,12 +158,12 @@ def _group_norm(
     return local_call({input: dims, **dict.fromkeys(affine, (channel,))}, [dims], run=run)
 
 
-def _placed(tensors: Sequence[Tensor], args: Sequence[Arg | None]) -> list[Tensor | None]:
+def _local_of_args(tensors: Sequence[Tensor], args: Sequence[Arg | None]) -> list[Tensor | None]:
     """The local tensors of arguments."""
     return [None if arg is None else tensors[arg.number] for arg in args]
 
 
-def _composed_group_norm(
+def _decomposed_group_norm(
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -171,7 +171,7 @@ def _composed_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    x = _wide(input)
+    x = _accumulated(input)
     x = x.reshape(len(x), num_groups, x.shape[1] // num_groups, *x.shape[2:])
     out, _, _ = _standardized(x, tuple(range(2, x.ndim)), eps)
     return _by_channel(out.flatten(1, 2), weight, bias).to(input.dtype)
@@ -200,21 +200,21 @@ def _instance_norm(
     if not use_input_stats:
         return Decomposition(_instance_norm_by_running)
     if running_mean is not None or any(map(input.is_sharded, range(2, input.ndim))):
-        return Decomposition(_composed_instance_norm)
+        return Decomposition(_decomposed_instance_norm)
     n, c = factors_of(input.shape[:2])
-    dims = [n, c, *_whole(input.shape[2:])]
+    dims = [n, c, *_unshardable(input.shape[2:])]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         def normed(*tensors: Tensor) -> Tensor:
-            x, w, b = _placed(tensors, [input, weight, bias])
+            x, w, b = _local_of_args(tensors, [input, weight, bias])
             assert x is not None
             if x.numel() == 0:
-                return tied(x.clone(), w, b)
+                return keep_inputs_in_graph(x.clone(), w, b)
             return torch.instance_norm(x, w, b, None, None, True, momentum, eps, cudnn_enabled)
 
         return normed
 
-    return local_call({input: dims, **dict.fromkeys(_given(weight, bias), (c,))}, [dims], run=run)
+    return local_call({input: dims, **dict.fromkeys(_present(weight, bias), (c,))}, [dims], run=run)
 
 
 def _instance_norm_by_running(*args: Any) -> Tensor:
@@ -222,7 +222,7 @@ def _instance_norm_by_running(*args: Any) -> Tensor:
     return torch.batch_norm(input, weight, bias, mean, var, False, momentum, eps, cudnn)
 
 
-def _composed_instance_norm(
+def _decomposed_instance_norm(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -234,7 +234,7 @@ def _composed_instance_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     dims = tuple(range(2, input.ndim))
-    out, mean, var = _standardized(_wide(input), dims, eps)
+    out, mean, var = _standardized(_accumulated(input), dims, eps)
     count = math.prod(input.shape[2:])
     _update(running_mean, mean.flatten(1).mean(0), momentum)
     _update(running_var, _unbiased(var, count).flatten(1).mean(0), momentum)
@@ -249,7 +249,7 @@ def _unbiased(var: Tensor, count: int) -> Tensor:
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
     if running is None:
         return
-    change = settled(value.detach() * momentum)
+    change = reduce_partial(value.detach() * momentum)
     if not isinstance(running, DTensor) and isinstance(change, DTensor):
         change = change.full_tensor()  # what a plain module keeps is plain on every rank
     running.mul_(1 - momentum).add_(change)
@@ -278,25 +278,25 @@ def _batch_norm(
 ) -> RuleResult:
     if input.ndim < 2:
         return None
-    every: list[DTensorArg] = _given(input, weight, bias, running_mean, running_var)
+    every: list[DTensorArg] = _present(input, weight, bias, running_mean, running_var)
     use = training or running_mean is None
     writes = training and running_mean is not None
     over = [dim for dim in range(input.ndim) if dim != 1]
     # In place only where they lie: what is written to a part that was moved would be lost.
-    if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_spread, every)))):
-        return Decomposition(_composed_batch_norm)
-    c = Factor(input.shape[1], "c", unshardable=writes or any(map(_leaves_empty, every)))
-    others = _whole if use else factors_of
+    if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_distributed, every)))):
+        return Decomposition(_decomposed_batch_norm)
+    c = Factor(input.shape[1], "c", unshardable=writes or any(map(_has_empty_channels, every)))
+    others = _unshardable if use else factors_of
     n, *spatial = others([input.shape[dim] for dim in over])
     dims = [n, c, *spatial]
     return local_call({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
 
 
-def _is_spread(arg: DTensorArg) -> bool:
+def _is_distributed(arg: DTensorArg) -> bool:
     return not arg.spec.is_replicated
 
 
-def _leaves_empty(arg: DTensorArg) -> bool:
+def _has_empty_channels(arg: DTensorArg) -> bool:
     """Whether some rank has no channel, of which torch cannot make anything."""
     channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
     return arg.is_sharded(channels) and any(
@@ -304,7 +304,7 @@ def _leaves_empty(arg: DTensorArg) -> bool:
     )
 
 
-def _composed_batch_norm(
+def _decomposed_batch_norm(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -316,7 +316,7 @@ def _composed_batch_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     dims = tuple(dim for dim in range(input.ndim) if dim != 1)
-    out, mean, var = _standardized(_wide(input), dims, eps)
+    out, mean, var = _standardized(_accumulated(input), dims, eps)
     count = math.prod(input.shape[dim] for dim in dims)
     _update(running_mean, mean.reshape(-1), momentum)
     _update(running_var, _unbiased(var, count).reshape(-1), momentum)

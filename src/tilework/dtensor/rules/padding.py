@@ -25,8 +25,8 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
     by_dim = {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
     if mode == "constant":
         if any(min(pair) < 0 for pair in by_dim.values()):
-            return Decomposition(_cropped)
-        return _padded(input, by_dim, value or 0)
+            return Decomposition(_crop_and_pad)
+        return _constant_padding(input, by_dim, value or 0)
     # Elements are repeated at the ends, so each rank has to have padded dims whole.
     factors = [Factor(size, unshardable=dim in by_dim) for dim, size in enumerate(input.shape)]
     out = [
@@ -46,12 +46,14 @@ def _constant_pad(input: Arg, pad: Any, value: Any = 0) -> RuleResult:
     return Decomposition(lambda input, pad, value=0: F.pad(input, tuple(pad), "constant", value))
 
 
-def _padded(input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any) -> RuleResult:
+def _constant_padding(
+    input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any
+) -> RuleResult:
     """Elements put before the first part of a dim and after the last one."""
     spec = input.spec
     if value != 0:
         spec = spec.dual
-    measures = {dim: _wider(*pair) for dim, pair in by_dim.items() if spec.axes_of(dim)}
+    measures = {dim: _grow_ends(*pair) for dim, pair in by_dim.items() if spec.axes_of(dim)}
     source, sizes = resizable(spec, measures)
     here: list[int] = []
     for dim in reversed(range(input.ndim)):
@@ -63,7 +65,7 @@ def _padded(input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any) -
     return PlacedCall([source], [out], lambda x: F.pad(x, here, "constant", value))
 
 
-def _wider(before: int, after: int) -> Resize:
+def _grow_ends(before: int, after: int) -> Resize:
     def measured(parts: Sequence[tuple[int, int]]) -> list[int]:
         sizes = [size for _, size in parts]
         sizes[0] += before
@@ -73,7 +75,7 @@ def _wider(before: int, after: int) -> Resize:
     return measured
 
 
-def _cropped(input: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+def _crop_and_pad(input: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
     """Padding of which some is negative: elements are dropped there first."""
     index: list[Any] = [slice(None)] * input.dim()
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):

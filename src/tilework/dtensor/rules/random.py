@@ -18,10 +18,10 @@ from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
 
 #: What is drawn, and what is then made of it.
-Drawn = tuple[Distribution, Callable[[Tensor], Tensor] | None]
+Draw = tuple[Distribution, Callable[[Tensor], Tensor] | None]
 
 
-def _fill(tensor: DTensor, drawn: Drawn, generator: torch.Generator | None) -> DTensor:
+def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DTensor:
     """Write to a tensor what its elements draw."""
     distribution, then = drawn
     spec = tensor._spec.dual
@@ -41,7 +41,7 @@ def _fill(tensor: DTensor, drawn: Drawn, generator: torch.Generator | None) -> D
     return tensor
 
 
-def _filler(name: str, draw: Callable[..., Drawn]) -> None:
+def _register_fill(name: str, draw: Callable[..., Draw]) -> None:
     """Register ``Tensor.<name>``, whose arguments are those of ``draw`` after the dtype."""
     signature = inspect.signature(draw)
 
@@ -51,56 +51,56 @@ def _filler(name: str, draw: Callable[..., Drawn]) -> None:
             return body(*args, **kwargs)
         tensor, *others = args
         generator = kwargs.pop("generator", None)
-        bound = signature.bind(tensor.dtype, *others, **_renamed(kwargs))
+        bound = signature.bind(tensor.dtype, *others, **_torch_names(kwargs))
         return _fill(tensor, draw(*bound.args, **bound.kwargs), generator)
 
     dtensor_handler(name)(fill)
 
 
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {{"from": "low", "to": "high"}.get(name, name): v for name, v in kwargs.items()}
 
 
-def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Drawn:
+def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Draw:
     return Uniform(float(low), float(high)), None
 
 
-def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Drawn:
+def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Draw:
     return Normal(float(mean), float(std)), None
 
 
-def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Drawn:
+def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Draw:
     return Normal(float(mean), float(std)), torch.exp
 
 
-def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Drawn:
+def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Draw:
     if lambd <= 0:
         raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
     return Uniform(), lambda u: torch.log1p(-u) / -lambd
 
 
-def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Drawn:
+def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Draw:
     if sigma <= 0:
         raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
     return Uniform(), lambda u: torch.tan((u - 0.5) * torch.pi) * sigma + median
 
 
-def _geometric(dtype: torch.dtype, p: float) -> Drawn:
+def _geometric(dtype: torch.dtype, p: float) -> Draw:
     if not 0 < p < 1:
         raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
     rate = torch.log1p(torch.tensor(-p, dtype=torch.float64)).item()
     return Uniform(), lambda u: (torch.log1p(-u) / rate).ceil().clamp(min=1)
 
 
-def _random(dtype: torch.dtype, low: int | None = None, high: int | None = None) -> Drawn:
+def _random(dtype: torch.dtype, low: int | None = None, high: int | None = None) -> Draw:
     if low is not None and high is None:
         low, high = 0, low
     if high is None:
-        high = _most(dtype) + 1
+        high = _largest(dtype) + 1
     return Integers(int(low or 0), int(high)), None
 
 
-def _most(dtype: torch.dtype) -> int:
+def _largest(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return 1
     if dtype.is_floating_point:
@@ -108,13 +108,13 @@ def _most(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-_filler("uniform_", _uniform)
-_filler("normal_", _normal)
-_filler("log_normal_", _log_normal)
-_filler("exponential_", _exponential)
-_filler("cauchy_", _cauchy)
-_filler("geometric_", _geometric)
-_filler("random_", _random)
+_register_fill("uniform_", _uniform)
+_register_fill("normal_", _normal)
+_register_fill("log_normal_", _log_normal)
+_register_fill("exponential_", _exponential)
+_register_fill("cauchy_", _cauchy)
+_register_fill("geometric_", _geometric)
+_register_fill("random_", _random)
 
 
 @dtensor_handler("bernoulli_")
@@ -122,18 +122,18 @@ def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, p = args[0], (args[1] if len(args) > 1 else kwargs.get("p", 0.5))
     generator = kwargs.get("generator")
     if isinstance(p, Tensor):
-        return tensor.copy_(_chosen(p, tensor.shape, generator))  # type: ignore[no-any-return]
+        return tensor.copy_(_bernoulli_of(p, tensor.shape, generator))  # type: ignore[no-any-return]
     return _fill(tensor, (Bernoulli(float(p)), None), generator)
 
 
-def _chosen(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+def _bernoulli_of(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     """1 with these probabilities, else 0."""
     with torch.no_grad():
         drawn = torch.rand_like(p.expand(shape), generator=generator)
         return (drawn < p).to(p.dtype)
 
 
-def _after(found: Tensor, input: Tensor) -> Tensor:
+def _with_zero_gradient(found: Tensor, input: Tensor) -> Tensor:
     """The same at a place in the graph after ``input``, whose gradient is 0, as torch has it."""
     if not (input.requires_grad and torch.is_grad_enabled()):
         return found
@@ -144,8 +144,10 @@ def _after(found: Tensor, input: Tensor) -> Tensor:
 def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResult:
     def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
         if p is None:
-            return _after(_chosen(input, input.shape, generator), input)
-        return _after(torch.empty_like(input).bernoulli_(p, generator=generator), input)
+            return _with_zero_gradient(_bernoulli_of(input, input.shape, generator), input)
+        return _with_zero_gradient(
+            torch.empty_like(input).bernoulli_(p, generator=generator), input
+        )
 
     return Decomposition(run)
 
@@ -156,22 +158,22 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResul
         like = mean + std  # of the shape and the layout that both broadcast to
         with torch.no_grad():
             found = mean + std * torch.randn_like(like, generator=generator)
-        return _after(found, like)
+        return _with_zero_gradient(found, like)
 
     return Decomposition(run)
 
 
-def _body(func: Any, args: Any, kwargs: Any) -> Any:
+def _without_checks(func: Any, args: Any, kwargs: Any) -> Any:
     """What torch.nn.init does, with operators on DTensors."""
     body = without_override_checks(func)
     assert body is not None
     return body(*args, **kwargs)
 
 
-dtensor_handler("kaiming_uniform_", "constant_")(_body)
+dtensor_handler("kaiming_uniform_", "constant_")(_without_checks)
 
 
-def _alike(name: str) -> None:
+def _register_full_draw(name: str) -> None:
     """Register an operator that draws by itself: on whole tensors, from one state everywhere."""
     operator = getattr(torch, name)
 
@@ -184,7 +186,7 @@ def _alike(name: str) -> None:
 
 
 for _name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
-    _alike(_name)
+    _register_full_draw(_name)
 
 # Functions in Python that draw as plain tensors: on full tensors, from one state everywhere.
 for _name in (

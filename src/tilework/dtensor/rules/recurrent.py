@@ -24,30 +24,30 @@ _SEQUENCES = (list, tuple)
 Dims = Sequence[Factor | Dim | None]
 
 
-def _listed(states: Any) -> list[Any]:
+def _as_list(states: Any) -> list[Any]:
     return list(states) if isinstance(states, _SEQUENCES) else [states]
 
 
 # -- layers ----------------------------------------------------------------------------------
 
 
-def _layers(kind: str, *args: Any) -> RuleResult:
+def _layers_rule(kind: str, *args: Any) -> RuleResult:
     """``(input, states, weights, …)``, or for packed sequences ``(data, sizes, states, …)``."""
     packed = isinstance(args[3], _SEQUENCES)
     given, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
     if dropout > 0 and train and count > 1:
-        return Decomposition(partial(_by_layers, getattr(_vf, kind), packed))
+        return Decomposition(partial(_layer_by_layer, getattr(_vf, kind), packed))
     if packed:  # whole, as packing left them
         return None
-    batch = Factor(_listed(states)[0].shape[1], "batch")
+    batch = Factor(_as_list(states)[0].shape[1], "batch")
     state: Dims = [None, batch, None]
     data = [batch, None, None] if args[-1] else state
-    inputs: dict[Arg, Dims] = {given: data, **dict.fromkeys(_listed(states), state)}
+    inputs: dict[Arg, Dims] = {given: data, **dict.fromkeys(_as_list(states), state)}
     inputs |= {one: [None] * one.ndim for one in weights}
-    return local_call(inputs, [data, *[state] * len(_listed(states))])
+    return local_call(inputs, [data, *[state] * len(_as_list(states))])
 
 
-def _by_layers(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
+def _layer_by_layer(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
     """One layer after the other: what is dropped between them does not depend on the layout."""
     (x, *sizes), (states, weights, biases, count, dropout, train, both, *first) = (
         args[: 1 + packed],
@@ -56,7 +56,7 @@ def _by_layers(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[
     directions, width = 1 + both, len(weights) // count
     finals = []
     for layer in range(count):
-        own = [one[layer * directions : (layer + 1) * directions] for one in _listed(states)]
+        own = [one[layer * directions : (layer + 1) * directions] for one in _as_list(states)]
         its = weights[layer * width : (layer + 1) * width]
         state = own if isinstance(states, _SEQUENCES) else own[0]
         if layer > 0:
@@ -67,7 +67,7 @@ def _by_layers(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[
 
 
 for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    dtensor_rule(_kind)(partial(_layers, _kind))
+    dtensor_rule(_kind)(partial(_layers_rule, _kind))
 
 
 # -- cells -----------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 @dtensor_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
     batch = Factor(input.shape[0], "batch")
-    states = _listed(hx)
+    states = _as_list(hx)
     inputs: dict[Arg, Dims] = {one: [batch, None] for one in (input, *states)}
     inputs |= {one: [None] * one.ndim for one in weights if one is not None}
     return local_call(inputs, [[batch, None]] * len(states))
@@ -87,15 +87,15 @@ def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
 
 @dtensor_rule("_pack_padded_sequence")
 def _pack(input: Any, lengths: Any, batch_first: bool) -> RuleResult:
-    return Decomposition(partial(_on_whole, _vf._pack_padded_sequence))
+    return Decomposition(partial(_on_full_tensors, _vf._pack_padded_sequence))
 
 
 @dtensor_rule("_pad_packed_sequence")
 def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
-    return Decomposition(partial(_on_whole, _vf._pad_packed_sequence))
+    return Decomposition(partial(_on_full_tensors, _vf._pad_packed_sequence))
 
 
-def _on_whole(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
+def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
     """Sequences on every rank; their sizes are plain numbers, which torch reads on the host."""
     if not isinstance(first, DTensor):
         assert isinstance(sizes, DTensor)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.rules.helpers import operator, settled
+from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import numpy_names
 
 
@@ -24,7 +24,7 @@ def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = No
 def _mean_of_numbers(
     input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    input = settled(input)
+    input = reduce_partial(input)
     count = (~input.detach().isnan()).sum(dim, keepdim)
     return torch.nansum(input, dim, keepdim, dtype=dtype) / count
 
@@ -38,7 +38,7 @@ def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> RuleR
 
 
 def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    input = settled(input)
+    input = reduce_partial(input)
     if min == max and input.numel():
         min, max = input.min().item(), input.max().item()
     if min == max:
@@ -68,11 +68,11 @@ def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> RuleResul
     return local_call(inputs, [[None]], linear=linear, shapes=[(size,)])
 
 
-@operator(_counts_rule)
+@internal_operator(_counts_rule)
 def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
     found = torch.bincount(input, weights, size)
     if weights is None:
         return found
     # A part without elements has no weights to take the dtype from.
     dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
-    return tied(found.to(dtype), weights)
+    return keep_inputs_in_graph(found.to(dtype), weights)

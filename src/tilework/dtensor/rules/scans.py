@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.propagation.strategy import Strategy
-from tilework.dtensor.rules.helpers import operator, settled
+from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import dims_of
 
 #: Of a running operator, what a part comes to, and what combines that with the parts after it.
@@ -25,7 +25,7 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 }
 
 
-def _place(strategy: LocalRanges, factor: Factor) -> int:
+def _shard_number(strategy: LocalRanges, factor: Factor) -> int:
     """Which of the parts of a factor this rank has, in their order."""
     assert isinstance(strategy, Strategy)
     coordinate, place = strategy.mesh.get_coordinate(), 0
@@ -34,7 +34,7 @@ def _place(strategy: LocalRanges, factor: Factor) -> int:
     return place
 
 
-def _parts_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
+def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
     lengths = [input.spec.mesh.shape[axis] for axis in input.spec.axes_of(dim)]
     count = math.prod(lengths)
     factors = factors_of(input.shape)
@@ -42,7 +42,7 @@ def _parts_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
     shape = tuple(count if at == dim else size for at, size in enumerate(input.shape))
 
     def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
-        place = _place(ranges, factors[dim])
+        place = _shard_number(ranges, factors[dim])
 
         def run(part: Tensor) -> Tensor:
             total = _KINDS[name][0](part, dim, keepdim=True)
@@ -54,24 +54,24 @@ def _parts_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
     return local_call({input: factors}, [out], run=make, shapes=[shape])
 
 
-@operator(_parts_rule)
-def _parts(input: Tensor, name: str, dim: int) -> Tensor:
+@internal_operator(_shard_totals_rule)
+def _shard_totals(input: Tensor, name: str, dim: int) -> Tensor:
     """What the parts of ranks come to, along the dim; of a whole tensor there is one."""
     return _KINDS[name][0](input, dim, keepdim=True)
 
 
-def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
+def _scan_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
     factors = factors_of(input.shape)
     others: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
 
     def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
-        place = _place(ranges, factors[dim])
+        place = _shard_number(ranges, factors[dim])
         fold, combine = _KINDS[name]
 
         def run(part: Tensor, parts: Tensor) -> Tensor:
             found: Tensor = getattr(torch, name)(part, dim)
             if place == 0:
-                return tied(found, parts)
+                return keep_inputs_in_graph(found, parts)
             return combine(found, fold(parts.narrow(dim, 0, place), dim, keepdim=True))
 
         return run
@@ -79,8 +79,8 @@ def _running_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
     return local_call({input: factors, parts: others}, [factors], run=make)
 
 
-@operator(_running_rule)
-def _running(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
+@internal_operator(_scan_rule)
+def _scan(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
     """The running sums or products, from what all parts come to."""
     found: Tensor = getattr(torch, name)(input, dim)
     return found
@@ -97,8 +97,8 @@ def _register(name: str) -> None:
             kind = dtype or torch.int64
 
         def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
-            values = settled(input).to(kind)
-            return _running(values, _parts(values, name, dims[0]), name, dims[0])
+            values = reduce_partial(input).to(kind)
+            return _scan(values, _shard_totals(values, name, dims[0]), name, dims[0])
 
         return Decomposition(run)
 

@@ -25,7 +25,7 @@ from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
 Item = slice | int | None
 
 
-def taken(start: int, stop: int, step: int, offset: int, size: int) -> slice:
+def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> slice:
     """Which elements of a part a range takes."""
     # The first of the range that is not before the part.
     first = max(start, start + -(-(offset - start) // step) * step)
@@ -33,17 +33,17 @@ def taken(start: int, stop: int, step: int, offset: int, size: int) -> slice:
     return slice(first - offset, max(end, first) - offset, step) if first < end else slice(0, 0)
 
 
-def length(one: slice) -> int:
+def slice_length(one: slice) -> int:
     """How many elements a range has that starts at 0 or later."""
     return len(range(one.start, one.stop, one.step or 1))
 
 
-def measure(start: int, stop: int, step: int) -> Resize:
+def resize_to_range(start: int, stop: int, step: int) -> Resize:
     """For parts of a dim how much of a range they have."""
-    return lambda parts: [length(taken(start, stop, step, *part)) for part in parts]
+    return lambda parts: [slice_length(local_slice(start, stop, step, *part)) for part in parts]
 
 
-def sliced(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
+def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
     """Basic indexing that takes single elements only of dims that are not cut.
 
     Args:
@@ -51,26 +51,28 @@ def sliced(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
         items: For all dims, in order, what is taken; and where new dims are.
     """
     # An axis of one rank cuts nothing.
-    spec = unsharded(input.spec, [dim for dim, item in _by_dim(items) if isinstance(item, int)])
+    spec = unsharded(
+        input.spec, [dim for dim, item in _items_by_dim(items) if isinstance(item, int)]
+    )
     spans = {
         dim: item.indices(input.shape[dim])
-        for dim, item in _by_dim(items)
+        for dim, item in _items_by_dim(items)
         if isinstance(item, slice)
     }
     changed = {dim: span for dim, span in spans.items() if span != (0, input.shape[dim], 1)}
-    measures = {dim: measure(*span) for dim, span in changed.items() if spec.axes_of(dim)}
+    measures = {dim: resize_to_range(*span) for dim, span in changed.items() if spec.axes_of(dim)}
     source, sizes = resizable(spec, measures)
-    shape, dims = _result(items, spans)
+    shape, dims = _result_shape(items, spans)
     return PlacedCall(
-        [source], [resized(source, shape, dims, sizes)], _run(items, spans, changed, source)
+        [source], [resized(source, shape, dims, sizes)], _slice_local(items, spans, changed, source)
     )
 
 
-def _by_dim(items: Sequence[Item]) -> list[tuple[int, Item]]:
+def _items_by_dim(items: Sequence[Item]) -> list[tuple[int, Item]]:
     return list(enumerate(item for item in items if item is not None))
 
 
-def _result(
+def _result_shape(
     items: Sequence[Item], spans: dict[int, tuple[int, int, int]]
 ) -> tuple[Ints, dict[int, int]]:
     """The shape of what is taken, and where dims are in it."""
@@ -88,7 +90,7 @@ def _result(
     return tuple(shape), dims
 
 
-def _run(
+def _slice_local(
     items: Sequence[Item],
     spans: dict[int, tuple[int, int, int]],
     changed: dict[int, tuple[int, int, int]],
@@ -105,7 +107,7 @@ def _run(
         if isinstance(item, int):
             index.append(item)
         elif dim in changed:
-            index.append(taken(*spans[dim], box.offsets[dim], box.sizes[dim]))
+            index.append(local_slice(*spans[dim], box.offsets[dim], box.sizes[dim]))
         else:
             index.append(slice(None))
         dim += 1
@@ -113,28 +115,30 @@ def _run(
     return lambda x: x[local]
 
 
-def whole_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
+def unshard_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
     """The same with these dims whole on each rank. Collective; differentiable."""
     spec = tensor._spec
     return tensor.redistribute(placements=unsharded(spec, dims).placements, order=spec.order)
 
 
-def indexed(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
+def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
     """Any basic indexing, where a call's arguments are the tensor and the index."""
-    if any(isinstance(item, int) and input.is_sharded(dim) for dim, item in _by_dim(items)):
-        return Decomposition(_two_steps)
-    return sliced(input, items)
+    if any(isinstance(item, int) and input.is_sharded(dim) for dim, item in _items_by_dim(items)):
+        return Decomposition(_elements_of_sharded_dims)
+    return slice_call(input, items)
 
 
-def _two_steps(input: DTensor, index: Any) -> Tensor:
+def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
     """Elements of cut dims: they stay where they are at first, then all ranks get them."""
-    items = basic(index, input.shape)
+    items = basic_items(index, input.shape)
     assert items is not None
     single = [
-        dim for dim, item in _by_dim(items) if isinstance(item, int) and input._spec.axes_of(dim)
+        dim
+        for dim, item in _items_by_dim(items)
+        if isinstance(item, int) and input._spec.axes_of(dim)
     ]
-    first, then = _all(input.dim()), list(items)
-    for place, (dim, item) in zip(_places(items), _by_dim(items), strict=True):
+    first, then = _full_slices(input.dim()), list(items)
+    for place, (dim, item) in zip(_dim_places(items), _items_by_dim(items), strict=True):
         if isinstance(item, slice):
             first[dim], then[place] = item, slice(None)
         elif isinstance(item, int) and dim in single:
@@ -142,19 +146,19 @@ def _two_steps(input: DTensor, index: Any) -> Tensor:
             first[dim], then[place] = slice(at, at + 1), 0
     part = input[tuple(first)]
     assert isinstance(part, DTensor)
-    found: DTensor = whole_dims(part, single)[tuple(then)]  # type: ignore[assignment]
+    found: DTensor = unshard_dims(part, single)[tuple(then)]  # type: ignore[assignment]
     copied_views.mark(
         found, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
     )
     return found
 
 
-def _places(items: Sequence[Item]) -> list[int]:
+def _dim_places(items: Sequence[Item]) -> list[int]:
     """Where in an index the items are that stand for a dim."""
     return [place for place, item in enumerate(items) if item is not None]
 
 
-def basic(index: Any, shape: Sequence[int]) -> list[Item] | None:
+def basic_items(index: Any, shape: Sequence[int]) -> list[Item] | None:
     """What each dim's item is; None if this is not basic indexing, or does not fit the shape."""
     given = list(index) if isinstance(index, tuple) else [index]
     count = sum(item is not None and item is not Ellipsis for item in given)
@@ -193,7 +197,7 @@ def _item(item: Any, size: int) -> Item:
 # -- rules -----------------------------------------------------------------------------------
 
 
-def _all(ndim: int) -> list[Any]:
+def _full_slices(ndim: int) -> list[Any]:
     """Of each dim everything."""
     return [slice(None)] * ndim
 
@@ -210,7 +214,9 @@ def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     start = start + size if start < 0 else start
     if not 0 <= start <= start + length <= size:
         return None
-    return sliced(input, with_item(_all(input.ndim), dim, slice(start, start + length, 1)))
+    return slice_call(
+        input, with_item(_full_slices(input.ndim), dim, slice(start, start + length, 1))
+    )
 
 
 @dtensor_rule("select", is_view=True)
@@ -222,13 +228,13 @@ def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
     if input.is_sharded(dim):
         return Decomposition(
             lambda input, dim, index: input[
-                tuple(with_item(_all(input.dim()), dim, operator.index(index)))
+                tuple(with_item(_full_slices(input.dim()), dim, operator.index(index)))
             ]
         )
-    return sliced(input, with_item(_all(input.ndim), dim, index))
+    return slice_call(input, with_item(_full_slices(input.ndim), dim, index))
 
 
-def _with_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
+def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, with lists in place of tensors that tell it where to cut."""
 
     def told(value: Any) -> Any:
@@ -244,7 +250,7 @@ def _with_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _narrowed(input: Tensor, dim: int, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+def _consecutive_ranges(input: Tensor, dim: int, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     """Consecutive ranges of a dim."""
     found, start = [], 0
     for one in lengths:
@@ -257,11 +263,11 @@ def _register_split(name: str) -> None:
     @dtensor_rule(name)
     def split_rule(input: DTensorArg, *args: Any, **kwargs: Any) -> RuleResult:
         if any(isinstance(arg, Arg) for arg in (*args, *kwargs.values())):
-            return Decomposition(_with_lists(getattr(Tensor, name)))
+            return Decomposition(_with_lengths_as_lists(getattr(Tensor, name)))
         split = split_lengths(name, input, args, kwargs)
         if split is None or not input.spec.axes_of(split[0]):
             return None
-        return Decomposition(lambda input, *_, **__: _narrowed(input, *split))
+        return Decomposition(lambda input, *_, **__: _consecutive_ranges(input, *split))
 
 
 for _name in SPLITS:
@@ -286,7 +292,7 @@ def _diagonal(
     )
     shift = 0 if along == dim1 else offset
     source, sizes = resizable(
-        unsharded(input.spec, [other]), {along: measure(start + shift, stop + shift, 1)}
+        unsharded(input.spec, [other]), {along: resize_to_range(start + shift, stop + shift, 1)}
     )
     kept = [dim for dim in range(input.ndim) if dim not in (dim1, dim2)]
     dims = {dim: i for i, dim in enumerate(kept)} | {along: len(kept)}

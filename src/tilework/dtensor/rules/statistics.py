@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.rules.extrema import extreme
-from tilework.dtensor.rules.helpers import settled
+from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.layout.box import Ints
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.reduction_args import any_sharded, dims_of, numpy_names, wide
+from tilework.tiled.rules.reduction_args import (
+    accumulation_dtype,
+    any_sharded,
+    dims_of,
+    numpy_names,
+)
 from tilework.tiled.rules.statistics import softmax_dims, spread_dims
 
 # torch has no types for these.
@@ -40,7 +45,7 @@ def _spread(name: str) -> None:
         dims, divisor_less = known
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:
-            spread, mean = _var_mean(settled(input), dims, keepdim, divisor_less)
+            spread, mean = _var_mean(reduce_partial(input), dims, keepdim, divisor_less)
             if name.startswith("std"):
                 spread = _root(spread)
             spread = spread.to(input.dtype.to_real())
@@ -54,7 +59,7 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 
 
 def _var_mean(input: Tensor, dims: Ints, keepdim: bool, correction: float) -> tuple[Tensor, Tensor]:
-    input = input.to(wide(input.dtype))
+    input = input.to(accumulation_dtype(input.dtype))
     count = math.prod(input.shape[dim] for dim in dims)
     mean = input.mean(dims, keepdim=True)
     total = _square(input - mean).sum(dims, keepdim)
@@ -67,7 +72,7 @@ def _square(input: Tensor) -> Tensor:
 
 def _root(input: Tensor) -> Tensor:
     """The square root; its gradient at zero is zero, not infinite."""
-    input = settled(input)
+    input = reduce_partial(input)
     zero = input == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, input).sqrt())
 
@@ -85,10 +90,10 @@ def _vector_norm(
         return None
 
     def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
-        values = settled(input)
+        values = reduce_partial(input)
         if dtype is not None:
             values = values.to(dtype)
-        norm = _norm(values.to(wide(values.dtype)), float(ord), dims, keepdim)
+        norm = _norm(values.to(accumulation_dtype(values.dtype)), float(ord), dims, keepdim)
         return norm.to((dtype or input.dtype).to_real())
 
     return Decomposition(run) if any_sharded(input, dims) else None
@@ -110,7 +115,7 @@ def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
         powers = torch.where(zero, 0.0 if order > 0 else math.inf, powers)
     else:
         powers = values.pow(order)
-    total = settled(powers.sum(dims, keepdim))
+    total = reduce_partial(powers.sum(dims, keepdim))
     if order < 0:
         return total.pow(1 / order)
     none = total == 0
@@ -150,7 +155,7 @@ def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> RuleResult:
 
 
 def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    input = settled(input)
+    input = reduce_partial(input)
     others = [one for one in range(input.ndim) if one != dim % input.ndim]
     norm = _vector_norm_of(input, p, others, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
@@ -180,9 +185,9 @@ def _has_sharded_elements(input: Arg, dims: Ints) -> bool:
 
 
 def _exponentials(name: str, input: Tensor, dims: Ints, dtype: torch.dtype | None) -> Tensor:
-    values = settled(input)
+    values = reduce_partial(input)
     kind = dtype or input.dtype
-    values = values.to(wide(kind))
+    values = values.to(accumulation_dtype(kind))
     values = values - extreme(values.detach(), "amax", dims, True)
     powers = values.exp()
     total = powers.sum(dims, keepdim=True)
@@ -197,12 +202,12 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
         return None
 
     def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
-        values = settled(input)
+        values = reduce_partial(input)
         if not (values.is_floating_point() or values.is_complex()):
             values = values.to(torch.get_default_dtype())
         kind = values.dtype
-        values = values.to(wide(kind))
-        most = settled(extreme(values.detach(), "amax", dims, True))
+        values = values.to(accumulation_dtype(kind))
+        most = reduce_partial(extreme(values.detach(), "amax", dims, True))
         most = torch.where(most.isinf(), 0.0, most)
         result = (values - most).exp().sum(dims, keepdim=True).log() + most
         return (result if keepdim else result.sum(dims)).to(kind)

@@ -65,7 +65,7 @@ def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
     )
 
 
-def composed(compute: Callable[..., Any]) -> Callable[..., RuleResult]:
+def composed_rule(compute: Callable[..., Any]) -> Callable[..., RuleResult]:
     """The rule of an operator that others make up."""
     return lambda *_, **__: Decomposition(compute)
 
@@ -113,14 +113,14 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
     return input[places]
 
 
-rule("hstack")(composed(_hstack))
-rule("vstack")(composed(lambda tensors: torch.cat([atleast_2d(x) for x in tensors], 0)))
-rule("dstack")(composed(lambda tensors: torch.cat([atleast_3d(x) for x in tensors], 2)))
-rule("column_stack")(composed(_column_stack))
-rule("block_diag")(composed(_block_diag))
-rule("kron")(composed(_kron))
-rule("cartesian_prod")(composed(_cartesian_prod))
-rule("combinations")(composed(_combinations))
+rule("hstack")(composed_rule(_hstack))
+rule("vstack")(composed_rule(lambda tensors: torch.cat([atleast_2d(x) for x in tensors], 0)))
+rule("dstack")(composed_rule(lambda tensors: torch.cat([atleast_3d(x) for x in tensors], 2)))
+rule("column_stack")(composed_rule(_column_stack))
+rule("block_diag")(composed_rule(_block_diag))
+rule("kron")(composed_rule(_kron))
+rule("cartesian_prod")(composed_rule(_cartesian_prod))
+rule("combinations")(composed_rule(_combinations))
 
 
 @rule("meshgrid")

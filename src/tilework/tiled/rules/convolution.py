@@ -14,13 +14,13 @@ from torch import Tensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 
 _torch: Any = torch
 _nn: Any = torch._C._nn
 
 
-def on_parts(
+def guard_empty_shards(
     function: Callable[..., Any],
     given: Mapping[str, Any],
     dtypes: Sequence[torch.dtype | None] = (None,),
@@ -52,7 +52,7 @@ def on_parts(
                 if isinstance(value, Arg) and name != bias
             ]
             if not any(
-                _emptied(tensors[value.number], value)
+                _is_emptied(tensors[value.number], value)
                 for name, value in here.items()
                 if isinstance(value, Arg) and name != bias
             ):
@@ -63,7 +63,7 @@ def on_parts(
                 )
                 for spec, dtype in zip(specs, dtypes, strict=True)
             ]
-            first = tied(empty[0], *needed)
+            first = keep_inputs_in_graph(empty[0], *needed)
             if values.get(bias) is not None:
                 spatial = needed[1].ndim - 2
                 first = first + values[bias].reshape((-1,) + (1,) * spatial)
@@ -74,11 +74,11 @@ def on_parts(
     return make
 
 
-def _emptied(part: Tensor, arg: Arg) -> bool:
+def _is_emptied(part: Tensor, arg: Arg) -> bool:
     return any(size == 0 != whole for size, whole in zip(part.shape, arg.shape, strict=True))
 
 
-def each(value: Any, count: int) -> tuple[int, ...] | None:
+def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
     """A parameter for each of so many dims; None if it is not one."""
     if isinstance(value, int):
         return (value,) * count
@@ -87,16 +87,18 @@ def each(value: Any, count: int) -> tuple[int, ...] | None:
     return tuple(value) * (count if len(value) == 1 else 1)
 
 
-def windows(
+def window_factors(
     sizes: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[tuple[Dim, Dim]]:
     """What each spatial dim runs over, and the dim of the windows on it."""
     count = len(sizes)
-    known = [each(one, count) or (0,) * count for one in (kernel, stride, padding, dilation)]
-    return [_window(*one) for one in zip(sizes, *known, strict=True)]
+    known = [per_dim(one, count) or (0,) * count for one in (kernel, stride, padding, dilation)]
+    return [_window_factors(*one) for one in zip(sizes, *known, strict=True)]
 
 
-def _window(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[Dim, Dim]:
+def _window_factors(
+    size: int, kernel: int, stride: int, padding: int, dilation: int
+) -> tuple[Dim, Dim]:
     apart = kernel == stride and padding == 0 and (dilation == 1 or kernel == 1)
     if not apart or kernel < 1 or size % kernel:
         return (), ()
@@ -107,7 +109,7 @@ def _window(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
 # -- convolutions ----------------------------------------------------------------------------
 
 
-def _convolution(function: Any, spatial: int, names: str) -> None:
+def _register_convolution(function: Any, spatial: int, names: str) -> None:
     """Register a convolution, or a transposed one, whose parameters after the bias are these."""
     defaults = {name: int(name not in ("padding", "output_padding")) for name in names.split()}
     transposed = "output_padding" in defaults
@@ -122,7 +124,7 @@ def _convolution(function: Any, spatial: int, names: str) -> None:
         group = Factor(groups, "group")
         i = Factor(input.shape[lead] // groups, "i")
         o = Factor(weight.shape[1] if transposed else weight.shape[0] // groups, "o")
-        dims = _windows_of(input, weight, given, transposed)
+        dims = _spatial_factors(input, weight, given, transposed)
         batch = factors_of(input.shape[:lead])
         kernel = [None] * spatial
         inputs: dict[Arg, Sequence[Any]] = {
@@ -136,7 +138,7 @@ def _convolution(function: Any, spatial: int, names: str) -> None:
             [[*batch, (group, o), *(after for _, after in dims)]],
             linear=[[input, bias], [weight, bias]],
             addends=[bias],
-            run=on_parts(
+            run=guard_empty_shards(
                 function,
                 {"input": input, "weight": weight, "bias": bias, **given},
                 local=lambda ranges: {"groups": ranges.local_range(group)[1]},
@@ -147,7 +149,7 @@ def _convolution(function: Any, spatial: int, names: str) -> None:
     rule(function)(answer)
 
 
-def _windows_of(
+def _spatial_factors(
     input: Arg, weight: Arg, given: Mapping[str, Any], transposed: bool
 ) -> list[tuple[Dim, Dim]]:
     kernel = weight.shape[2:]
@@ -155,16 +157,16 @@ def _windows_of(
     padding = 0 if given["padding"] == "valid" else given["padding"]
     parameters = kernel, given["stride"], padding, given["dilation"]
     if not transposed:
-        return windows(sizes, *parameters)
+        return window_factors(sizes, *parameters)
     if given["output_padding"] not in (0, (0,) * len(kernel), [0] * len(kernel)):
         return [((), ())] * len(kernel)
     grown = [size * one for size, one in zip(sizes, kernel, strict=True)]
-    return [(before, after) for after, before in windows(grown, *parameters)]
+    return [(before, after) for after, before in window_factors(grown, *parameters)]
 
 
 for _n in (1, 2, 3):
-    _convolution(getattr(torch, f"conv{_n}d"), _n, "stride padding dilation groups")
-    _convolution(
+    _register_convolution(getattr(torch, f"conv{_n}d"), _n, "stride padding dilation groups")
+    _register_convolution(
         getattr(torch, f"conv_transpose{_n}d"),
         _n,
         "stride padding output_padding groups dilation",
@@ -174,12 +176,12 @@ for _n in (1, 2, 3):
 # -- windows as columns ----------------------------------------------------------------------
 
 
-def _columns(function: Any, names: str, back: bool) -> None:
+def _register_columns(function: Any, names: str, back: bool) -> None:
     """Register what makes a column of each window, or the sum of such columns."""
 
     def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
         given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
-        kernel = each(given.get("kernel_size"), 2)
+        kernel = per_dim(given.get("kernel_size"), 2)
         lead = input.ndim - (2 if back else 3)
         if kernel is None or lead not in (0, 1):
             return None
@@ -191,14 +193,14 @@ def _columns(function: Any, names: str, back: bool) -> None:
         batch = factors_of(input.shape[:lead])
         ends = [*batch, c, None, None], [*batch, column, None]
         before, after = ends[::-1] if back else ends
-        run = on_parts(function, {"input": input, **given})
+        run = guard_empty_shards(function, {"input": input, **given})
         return local_call({input: before}, [after], linear=[[input]], run=run)
 
     rule(function)(answer)
 
 
-_columns(_nn.im2col, "kernel_size dilation padding stride", back=False)
-_columns(_nn.col2im, "output_size kernel_size dilation padding stride", back=True)
+_register_columns(_nn.im2col, "kernel_size dilation padding stride", back=False)
+_register_columns(_nn.col2im, "output_size kernel_size dilation padding stride", back=True)
 
 
 # -- between channels and space --------------------------------------------------------------
@@ -215,7 +217,9 @@ def _pixel_shuffle(input: Any, upscale_factor: int) -> RuleResult:
         {input: [*lead, (c, r, s), h, w]},
         [[*lead, c, (h, r), (w, s)]],
         rearranges=True,
-        run=on_parts(_torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}),
+        run=guard_empty_shards(
+            _torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}
+        ),
     )
 
 
@@ -234,7 +238,7 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> RuleResult:
         {input: [*lead, c, (h, r), (w, s)]},
         [[*lead, (c, r, s), h, w]],
         rearranges=True,
-        run=on_parts(
+        run=guard_empty_shards(
             _torch.pixel_unshuffle, {"input": input, "downscale_factor": downscale_factor}
         ),
     )
@@ -246,5 +250,5 @@ def _channel_shuffle(input: Any, groups: int) -> RuleResult:
         return None
     n, *spatial = factors_of((input.shape[0], *input.shape[2:]))
     dims = [n, None, *spatial]
-    run = on_parts(_torch.channel_shuffle, {"input": input, "groups": groups})
+    run = guard_empty_shards(_torch.channel_shuffle, {"input": input, "groups": groups})
     return local_call({input: dims}, [dims], rearranges=True, run=run)

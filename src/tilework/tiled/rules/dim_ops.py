@@ -12,97 +12,97 @@ from tilework.layout.box import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast, factors_of
 from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import tied
-from tilework.tiled.rules.reduction_args import dims_of, left_of, numpy_names, reduced
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, remaining_dims
 
 
-def _loops(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
+def _factors_but(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
     """A factor for each dim that may be cut."""
-    return _loops_of(factors_of(shape), whole)
+    return _all_but(factors_of(shape), whole)
 
 
-def _loops_of(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | None]:
+def _all_but(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | None]:
     return [None if at in whole else one for at, one in enumerate(factors)]
 
 
-def _kept(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleResult:
+def _along(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleResult:
     """Rows along ``dim`` become others, of whatever length."""
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    factors = _loops(input.shape, dims)
+    factors = _factors_but(input.shape, dims)
     return local_call({input: factors}, [factors] * results, linear=[[input]] if linear else [])
 
 
 @rule("logcumsumexp")
 def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
-    return _kept(input, dim, 1)
+    return _along(input, dim, 1)
 
 
 @rule("cumsum")
 def _cumsum(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
-    return _kept(input, dim, 1, linear=True)
+    return _along(input, dim, 1, linear=True)
 
 
 @rule("cumprod")
 def _cumprod(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
-    return _kept(input, dim, 1)
+    return _along(input, dim, 1)
 
 
 @rule("cummax", "cummin")
 def _cummax(input: Arg, dim: int) -> RuleResult:
-    return _kept(input, dim, 2)
+    return _along(input, dim, 2)
 
 
 @rule("sort")
 def _sort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     # The forms are (dim, descending) and (*, stable, dim, descending).
     dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
-    return _kept(input, dim, 2)
+    return _along(input, dim, 2)
 
 
 @rule("argsort")
 def _argsort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
-    return _kept(input, dim, 1)
+    return _along(input, dim, 1)
 
 
 @rule("msort")
 def _msort(input: Arg) -> RuleResult:
-    return _kept(input, 0, 1)
+    return _along(input, 0, 1)
 
 
 @rule("topk")
 def _topk(
     input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> RuleResult:
-    return _kept(input, dim, 2)
+    return _along(input, dim, 2)
 
 
 @rule("kthvalue")
 @numpy_names
 def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    return _selected(input, dim, keepdim)
+    return _selection(input, dim, keepdim)
 
 
 @rule("mode")
 @numpy_names
 def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    return _selected(input, dim, keepdim)
+    return _selection(input, dim, keepdim)
 
 
 @rule("median", "nanmedian")
 @numpy_names
 def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    return None if dim is None else _selected(input, dim, keepdim)
+    return None if dim is None else _selection(input, dim, keepdim)
 
 
-def _selected(input: Arg, dim: int, keepdim: bool) -> RuleResult:
+def _selection(input: Arg, dim: int, keepdim: bool) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, None, results=2)
+    return None if dims is None else reduce_dims(input, dims, keepdim, None, results=2)
 
 
-def _quantiles(name: str) -> None:
+def _register_quantile(name: str) -> None:
     quantile: Callable[..., Tensor] = getattr(torch, name)
 
     @rule(name)
@@ -119,7 +119,7 @@ def _quantiles(name: str) -> None:
         if dims is None or dim is None:
             return None
         factors = factors_of(input.shape)
-        left = left_of(factors, dims, keepdim)
+        left = remaining_dims(factors, dims, keepdim)
         levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
 
         def make(ranges: LocalRanges) -> Callable[..., Tensor]:
@@ -130,17 +130,17 @@ def _quantiles(name: str) -> None:
             ]
             if 0 in sizes:  # torch takes no tensor without elements
                 several = q.shape if isinstance(q, Arg) else ()
-                return lambda part, *q: tied(part.reshape(*several, *sizes), *q)
+                return lambda part, *q: keep_inputs_in_graph(part.reshape(*several, *sizes), *q)
             return lambda part, q=q: quantile(part, q, dim, keepdim, interpolation=interpolation)
 
-        inputs = {input: _loops_of(factors, dims)}
+        inputs = {input: _all_but(factors, dims)}
         if isinstance(q, Arg):
             inputs[q] = levels
         return local_call(inputs, [[*levels, *left]], run=make)
 
 
-_quantiles("quantile")
-_quantiles("nanquantile")
+_register_quantile("quantile")
+_register_quantile("nanquantile")
 
 
 @rule("diff")
@@ -151,7 +151,7 @@ def _diff(
     if dims is None:
         return None
     given = [one for one in (input, prepend, append) if isinstance(one, Arg)]
-    factors = _loops(input.shape, dims)
+    factors = _factors_but(input.shape, dims)
     if any(one.ndim != input.ndim for one in given):
         return None
     return local_call(dict.fromkeys(given, factors), [factors], linear=[given])
@@ -159,15 +159,15 @@ def _diff(
 
 @rule("trapezoid", "trapz")
 def _trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> RuleResult:
-    return _integrated(y, x, dim, keeps=False)
+    return _integral(y, x, dim, keeps=False)
 
 
 @rule("cumulative_trapezoid")
 def _cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> RuleResult:
-    return _integrated(y, x, dim, keeps=True)
+    return _integral(y, x, dim, keeps=True)
 
 
-def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
+def _integral(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
     dims = dims_of(y.ndim, dim)
     if dims is None:
         return None
@@ -177,7 +177,7 @@ def _integrated(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
         return None
     factors, terms = broadcast([y.shape, x.shape] if for_each else [y.shape])
     whole = [None if at in dims else one for at, one in enumerate(factors)]
-    out = whole if keeps else left_of(factors, dims, False)
+    out = whole if keeps else remaining_dims(factors, dims, False)
     gone = {factors[at] for at in dims}
     inputs = {y: [None if gone & set(one) else one for one in terms[0]]}
     if isinstance(x, Arg):
@@ -192,7 +192,7 @@ def _gradient(
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    loops = _loops(input.shape, dims)
+    loops = _factors_but(input.shape, dims)
     inputs: dict[Arg, list[Factor | Dim | None]] = {input: loops}
     for one in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
         if isinstance(one, Arg):
@@ -211,7 +211,7 @@ def _searchsorted(
     sorter: Any = None,
 ) -> RuleResult:
     # Sequences in a row for each row of values, or one for all.
-    rows = _loops(sorted_sequence.shape[:-1])
+    rows = _factors_but(sorted_sequence.shape[:-1])
     given = {sorted_sequence: [*rows, None]}
     if isinstance(sorter, Arg):
         given[sorter] = [*rows, None]
@@ -219,7 +219,9 @@ def _searchsorted(
         return local_call(given, [[]])
     if rows and input.ndim != sorted_sequence.ndim:
         return None
-    dims = given[input] = [*rows, *_loops(input.shape[-1:])] if rows else _loops(input.shape)
+    dims = given[input] = (
+        [*rows, *_factors_but(input.shape[-1:])] if rows else _factors_but(input.shape)
+    )
     return local_call(given, [dims])
 
 
@@ -229,5 +231,5 @@ def _bucketize(
 ) -> RuleResult:
     if not isinstance(input, Arg):
         return local_call({boundaries: [None]}, [[]])
-    dims = _loops(input.shape)
+    dims = _factors_but(input.shape)
     return local_call({input: dims, boundaries: [None]}, [dims])

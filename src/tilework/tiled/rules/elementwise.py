@@ -72,12 +72,12 @@ def pointwise(
     except ValueError:  # torch will say so of the whole tensors
         return None
     factors, terms = broadcast(shapes)
-    sets = [one for one in linear if all(map(_may_be_in_terms, one))]
+    sets = [one for one in linear if all(map(_may_be_partial, one))]
     inputs = dict(zip(given, terms, strict=True))
     return local_call(inputs, [factors] * results, linear=sets, rearranges=rearranges)
 
 
-def _may_be_in_terms(value: Any) -> bool:
+def _may_be_partial(value: Any) -> bool:
     return isinstance(value, Arg) and value.dtype not in _NARROW
 
 
@@ -150,7 +150,7 @@ def _frexp(input: Arg) -> RuleResult:
 
 @rule("copy", values_matter=False, is_elementwise=True)
 def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> RuleResult:
-    return pointwise([self, src], rearranges=_holds(self.dtype, src.dtype))
+    return pointwise([self, src], rearranges=_keeps_sums(self.dtype, src.dtype))
 
 
 # -- types and devices -----------------------------------------------------------------------
@@ -158,10 +158,10 @@ def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> RuleResult:
 
 def _cast(input: Arg, dtype: torch.dtype) -> RuleResult:
     # Rounding the terms of a sum is not rounding the sum.
-    return pointwise([input], rearranges=_holds(dtype, input.dtype))
+    return pointwise([input], rearranges=_keeps_sums(dtype, input.dtype))
 
 
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+def _keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether a sum in ``dtype`` of what were terms in ``other`` is the same sum, cast."""
     if dtype is other:
         return True
@@ -245,10 +245,10 @@ def _prelu(input: Arg, weight: Arg) -> RuleResult:
 def _rrelu(
     input: Arg, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> RuleResult:
-    return Decomposition(_drawn_slopes) if training else pointwise([input])
+    return Decomposition(_random_slopes) if training else pointwise([input])
 
 
-def _drawn_slopes(
+def _random_slopes(
     input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = True
 ) -> torch.Tensor:
     with torch.no_grad():

@@ -16,8 +16,8 @@ from torch import Tensor
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import tied
-from tilework.tiled.rules.index_range import Span
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.index_range import LocalIndexRange
 
 
 @rule(torch.embedding)
@@ -36,7 +36,7 @@ def _embedding(
     places = [Factor(size, unshardable=scale_grad_by_freq) for size in indices.shape]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = Span(ranges, rows)
+        mine = LocalIndexRange(ranges, rows)
         padding = mine.place(padding_idx)
         padding = -1 if padding is None else padding
 
@@ -46,7 +46,7 @@ def _embedding(
                 return torch.embedding(table, wanted, padding, scale_grad_by_freq)
             numbers, here = mine.find(wanted)
             if mine.count == 0:
-                return tied(table.new_zeros(*wanted.shape, table.shape[1]), table)
+                return keep_inputs_in_graph(table.new_zeros(*wanted.shape, table.shape[1]), table)
             found = torch.embedding(table, numbers, padding)
             return found.masked_fill(~here.unsqueeze(-1), 0)
 
@@ -66,7 +66,7 @@ def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: flo
     dims = [rows, Factor(weight.shape[1], unshardable=True)]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = Span(ranges, rows)
+        mine = LocalIndexRange(ranges, rows)
 
         def renorm(*tensors: Tensor) -> Tensor:
             table = tensors[weight.number].detach().clone()
@@ -114,7 +114,7 @@ def _embedding_bag(
         padding_idx += weight.shape[0]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = Span(ranges, rows)
+        mine = LocalIndexRange(ranges, rows)
 
         def look_up(*tensors: Tensor) -> Tensor:
             wanted, table = tensors[input.number], tensors[weight.number]
@@ -123,7 +123,7 @@ def _embedding_bag(
             if table.numel() == 0 or wanted.numel() == 0:
                 shape = bags if flat else wanted.shape[0], table.shape[1]
                 mine.find(wanted)
-                return tied(table.new_zeros(shape), table, factors)
+                return keep_inputs_in_graph(table.new_zeros(shape), table, factors)
             if mine.all:
                 return F.embedding_bag(
                     *(wanted, table, starts, None, 2.0, scale_grad_by_freq, mode, False),

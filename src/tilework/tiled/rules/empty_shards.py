@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from tilework.tiled.op_rules import LocalRanges
 
 
-def on_nothing_too(
+def allow_empty_shards(
     function: Callable[..., Any],
 ) -> Callable[[LocalRanges], Callable[..., Any] | None]:
     """For ``op_table.native``: ``function`` of any parts of a whole.
@@ -23,15 +23,15 @@ def on_nothing_too(
 
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:
         whole = all(0 not in spec.shape for spec in ranges.inputs)
-        return partial(_with_stand_ins, function) if whole and ranges.has_empty_shards else None
+        return partial(_with_row_for_empty, function) if whole and ranges.has_empty_shards else None
 
     return run
 
 
-def _with_stand_ins(function: Callable[..., Any], *tensors: Tensor) -> Any:
+def _with_row_for_empty(function: Callable[..., Any], *tensors: Tensor) -> Any:
     """One row stands for none, which then is left out of the results."""
     empty = [dim for dim, size in enumerate(tensors[0].shape) if size == 0]
-    result = function(*[_stand_in(one) if one.numel() == 0 else one for one in tensors])
+    result = function(*[_zero_row(one) if one.numel() == 0 else one for one in tensors])
 
     def left_out(one: Tensor) -> Tensor:
         for dim in empty:
@@ -41,14 +41,14 @@ def _with_stand_ins(function: Callable[..., Any], *tensors: Tensor) -> Any:
     return tree_map(left_out, result)
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _zero_row(tensor: Tensor) -> Tensor:
     """Zeros, at the tensor's place in the graph."""
     return tensor.new_zeros([max(size, 1) for size in tensor.shape]) + tensor.sum(
         dtype=tensor.dtype
     )
 
 
-def tied(result: Tensor, *inputs: Tensor | None) -> Tensor:
+def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
     """``result`` as a function of inputs that it does not depend on.
 
     A rank with nothing to compute has to be in the graph nevertheless: others wait for it there.

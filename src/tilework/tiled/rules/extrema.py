@@ -8,7 +8,7 @@ from tilework.layout.box import Ints
 from tilework.tiled.op_rules import Arg, RuleResult
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.elementwise import pointwise
-from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduced
+from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims
 
 
 def extreme_dims(input: Arg, dim: Any) -> Ints | None:
@@ -21,7 +21,7 @@ def extreme_dims(input: Arg, dim: Any) -> Ints | None:
 @numpy_names
 def _amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
     dims = extreme_dims(input, dim)
-    return None if dims is None else reduced(input, dims, keepdim, None)
+    return None if dims is None else reduce_dims(input, dims, keepdim, None)
 
 
 @rule("max", "min")
@@ -32,18 +32,18 @@ def _max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = Non
     dims = extreme_dims(input, dim)
     if dims is None:
         return None
-    return reduced(input, dims, keepdim, None, results=1 if dim is None else 2)
+    return reduce_dims(input, dims, keepdim, None, results=1 if dim is None else 2)
 
 
 @rule("argmax", "argmin")
 @numpy_names
 def _argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = extreme_dims(input, dim)
-    return None if dims is None else reduced(input, dims, keepdim, None)
+    return None if dims is None else reduce_dims(input, dims, keepdim, None)
 
 
 @rule("aminmax")
 @numpy_names
 def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     dims = extreme_dims(input, dim)
-    return None if dims is None else reduced(input, dims, keepdim, None, results=2)
+    return None if dims is None else reduce_dims(input, dims, keepdim, None, results=2)

@@ -12,23 +12,21 @@ from torch import Tensor
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import on_nothing_too
+from tilework.tiled.rules.empty_shards import allow_empty_shards
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 
 
-def _listed(given: Any) -> Sequence[int]:
+def _as_list(given: Any) -> Sequence[int]:
     return [given] if isinstance(given, int) else given
 
 
-def _transformed(
-    input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]
-) -> RuleResult:
+def _transform(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> RuleResult:
     """Dims keep their places; how large they become is what torch says."""
     factors = factors_of(input.shape)
     for dim in dims:
         factors[dim].unshardable = True
-    run = on_nothing_too(function)
+    run = allow_empty_shards(function)
     return local_call({input: factors}, [factors], linear=[[input]], run=run)
 
 
@@ -37,21 +35,21 @@ def _register(kind: str) -> None:
 
     @rule(f"fft_{kind}")
     def _along_one(input: Any, n: Any = None, dim: int = -1, norm: str | None = None) -> RuleResult:
-        return _transformed(input, [dim], partial(one, n=n, dim=dim, norm=norm))
+        return _transform(input, [dim], partial(one, n=n, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}2")
     def _along_two(
         input: Any, s: Any = None, dim: Any = (-2, -1), norm: str | None = None
     ) -> RuleResult:
-        return _transformed(input, _listed(dim), partial(two, s=s, dim=dim, norm=norm))
+        return _transform(input, _as_list(dim), partial(two, s=s, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}n")
     def _along_many(
         input: Any, s: Any = None, dim: Any = None, norm: str | None = None
     ) -> RuleResult:
-        last = range(-(input.ndim if s is None else len(_listed(s))), 0)
-        dims = last if dim is None else _listed(dim)
-        return _transformed(input, dims, partial(many, s=s, dim=dim, norm=norm))
+        last = range(-(input.ndim if s is None else len(_as_list(s))), 0)
+        dims = last if dim is None else _as_list(dim)
+        return _transform(input, dims, partial(many, s=s, dim=dim, norm=norm))
 
 
 for _kind in _KINDS:
@@ -61,7 +59,7 @@ for _kind in _KINDS:
 @rule("fft_fftshift", "fft_ifftshift")
 def _shift(input: Any, dim: Any = None) -> RuleResult:
     factors = factors_of(input.shape)
-    for one in range(input.ndim) if dim is None else _listed(dim):
+    for one in range(input.ndim) if dim is None else _as_list(dim):
         factors[one].unshardable = True
     return local_call({input: factors}, [factors], rearranges=True)
 
@@ -89,7 +87,7 @@ def _stft(
     def function(input: Tensor, window: Tensor | None = None) -> Tensor:
         return torch.stft(input, n_fft, window=window, **kwargs)
 
-    run = None if args else on_nothing_too(function)
+    run = None if args else allow_empty_shards(function)
     return local_call(inputs, [[*batch, None, None]], linear=[[input]], run=run)
 
 
@@ -120,6 +118,6 @@ def _istft(
             input, n_fft, hop_length, win_length, window, center, normalized, onesided, length
         )
 
-    run = None if return_complex else on_nothing_too(function)
+    run = None if return_complex else allow_empty_shards(function)
     shapes = [(*batch, samples)]
     return local_call(inputs, [[*factors, None]], linear=[[input]], run=run, shapes=shapes)

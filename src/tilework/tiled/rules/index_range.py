@@ -8,7 +8,7 @@ from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import LocalRanges
 
 
-class Span:
+class LocalIndexRange:
     """The part of a factor that this rank has, for look-ups by index."""
 
     def __init__(self, ranges: LocalRanges, factor: Factor) -> None:

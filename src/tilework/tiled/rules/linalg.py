@@ -13,10 +13,10 @@ from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, RuleResult, local_call
 from tilework.tiled.op_table import rule
 from tilework.tiled.pattern_rules import match_pattern
-from tilework.tiled.rules.empty_shards import on_nothing_too
+from tilework.tiled.rules.empty_shards import allow_empty_shards
 
 
-def _over_batches(names: str, text: str) -> None:
+def _register_batched(names: str, text: str) -> None:
     """Register operators whose tensors are taken in the order in which they are given.
 
     Sizes are those of the arguments only; those of results are what torch says.
@@ -30,39 +30,41 @@ def _over_batches(names: str, text: str) -> None:
     rule(*names.split())(answer)
 
 
-_over_batches("det linalg_det logdet", "b* m! n! -> b*")
-_over_batches("linalg_matrix_rank", "b* m! n!, b*?, b*? -> b*")
-_over_batches("slogdet linalg_slogdet", "b* m! n! -> b*, b*")
-_over_batches(
+_register_batched("det linalg_det logdet", "b* m! n! -> b*")
+_register_batched("linalg_matrix_rank", "b* m! n!, b*?, b*? -> b*")
+_register_batched("slogdet linalg_slogdet", "b* m! n! -> b*, b*")
+_register_batched(
     "inverse linalg_inv cholesky linalg_cholesky cholesky_inverse"
     " matrix_exp linalg_matrix_exp matrix_power linalg_matrix_power",
     "b* m! n! -> b* m! n!",
 )
-_over_batches("pinverse linalg_pinv", "b* m! n!, b*?, b*? -> b* n! m!")
-_over_batches("linalg_inv_ex linalg_cholesky_ex", "b* m! n! -> b* m! n!, b*")
-_over_batches("linalg_svdvals linalg_eigvals linalg_eigvalsh", "b* m! n! -> b* n!")
-_over_batches("linalg_eig linalg_eigh", "b* m! n! -> b* n!, b* m! n!")
-_over_batches("svd linalg_svd", "b* m! n! -> b* m! m!, b* n!, b* n! n!")
-_over_batches("linalg_lu", "b* m! n! -> b* m! m!, b* m! n!, b* m! n!")
-_over_batches("linalg_lu_factor linalg_ldl_factor", "b* m! n! -> b* m! n!, b* n!")
-_over_batches(
+_register_batched("pinverse linalg_pinv", "b* m! n!, b*?, b*? -> b* n! m!")
+_register_batched("linalg_inv_ex linalg_cholesky_ex", "b* m! n! -> b* m! n!, b*")
+_register_batched("linalg_svdvals linalg_eigvals linalg_eigvalsh", "b* m! n! -> b* n!")
+_register_batched("linalg_eig linalg_eigh", "b* m! n! -> b* n!, b* m! n!")
+_register_batched("svd linalg_svd", "b* m! n! -> b* m! m!, b* n!, b* n! n!")
+_register_batched("linalg_lu", "b* m! n! -> b* m! m!, b* m! n!, b* m! n!")
+_register_batched("linalg_lu_factor linalg_ldl_factor", "b* m! n! -> b* m! n!, b* n!")
+_register_batched(
     "linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", "b* m! n! -> b* m! n!, b* n!, b*"
 )
-_over_batches("cholesky_solve", "b* n! k, b* n! n! -> b* n! k")
-_over_batches("triangular_solve", "b* n! k!, b* n! n! -> b* n! k!, b* n! n!")
-_over_batches("lu_solve", "b* n! k, b* n! n!, b* n! -> b* n! k")
-_over_batches("linalg_ldl_solve", "b* n! n!, b* n!, b* n! k -> b* n! k")
-_over_batches("cdist", "b* p m!, b* r m! -> b* p r")
+_register_batched("cholesky_solve", "b* n! k, b* n! n! -> b* n! k")
+_register_batched("triangular_solve", "b* n! k!, b* n! n! -> b* n! k!, b* n! n!")
+_register_batched("lu_solve", "b* n! k, b* n! n!, b* n! -> b* n! k")
+_register_batched("linalg_ldl_solve", "b* n! n!, b* n!, b* n! k -> b* n! k")
+_register_batched("cdist", "b* p m!, b* r m! -> b* p r")
 
 
 @rule("linalg_cond")
 def _cond(A: Any, p: Any = None) -> RuleResult:
-    return match_pattern("b* m! n! -> b*", [A], run=on_nothing_too(partial(torch.linalg.cond, p=p)))
+    return match_pattern(
+        "b* m! n! -> b*", [A], run=allow_empty_shards(partial(torch.linalg.cond, p=p))
+    )
 
 
 @rule("linalg_householder_product", "orgqr")
 def _householder_product(input: Any, tau: Any) -> RuleResult:
-    run = on_nothing_too(torch.linalg.householder_product)
+    run = allow_empty_shards(torch.linalg.householder_product)
     return match_pattern("b* m! n!, b* k! -> b* m! n!", [input, tau], run=run)
 
 
@@ -80,16 +82,16 @@ def _lu(A: Any, pivot: bool = True, get_infos: bool = False) -> RuleResult:
 
 @rule("linalg_solve")
 def _solve(A: Any, B: Any, *, left: bool = True) -> RuleResult:
-    return _solved(torch.linalg.solve, A, B, left, "k", "")
+    return _solution(torch.linalg.solve, A, B, left, "k", "")
 
 
 @rule("linalg_solve_ex")
 def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> RuleResult:
     solve = partial(torch.linalg.solve_ex, check_errors=check_errors)
-    return _solved(solve, A, B, left, "k!", ", b*")
+    return _solution(solve, A, B, left, "k!", ", b*")
 
 
-def _solved(
+def _solution(
     function: Callable[..., Any], A: Arg, B: Any, left: bool, columns: str, more: str
 ) -> RuleResult:
     if B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1]):

@@ -46,7 +46,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> RuleResult:
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleResult:
     def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
         # On all ranks alike: gradients have to come in one order.
-        return _bilinear_of_nothing if ranges.has_empty_shards else None
+        return _bilinear_of_empty if ranges.has_empty_shards else None
 
     tensors = [input1, input2, weight, bias]
     sums = [[one, bias] for one in tensors[:3]]
@@ -55,9 +55,7 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleRe
     )
 
 
-def _bilinear_of_nothing(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def _bilinear_of_empty(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What torch has no result for: a sum over nothing."""
     found = torch.einsum("...i,...j,oij->...o", a, b, weight)
     return found if bias is None else found + bias
@@ -104,7 +102,7 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
 # -- with something added --------------------------------------------------------------------
 
 
-def _plus(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
+def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
     """A product of two tensors, and ``input``, which is broadcast to it, added."""
     try:
         mapped = Pattern.parse(text).of([a.shape, b.shape])
@@ -124,7 +122,7 @@ def _plus(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> 
 
 @rule("addmm", values_matter=False)
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _plus("i k, k j -> i j", input, mat1, mat2)
+    return _with_addend("i k, k j -> i j", input, mat1, mat2)
 
 
 @rule("addmv")
@@ -136,28 +134,28 @@ def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> 
         )
 
     expanded = mat.ndim == 2 and input.shape == mat.shape[:1]
-    return _plus("i k, k -> i", input, mat, vec, run=None if expanded else run)
+    return _with_addend("i k, k -> i", input, mat, vec, run=None if expanded else run)
 
 
 @rule("addr", values_matter=False)
 def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _plus("i, j -> i j", input, vec1, vec2)
+    return _with_addend("i, j -> i j", input, vec1, vec2)
 
 
 @rule("addbmm", values_matter=False)
 def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _plus("b i k, b k j -> i j", input, batch1, batch2)
+    return _with_addend("b i k, b k j -> i j", input, batch1, batch2)
 
 
 @rule("baddbmm", values_matter=False)
 def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _plus("b i k, b k j -> b i j", input, batch1, batch2)
+    return _with_addend("b i k, b k j -> b i j", input, batch1, batch2)
 
 
 # -- of any number of factors ----------------------------------------------------------------
 
 
-def _given(values: Sequence[Any]) -> list[Arg]:
+def _tensors_of(values: Sequence[Any]) -> list[Arg]:
     """Tensors that were given one by one or in one sequence."""
     if len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]
@@ -174,7 +172,7 @@ def _multilinear(
 
 @rule("chain_matmul", "linalg_multi_dot")
 def _chain(*matrices: Any) -> RuleResult:
-    tensors = _given(matrices)
+    tensors = _tensors_of(matrices)
     terms = [factors_of(one.shape) for one in tensors]
     for before, after in itertools.pairwise(terms):
         after[0] = before[-1]
@@ -212,7 +210,7 @@ Names = list[str | int]
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> RuleResult:
     """An equation is a factor map as it stands."""
-    tensors = _given(operands)
+    tensors = _tensors_of(operands)
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     words = inputs.split(",")
     if len(words) != len(tensors):

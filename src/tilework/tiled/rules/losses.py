@@ -15,7 +15,7 @@ from torch import Tensor
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
 from tilework.tiled.op_rules import Arg, LocalCall, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import tied
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 
 #: What torch's functions call reductions.
 NONE, MEAN, SUM = 0, 1, 2
@@ -24,7 +24,7 @@ _torch: Any = torch
 _nn: Any = torch._C._nn
 
 
-def reduced(
+def reduce_loss(
     function: Callable[..., Tensor],
     given: Mapping[str, Any],
     dims: Mapping[Arg, Sequence[Factor | Dim | None]],
@@ -62,7 +62,7 @@ def reduced(
     return local_call(dims, [out if how == NONE else []], run=run)
 
 
-def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> None:
+def _register_loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> None:
     """Register a loss, which is reduced over what its tensors broadcast to.
 
     Args:
@@ -92,39 +92,39 @@ def _loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> No
             arg: (*term, *((),) * uncut[name])
             for (name, arg), term in zip(tensors.items(), terms, strict=True)
         }
-        return reduced(function, given, dims, factors)
+        return reduce_loss(function, given, dims, factors)
 
     rule(function)(answer)
 
 
-_loss(_nn.mse_loss, "input target reduction")
-_loss(_nn.l1_loss, "input target reduction")
-_loss(_nn.smooth_l1_loss, "input target reduction beta")
-_loss(_nn.huber_loss, "input target reduction delta")
-_loss(_nn.soft_margin_loss, "input target reduction")
-_loss(_nn.binary_cross_entropy, "input target weight reduction")
-_loss(_torch.binary_cross_entropy_with_logits, "input target weight pos_weight reduction")
-_loss(_torch.kl_div, "input target reduction log_target")
-_loss(_torch.poisson_nll_loss, "input target log_input full eps reduction")
-_loss(_torch.hinge_embedding_loss, "input target margin reduction")
-_loss(_torch.margin_ranking_loss, "input1 input2 target margin reduction")
-_loss(
+_register_loss(_nn.mse_loss, "input target reduction")
+_register_loss(_nn.l1_loss, "input target reduction")
+_register_loss(_nn.smooth_l1_loss, "input target reduction beta")
+_register_loss(_nn.huber_loss, "input target reduction delta")
+_register_loss(_nn.soft_margin_loss, "input target reduction")
+_register_loss(_nn.binary_cross_entropy, "input target weight reduction")
+_register_loss(_torch.binary_cross_entropy_with_logits, "input target weight pos_weight reduction")
+_register_loss(_torch.kl_div, "input target reduction log_target")
+_register_loss(_torch.poisson_nll_loss, "input target log_input full eps reduction")
+_register_loss(_torch.hinge_embedding_loss, "input target margin reduction")
+_register_loss(_torch.margin_ranking_loss, "input1 input2 target margin reduction")
+_register_loss(
     _torch.cosine_embedding_loss,
     "input1 input2 target margin reduction",
     rows="input1 input2",
 )
-_loss(
+_register_loss(
     _torch.triplet_margin_loss,
     "anchor positive negative margin p eps swap reduction",
     rows="anchor positive negative",
 )
-_loss(
+_register_loss(
     _nn.multi_margin_loss,
     "input target p margin weight reduction",
     rows="input",
     whole="weight",
 )
-_loss(_nn.multilabel_margin_loss, "input target reduction", rows="input target")
+_register_loss(_nn.multilabel_margin_loss, "input target reduction", rows="input target")
 
 
 @rule(torch.ctc_loss)
@@ -143,12 +143,12 @@ def _ctc_loss(
         return None
     n = Factor(log_probs.shape[1], "n")
     dims = {log_probs: [None, n, None], targets: [n, None], **dict.fromkeys(lengths, (n,))}
-    return reduced(_ctc, given, dims, [n])
+    return reduce_loss(_ctc, given, dims, [n])
 
 
 def _ctc(**values: Any) -> Tensor:
     log_probs = values["log_probs"]
     if log_probs.shape[1] == 0:
         shape = (0,) if values["reduction"] == NONE else ()
-        return tied(log_probs.new_zeros(shape), log_probs)
+        return keep_inputs_in_graph(log_probs.new_zeros(shape), log_probs)
     return torch.ctc_loss(*values.values())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.convolution import on_parts, windows
+from tilework.tiled.rules.convolution import guard_empty_shards, window_factors
 
 _functional: Any = F
 _nn: Any = torch._C._nn
@@ -22,7 +22,9 @@ _MAX = "input kernel_size stride padding dilation ceil_mode return_indices"
 _POWER = "input norm_type kernel_size stride ceil_mode"
 
 
-def _pool(name: str, spatial: int, names: str, results: int = 1, linear: bool = False) -> None:
+def _register_pool(
+    name: str, spatial: int, names: str, results: int = 1, linear: bool = False
+) -> None:
     """Register an operator on the last dims, so many, of a tensor whose first ones are separate.
 
     Args:
@@ -41,19 +43,19 @@ def _pool(name: str, spatial: int, names: str, results: int = 1, linear: bool = 
             return None
         given.pop("return_indices", None)
         batch = factors_of(input.shape[:lead])
-        dims = _windows_of(input.shape[lead:], given, results)
+        dims = _spatial_factors(input.shape[lead:], given, results)
         out: list[Factor | Dim] = [*batch, *(after for _, after in dims)]
         return local_call(
             {input: [*batch, *(before for before, _ in dims)]},
             [out] * results,
             linear=[[input]] if linear else [],
-            run=on_parts(function, given, [None, torch.int64][:results]),
+            run=guard_empty_shards(function, given, [None, torch.int64][:results]),
         )
 
     rule(name)(answer)
 
 
-def _windows_of(
+def _spatial_factors(
     sizes: Sequence[int], given: dict[str, Any], results: int
 ) -> Sequence[tuple[Dim, Dim]]:
     if "kernel_size" not in given or results > 1:
@@ -61,20 +63,20 @@ def _windows_of(
     kernel = given["kernel_size"]
     stride = given.get("stride")
     stride = kernel if stride is None or stride == () or stride == [] else stride
-    return windows(sizes, kernel, stride, given.get("padding", 0), given.get("dilation", 1))
+    return window_factors(sizes, kernel, stride, given.get("padding", 0), given.get("dilation", 1))
 
 
 for _n in (1, 2, 3):
-    _pool(f"max_pool{_n}d", _n, _MAX)
-    _pool(f"max_pool{_n}d_with_indices", _n, _MAX, results=2)
-    _pool(f"avg_pool{_n}d", _n, _AVERAGE, linear=True)
-    _pool(f"lp_pool{_n}d", _n, _POWER)
-    _pool(f"adaptive_avg_pool{_n}d", _n, _ADAPTIVE, linear=True)
-    _pool(f"adaptive_max_pool{_n}d", _n, _ADAPTIVE)
-    _pool(f"adaptive_max_pool{_n}d_with_indices", _n, _ADAPTIVE, results=2)
+    _register_pool(f"max_pool{_n}d", _n, _MAX)
+    _register_pool(f"max_pool{_n}d_with_indices", _n, _MAX, results=2)
+    _register_pool(f"avg_pool{_n}d", _n, _AVERAGE, linear=True)
+    _register_pool(f"lp_pool{_n}d", _n, _POWER)
+    _register_pool(f"adaptive_avg_pool{_n}d", _n, _ADAPTIVE, linear=True)
+    _register_pool(f"adaptive_max_pool{_n}d", _n, _ADAPTIVE)
+    _register_pool(f"adaptive_max_pool{_n}d_with_indices", _n, _ADAPTIVE, results=2)
 
 
-def _max_unpool(function: Any, spatial: int, names: str) -> None:
+def _register_max_unpool(function: Any, spatial: int, names: str) -> None:
     def answer(input: Any, indices: Any, *args: Any) -> RuleResult:
         lead = input.ndim - spatial
         if lead not in (1, 2) or indices.shape != input.shape:
@@ -82,13 +84,15 @@ def _max_unpool(function: Any, spatial: int, names: str) -> None:
         batch = factors_of(input.shape[:lead])
         dims = [*batch, *(None,) * spatial]
         given = dict(zip(names.split(), (input, indices, *args), strict=True))
-        return local_call({input: dims, indices: dims}, [dims], run=on_parts(function, given))
+        return local_call(
+            {input: dims, indices: dims}, [dims], run=guard_empty_shards(function, given)
+        )
 
     rule(function)(answer)
 
 
-_max_unpool(_nn.max_unpool2d, 2, "input indices output_size")
-_max_unpool(_nn.max_unpool3d, 3, "input indices output_size stride padding")
+_register_max_unpool(_nn.max_unpool2d, 2, "input indices output_size")
+_register_max_unpool(_nn.max_unpool3d, 3, "input indices output_size stride padding")
 
 
 # -- resampling ------------------------------------------------------------------------------
@@ -100,7 +104,9 @@ def _interpolate(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
     if input.ndim < 3:
         return None
     dims = [*factors_of(input.shape[:2]), *(None,) * (input.ndim - 2)]
-    return local_call({input: dims}, [dims], linear=[[input]], run=on_parts(F.interpolate, given))
+    return local_call(
+        {input: dims}, [dims], linear=[[input]], run=guard_empty_shards(F.interpolate, given)
+    )
 
 
 @rule("grid_sample")
@@ -113,7 +119,7 @@ def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> RuleResult
         {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]},
         [[n, c, *places]],
         linear=[[input]],
-        run=on_parts(F.grid_sample, given),
+        run=guard_empty_shards(F.grid_sample, given),
     )
 
 
@@ -123,7 +129,7 @@ def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = N
         return None
     n = Factor(theta.shape[0], "n")
     given = {"theta": theta, "size": size, "align_corners": align_corners}
-    run = on_parts(
+    run = guard_empty_shards(
         F.affine_grid, given, local=lambda ranges: {"size": [ranges.local_range(n)[1], *size[1:]]}
     )
     return local_call(

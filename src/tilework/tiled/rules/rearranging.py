@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.tiled.factors import Dim, Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.concatenation import composed
+from tilework.tiled.rules.concatenation import composed_rule
 from tilework.tiled.rules.reshaping import dim_at, sizes_of
 
 # -- repeating -------------------------------------------------------------------------------
@@ -20,16 +20,16 @@ from tilework.tiled.rules.reshaping import dim_at, sizes_of
 @rule("repeat")
 def _repeat(input: Arg, *repeats: Any, **named: Any) -> RuleResult:
     counts = sizes_of(repeats or tuple(named.values()) or ((),))
-    return _repeated(input, counts) if len(counts) >= input.ndim else None
+    return _repetition(input, counts) if len(counts) >= input.ndim else None
 
 
 @rule("tile")
 def _tile(input: Arg, *dims: Any, **named: Any) -> RuleResult:
     counts = sizes_of(dims or tuple(named.values()) or ((),))
-    return _repeated(input, (1,) * (input.ndim - len(counts)) + counts)
+    return _repetition(input, (1,) * (input.ndim - len(counts)) + counts)
 
 
-def _repeated(input: Arg, counts: Sequence[int]) -> RuleResult:
+def _repetition(input: Arg, counts: Sequence[int]) -> RuleResult:
     """Copies of a tensor beside each other: dims that are repeated have to be whole."""
     new = len(counts) - input.ndim
     dims = [
@@ -69,7 +69,7 @@ def _flip(input: Arg, *dims: Any, **named: Any) -> RuleResult:
     return local_call({input: factors}, [factors], rearranges=True)
 
 
-rule("fliplr")(composed(lambda input: input.flip(1)))
+rule("fliplr")(composed_rule(lambda input: input.flip(1)))
 
 
 @rule("flipud")
@@ -142,7 +142,7 @@ def _diag(input: Arg, diagonal: int = 0) -> RuleResult:
     return None
 
 
-rule("diagflat")(composed(lambda input, offset=0: torch.diag(input.flatten(), offset)))
+rule("diagflat")(composed_rule(lambda input, offset=0: torch.diag(input.flatten(), offset)))
 
 
 @rule("diag_embed")

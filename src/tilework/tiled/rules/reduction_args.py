@@ -40,7 +40,7 @@ def dims_of(ndim: int, dim: Any) -> Ints | None:
     return found if len(set(found)) == len(found) else None
 
 
-def reduced(
+def reduce_dims(
     input: Arg,
     dims: Ints,
     keepdim: bool,
@@ -66,7 +66,7 @@ def reduced(
         for dim, size in enumerate(input.shape)
     ]
     make: MakeRun | None = None if run is None else lambda ranges: run(ranges, factors)
-    left = left_of(factors, dims, keepdim)
+    left = remaining_dims(factors, dims, keepdim)
     shape = tuple(one.size if isinstance(one, Factor) else 1 for one in left)
     return local_call(
         {input: factors},
@@ -77,7 +77,7 @@ def reduced(
     )
 
 
-def left_of(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Factor | Dim | None]:
+def remaining_dims(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Factor | Dim | None]:
     """What a reduction leaves of dims."""
     return [
         None if dim in gone else factor
@@ -113,6 +113,6 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {_NUMPY.get(name, name): value for name, value in kwargs.items()}
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are accumulated in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

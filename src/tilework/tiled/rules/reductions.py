@@ -12,21 +12,21 @@ from torch import Tensor
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduced
+from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims
 
 
 @rule("sum")
 @numpy_names
 def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "sum", linear=True)
+    return None if dims is None else reduce_dims(input, dims, keepdim, "sum", linear=True)
 
 
 @rule("nansum")
 @numpy_names
 def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "sum")
+    return None if dims is None else reduce_dims(input, dims, keepdim, "sum")
 
 
 @rule("mean")
@@ -48,35 +48,35 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
 
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
         return None  # torch says what is wrong with that
-    return reduced(input, dims, keepdim, "sum", linear=True, run=make)
+    return reduce_dims(input, dims, keepdim, "sum", linear=True, run=make)
 
 
 @rule("prod")
 @numpy_names
 def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "product")
+    return None if dims is None else reduce_dims(input, dims, keepdim, "product")
 
 
 @rule("all")
 @numpy_names
 def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "min")
+    return None if dims is None else reduce_dims(input, dims, keepdim, "min")
 
 
 @rule("any")
 @numpy_names
 def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, keepdim, "max")
+    return None if dims is None else reduce_dims(input, dims, keepdim, "max")
 
 
 @rule("count_nonzero")
 @numpy_names
 def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduced(input, dims, False, "sum")
+    return None if dims is None else reduce_dims(input, dims, False, "sum")
 
 
 @rule("trace")

@@ -43,7 +43,7 @@ def common_shape(*shapes: Sequence[int]) -> Ints:
     return broadcast_shape(shapes)
 
 
-def inferred(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
+def infer_sizes(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
     """Sizes with what -1 stands for; None if they do not fit the shape."""
     rest = math.prod(size for size in sizes if size != -1)
     total = math.prod(shape)
@@ -52,7 +52,7 @@ def inferred(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
     return tuple(sizes) if total == math.prod(sizes) and -1 not in sizes else None
 
 
-def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResult:
+def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResult:
     """A tensor with other dims and the same elements in the same order.
 
     Args:
@@ -60,7 +60,7 @@ def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResul
         sizes: The new ones, one of them may be -1.
         copies: Whether to copy where dims cannot be merged in memory, or raise as ``view`` does.
     """
-    shape = inferred(input.shape, sizes)
+    shape = infer_sizes(input.shape, sizes)
     if shape is None:
         return None
     befores, afters = regrouped(input.shape, shape)
@@ -80,7 +80,7 @@ def reshaped(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResul
 
 @rule("reshape", is_view=True, may_copy=True)
 def _reshape(input: Arg, *shape: Any, **named: Any) -> RuleResult:
-    return reshaped(input, sizes_of(shape or tuple(named.values())))
+    return reshape_call(input, sizes_of(shape or tuple(named.values())))
 
 
 @rule("view", is_view=True)
@@ -89,7 +89,7 @@ def _view(input: Arg, *shape: Any, **named: Any) -> RuleResult:
     given = shape or tuple(named.values())
     if isinstance(given[0], torch.dtype):
         return _as_dtype(input, given[0])
-    return reshaped(input, sizes_of(given), copies=False)
+    return reshape_call(input, sizes_of(given), copies=False)
 
 
 def _as_dtype(input: Arg, dtype: torch.dtype) -> RuleResult:
@@ -122,11 +122,11 @@ def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Rule
     if not isinstance(start_dim, int) or not isinstance(end_dim, int):
         return None  # names
     if not input.ndim:
-        return reshaped(input, (1,))
+        return reshape_call(input, (1,))
     start, end = dim_at(start_dim, input.ndim), dim_at(end_dim, input.ndim)
     if start > end:
         return None
-    return reshaped(
+    return reshape_call(
         input,
         (
             *input.shape[:start],
@@ -138,7 +138,7 @@ def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Rule
 
 @rule("ravel", is_view=True, may_copy=True)
 def _ravel(input: Arg) -> RuleResult:
-    return reshaped(input, (math.prod(input.shape),))
+    return reshape_call(input, (math.prod(input.shape),))
 
 
 @rule("unflatten", is_view=True)
@@ -146,10 +146,10 @@ def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> RuleResult:
     if not isinstance(dim, int):
         return None  # names
     dim = dim_at(dim, input.ndim)
-    parts = inferred(input.shape[dim : dim + 1], sizes_of((sizes,)))
+    parts = infer_sizes(input.shape[dim : dim + 1], sizes_of((sizes,)))
     if parts is None:
         return None
-    return reshaped(input, (*input.shape[:dim], *parts, *input.shape[dim + 1 :]), copies=False)
+    return reshape_call(input, (*input.shape[:dim], *parts, *input.shape[dim + 1 :]), copies=False)
 
 
 @rule("squeeze", is_view=True)
@@ -222,7 +222,7 @@ for _name in ("as_strided", "alias"):  # of gathered tensors
 _APART = 1 << 20
 
 
-def _permuted(name: str) -> Callable[..., RuleResult]:
+def _permutation_rule(name: str) -> Callable[..., RuleResult]:
     """The rule of an operator that only reorders dims, found by doing it to a probe."""
     operator = getattr(torch.Tensor, name)
 
@@ -240,13 +240,13 @@ def _permuted(name: str) -> Callable[..., RuleResult]:
 
 
 for _name in ("permute", "transpose", "t", "movedim", "adjoint"):
-    rule(_name, is_view=True)(_permuted(_name))
+    rule(_name, is_view=True)(_permutation_rule(_name))
 
 
 # -- what is made of these -------------------------------------------------------------------
 
 
-def _each(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResult]:
+def _for_each_tensor(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResult]:
     """The rule of an operator that takes tensors one by one, in a sequence, or just one."""
 
     def compute(*tensors: Any) -> Any:
@@ -278,9 +278,9 @@ def atleast_3d(x: Tensor) -> Tensor:
     return x.unsqueeze(-1) if x.dim() == 2 else x
 
 
-rule("atleast_1d")(_each(atleast_1d))
-rule("atleast_2d")(_each(atleast_2d))
-rule("atleast_3d")(_each(atleast_3d))
+rule("atleast_1d")(_for_each_tensor(atleast_1d))
+rule("atleast_2d")(_for_each_tensor(atleast_2d))
+rule("atleast_3d")(_for_each_tensor(atleast_3d))
 
 
 @rule("rot90")

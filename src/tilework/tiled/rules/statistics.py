@@ -12,7 +12,7 @@ from tilework.layout.box import Ints
 from tilework.tiled.factors import Factor, broadcast_shape
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.reduction_args import any_sharded, dims_of, numpy_names, reduced
+from tilework.tiled.rules.reduction_args import any_sharded, dims_of, numpy_names, reduce_dims
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -66,7 +66,7 @@ def _spread(name: str) -> None:
             return of_empty
 
         results = 2 if "mean" in name else 1
-        return reduced(input, dims, keepdim, None, results=results, run=make)
+        return reduce_dims(input, dims, keepdim, None, results=results, run=make)
 
 
 for _name in ("var", "std", "var_mean", "std_mean"):
@@ -84,7 +84,7 @@ def _vector_norm(
     dims = dims_of(input.ndim, dim)
     if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
         return None
-    return reduced(input, dims, keepdim, None)
+    return reduce_dims(input, dims, keepdim, None)
 
 
 @rule("linalg_matrix_norm")
@@ -100,7 +100,7 @@ def _matrix_norm(
     dims = dims_of(A.ndim, dim)
     if dims is None or len(dims) != 2:
         return None
-    return reduced(A, dims, keepdim, None)
+    return reduce_dims(A, dims, keepdim, None)
 
 
 @rule("linalg_norm")
@@ -156,7 +156,7 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None or (input.dtype.is_complex and any_sharded(input, dims)):
         return None
-    return reduced(input, dims, keepdim, None)
+    return reduce_dims(input, dims, keepdim, None)
 
 
 # -- similarity --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tilework.tiled.op_table import register
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
+def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
     """Make the decorated function an operator on DTensors, with ``answer`` as its rule.
 
     It is given plain tensors, and does on whole ones what the operator is meant to do.
@@ -35,7 +35,7 @@ def operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
     return put
 
 
-def settled(tensor: Tensor) -> Tensor:
+def reduce_partial(tensor: Tensor) -> Tensor:
     """The tensor with all terms combined, for what is used more than once."""
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
         dual = tensor._spec.dual
