@@ -22,7 +22,7 @@ def test_a_failure_asked_for_after_the_group_was_closed(backend: str) -> None:
             return ""
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
         assert isinstance(work, Call)
-        while not work._ticket.done():  # is_completed() would already explain the failure
+        while not work._completion.done():  # is_completed() would already explain the failure
             time.sleep(0.001)
         dist.destroy_process_group(group)
         with pytest.raises(dist.PeerLostError, match="all_reduce") as caught:

@@ -1,8 +1,8 @@
-"""Small messages between every two ranks of a group, and word of those that are gone.
+"""Control frames between every two ranks of a group, and notice of those that are gone.
 
-A wire is a TCP connection that carries no tensors: only what ranks must know of each other to
-move them. One thread reads all wires of a rank. It notices a process that ended at once,
-whichever host it ran on, because the kernel there closes its connections.
+A control channel has a TCP connection to every other rank, which carries no tensors: only what
+ranks must know of each other to move them. One thread reads all connections of a rank. It notices
+a process that ended at once, whichever host it ran on, because the kernel there closes them.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ SEND_SECONDS = 5.0
 _CHUNK = 1 << 16
 
 
-class Word(enum.IntEnum):
-    """What a frame is."""
+class FrameKind(enum.IntEnum):
+    """The kinds of frames."""
 
-    MAIL = 1
+    ANNOUNCEMENT = 1
     ABORT = 2
-    LAST_WORDS = 3
+    FAILURE_REPORT = 3
     MISSING = 4
     GOODBYE = 5
 
 
 class Listener(Protocol):
-    """Who is told what comes. Called on the reading thread."""
+    """The receiver of frames. Called on the reading thread."""
 
-    def hear(self, source: int, word: Word, payload: bytes) -> None: ...
-    def lose(self, source: int) -> None: ...
-    def tick(self) -> bool:
-        """Called now and then while it returns True."""
+    def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None: ...
+    def on_disconnect(self, source: int) -> None: ...
+    def on_tick(self) -> bool:
+        """Look after what waits; called now and then while it returns True."""
         ...
 
 
 class ControlChannel:
-    """One rank's ends of the wires to all others."""
+    """One rank's connections to all others."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self._sockets = sockets
@@ -64,26 +64,26 @@ class ControlChannel:
         self._thread = threading.Thread(target=self._read, args=(listener,), name=name, daemon=True)
         self._thread.start()
 
-    def send(self, rank: int, word: Word, payload: bytes = b"") -> None:
+    def send(self, rank: int, kind: FrameKind, payload: bytes = b"") -> None:
         """Send a frame; to a rank that is gone, nothing."""
         sock = self._sockets.get(rank)
         if sock is None:
             return
         with self._locks[rank], contextlib.suppress(OSError):
-            sock.sendall(_FRAME.pack(len(payload), word) + payload)
+            sock.sendall(_FRAME.pack(len(payload), kind) + payload)
 
-    def send_all(self, word: Word, payload: bytes = b"") -> None:
+    def send_all(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Send a frame to every other rank."""
         for rank in self._sockets:
-            self.send(rank, word, payload)
+            self.send(rank, kind, payload)
 
     def wake(self) -> None:
-        """Have the listener's ``tick`` called soon."""
+        """Have the listener's ``on_tick`` called soon."""
         with contextlib.suppress(OSError):
             self._waker.send(b"w")
 
     def close(self) -> None:
-        """Hang up, and end the reading thread."""
+        """Close the connections, and end the reading thread."""
         self._ended = True
         self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -103,11 +103,11 @@ class ControlChannel:
                         self._wake_reader.recv(_CHUNK)
                     elif not self._serve(key.fileobj, key.data[0], key.data[1], listener):
                         selector.unregister(key.fileobj)
-                        listener.lose(key.data[0])
-                busy = listener.tick()
+                        listener.on_disconnect(key.data[0])
+                busy = listener.on_tick()
 
     def _serve(self, sock: object, rank: int, pending: bytearray, listener: Listener) -> bool:
-        """Read what came from ``rank``; return whether more may come."""
+        """Read what came from ``rank``; True if more may come."""
         assert isinstance(sock, socket.socket)
         try:
             data = sock.recv(_CHUNK)
@@ -115,19 +115,19 @@ class ControlChannel:
             data = b""
         pending += data
         while len(pending) >= _FRAME.size:
-            length, word = _FRAME.unpack_from(pending)
+            length, kind = _FRAME.unpack_from(pending)
             if len(pending) < _FRAME.size + length:
                 break
             payload = bytes(pending[_FRAME.size : _FRAME.size + length])
             del pending[: _FRAME.size + length]
-            listener.hear(rank, Word(word), payload)
+            listener.on_frame(rank, FrameKind(kind), payload)
         return bool(data)
 
 
 def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, socket.socket]:
-    """A connection to every other rank, by its rank. Collective; blocks until all came.
+    """Connections to all other ranks, by rank. Collective; blocks until all came.
 
-    Only who read the group's token in the store is let in.
+    Only a process that read the group's token in the store is let in.
 
     Raises:
         DistBackendError: Some ranks did not come in time, or cannot be reached.
@@ -135,12 +135,12 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
     rank, size, store = request.group_rank, request.group_size, request.store
     deadline = time.monotonic() + request.timeout.total_seconds()
     if rank == 0:
-        store.set("wires/token", secrets.token_bytes(32).hex())
+        store.set("control/token", secrets.token_bytes(32).hex())
     sockets: dict[int, socket.socket] = {}
     with _listen(address, size) as listener:
         host, port = listener.getsockname()[:2]
-        store.set(f"wires/{rank}", f"{port} {host}")
-        token = bytes.fromhex(store.get("wires/token").decode())
+        store.set(f"control/{rank}", f"{port} {host}")
+        token = bytes.fromhex(store.get("control/token").decode())
         try:
             for peer in range(rank):
                 sockets[peer] = _call(store, rank, peer, token, deadline)
@@ -175,7 +175,7 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 
 def _call(store: Store, rank: int, peer: int, token: bytes, deadline: float) -> socket.socket:
-    port, host = store.get(f"wires/{peer}").decode().split(" ", 1)
+    port, host = store.get(f"control/{peer}").decode().split(" ", 1)
     sock = socket.create_connection((host, int(port)), _left(deadline))
     sock.sendall(_HELLO.pack(token, rank))
     return sock
@@ -188,9 +188,9 @@ def _accept(
     token: bytes,
     deadline: float,
 ) -> None:
-    """Let ``count`` ranks in, and nobody else."""
-    wanted = len(sockets) + count
-    while len(sockets) < wanted:
+    """Accept ``count`` ranks, and nobody else."""
+    expected = len(sockets) + count
+    while len(sockets) < expected:
         listener.settimeout(_left(deadline))
         sock, _ = listener.accept()
         sock.settimeout(min(SEND_SECONDS, _left(deadline)))
@@ -198,8 +198,8 @@ def _accept(
             hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
         except OSError:
             hello = b""
-        shown, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
-        if hmac.compare_digest(shown, token) and rank not in sockets:
+        presented, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if hmac.compare_digest(presented, token) and rank not in sockets:
             sockets[rank] = sock
         else:
             sock.close()

@@ -1,4 +1,4 @@
-"""What a native backend's engine does; :mod:`.native` builds a process group on it.
+"""The interface of a native backend's engine; :mod:`.native` builds a process group on it.
 
 An engine moves bytes (or tensors) between the ranks of one group. It knows no options, no
 global ranks and no error classes; it raises :class:`Fault`.
@@ -35,6 +35,10 @@ MANY_OUTPUTS: frozenset[Kind] = frozenset({"all_gather", "gather", "all_to_all"}
 ROOTED: frozenset[Kind] = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 FaultKind = Literal["mismatch", "peer_lost", "timeout", "aborted", "closed"]
+#: The kind, the group ranks at fault, detail for a person.
+FaultArgs = tuple[str, tuple[int, ...], str]
+#: The group rank that aborted, the kind of fault, the text for the others.
+Abort = tuple[int, str, str]
 
 
 class Fault(Exception):
@@ -89,14 +93,14 @@ class Operation:
 
     @property
     def shape(self) -> torch.Size:
-        """What must be equal on all ranks: the shape of elementwise kinds, else nothing."""
+        """The shape that all ranks must agree on: of elementwise kinds, else none."""
         if self.kind in ("all_reduce", "reduce", "broadcast"):
             parts = self.inputs if self.kind == "reduce" else self.outputs
             return parts.shape if isinstance(parts, Tensor) else parts[0].shape
         return torch.Size()
 
-    def told(self) -> What:
-        """For the flight record: name, dtype, shapes and arguments, without the tensors."""
+    def summary(self) -> What:
+        """The name, dtype, shapes and arguments, without the tensors; for the flight record."""
         in_place = self.kind in ("all_reduce", "broadcast")
         return (
             self.title or self.kind,
@@ -108,8 +112,15 @@ class Operation:
         )
 
     def describe(self) -> str:
-        """For a person: the name, dtype, shapes and arguments."""
-        return describe(self.told())
+        """The name, dtype, shapes and arguments, for a person."""
+        return describe(self.summary())
+
+
+def split_parts(parts: Parts, size: int) -> list[Tensor]:
+    """One flat tensor for each of ``size`` ranks."""
+    if not isinstance(parts, Tensor):
+        return [part.view(-1) for part in parts]
+    return list(torch.tensor_split(parts.view(-1), size)) if size else []
 
 
 def shapes_of(parts: Parts) -> Sequence[Sequence[int]]:
@@ -129,14 +140,19 @@ def op_factor(op: AnyReduceOp | None) -> float:
     return 1.0 if op is None or isinstance(op, RedOpType) else op.factor
 
 
-class Ticket(Protocol):
-    """An operation handed to an engine."""
+class Completion(Protocol):
+    """The end of an operation that was handed to an engine."""
 
     def done(self) -> bool: ...
-    def wait(self, timeout: float) -> bool: ...
-    def fault(self) -> tuple[str, tuple[int, ...], str] | None: ...
+    def wait(self, timeout: float) -> bool:
+        """Block until done; False after ``timeout`` seconds (negative: no limit). Raise Fault."""
+        ...
+
+    def fault(self) -> FaultArgs | None: ...
     def add_done_callback(self, fn: Callable[[], None], /) -> None: ...
-    def source(self) -> int: ...
+    def source(self) -> int:
+        """The group rank that a received message came from."""
+        ...
 
 
 class Engine(Protocol):
@@ -147,17 +163,23 @@ class Engine(Protocol):
     name: str
 
     def run(self, operation: Operation) -> None: ...
-    def submit(self, operation: Operation) -> Ticket: ...
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket: ...
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket: ...
+    def submit(self, operation: Operation) -> Completion: ...
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Completion: ...
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Completion: ...
     def sequence(self) -> int: ...
     def last_entered(self) -> list[str]:
-        """For each rank, what it entered last, for a person."""
+        """The operation that each rank entered last, for a person."""
         ...
 
-    def say(self, text: str) -> None: ...
-    def heard(self, timeout: float) -> list[str | None]: ...
+    def report_failure(self, text: str) -> None:
+        """Publish why this rank fails."""
+        ...
+
+    def failure_reports(self, timeout: float) -> list[str | None]:
+        """Every rank's report, after waiting up to ``timeout`` seconds for all of them."""
+        ...
+
     def abort(self, kind: str, text: str) -> None: ...
-    def aborted(self) -> tuple[int, str, str] | None: ...
+    def aborted(self) -> Abort | None: ...
     def close(self) -> None: ...
     def statistics(self) -> dict[str, int]: ...

@@ -1,60 +1,60 @@
-"""What ranks tell each other through the store when something went wrong."""
+"""Failures of ranks, reported to each other through the store."""
 
 from __future__ import annotations
 
-from tilework.comm.backends.engine_protocol import FaultKind
-from tilework.comm.backends.ordered import until
+from tilework.comm.backends.engine_protocol import Abort, FaultKind
+from tilework.comm.backends.python_engine import poll
 from tilework.errors import DistError
 from tilework.store import Store
 
-#: How long a rank that fails waits for the others to say what they know.
+#: How long a rank that fails waits for the others' reports.
 _ASK_SECONDS = 0.3
 #: The same where connections closed: their owner may still be asking.
 _LOST_SECONDS = 0.7
 
 
 class FailureLog:
-    """The side of one rank. Without the store nothing is said, and nothing fails."""
+    """One rank's side. Where the store is gone nothing is reported, and nothing fails."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
 
-    def say(self, text: str) -> None:
-        """Leave last words."""
-        self._set(f"words/{self._rank}", text)
+    def report_failure(self, text: str) -> None:
+        """Publish why this rank fails."""
+        self._set(f"failures/{self._rank}", text)
 
-    def heard(self, timeout: float) -> list[str | None]:
-        """Every rank's last words, after waiting up to ``timeout`` seconds for all of them."""
-        keys = [f"words/{rank}" for rank in range(self._size)]
-        until(lambda: self._check(*keys), timeout)
+    def failure_reports(self, timeout: float) -> list[str | None]:
+        """Every rank's report, after waiting up to ``timeout`` seconds for all of them."""
+        keys = [f"failures/{rank}" for rank in range(self._size)]
+        poll(lambda: self._check(*keys), timeout)
         return [self._get(key) for key in keys]
 
-    def tell_abort(self, kind: str, text: str) -> None:
-        """Say that this rank aborts the group, unless another did before."""
+    def record_abort(self, kind: str, text: str) -> None:
+        """Record that this rank aborts the group, unless another did before."""
         try:
             self._store.compare_set("abort", "", f"{self._rank} {kind} {text}")
         except DistError:
             return
 
-    def abortion(self) -> tuple[int, str, str] | None:
-        """(rank, kind, text) of the group's abort; None if there was none."""
-        told = self._get("abort") if self._check("abort") else None
-        if told is None:
+    def aborted(self) -> Abort | None:
+        """The group's abort; None if there was none."""
+        record = self._get("abort") if self._check("abort") else None
+        if record is None:
             return None
-        rank, kind, text = told.split(" ", 2)
+        rank, kind, text = record.split(" ", 2)
         return int(rank), kind, text
 
-    def ask(self, late: bool) -> tuple[FaultKind, tuple[int, ...]]:
-        """Why this rank failed: the kind of fault, and the ranks that say nothing.
+    def diagnose(self, late: bool) -> tuple[FaultKind, tuple[int, ...]]:
+        """The kind of fault that this rank failed with, and the ranks that report nothing.
 
         Args:
             late: Whether this rank waited too long, rather than lost its connections.
         """
         self._set(f"failed/{self._rank}", "1")
         keys = {f"failed/{rank}": rank for rank in range(self._size)}
-        until(
+        poll(
             lambda: self._check("abort") or (late and self._check(*keys)),
             _ASK_SECONDS if late else _LOST_SECONDS,
         )

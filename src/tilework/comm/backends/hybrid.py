@@ -1,9 +1,10 @@
 """The ``hybrid`` backend: shared memory within each host, torch's Gloo between hosts.
 
 Every collective begins with a meeting: the ranks of each host gather their headers in shared
-memory, the first rank of each host exchanges them with the other hosts over a wire, and all
+memory, the first rank of each host exchanges them with the other hosts over a socket, and all
 compare them. Only then data moves (:mod:`.hybrid_steps`), so that what Gloo cannot survive,
-sizes that differ, never reaches it. Deaths and aborts come over the wires (:mod:`.wires`).
+sizes that differ, never reaches it. Deaths and aborts come over the control channel
+(:mod:`.control_channel`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.control_channel import ControlChannel, connect_all
-from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, HybridEngine, Lines
+from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, Connections, HybridEngine
 from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import reachable_address
@@ -55,14 +56,14 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
     address = reachable_address(request.store)
     with contextlib.ExitStack() as undo:
         undo.callback(shared.close)
-        wires = ControlChannel(connect_all(request, address))
-        undo.callback(wires.close)
-        lines = Lines(wires, _connect_leaders(request, hosts, address))
-        for line in lines.leaders.values():
-            undo.callback(line.close)
-        link = _connect_gloo(request, address)
+        control = ControlChannel(connect_all(request, address))
+        undo.callback(control.close)
+        connections = Connections(control, _connect_leaders(request, hosts, address))
+        for leader in connections.leaders.values():
+            undo.callback(leader.close)
+        backend = _connect_gloo(request, address)
         undo.pop_all()
-    engine = HybridEngine(hosts, request.global_ranks_in_group, shared, lines, link)
+    engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections, backend)
     return HybridGroup(engine, request)
 
 
@@ -79,10 +80,10 @@ def _connect_leaders(
         group_size=len(leaders),
         global_ranks_in_group=tuple(request.global_ranks_in_group[rank] for rank in leaders),
     )
-    lines = connect_all(among_leaders, address)
-    for line in lines.values():
-        line.settimeout(LOOK_SECONDS)
-    return lines
+    connections = connect_all(among_leaders, address)
+    for connection in connections.values():
+        connection.settimeout(LOOK_SECONDS)
+    return connections
 
 
 def _connect_gloo(request: DistributedBackendOptions, address: str) -> Any:

@@ -1,4 +1,4 @@
-"""One rank's end of a hybrid group: what it does, and what it hears from the others.
+"""One rank's end of a hybrid group: its operations, and the frames from other ranks.
 
 See :mod:`.hybrid`.
 """
@@ -19,15 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.control_channel import ControlChannel, Word
-from tilework.comm.backends.engine_protocol import Fault, Kind, Operation, Parts, Ticket
-from tilework.comm.backends.hybrid_header import disagreement, header_bytes, header_of
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.control_channel import ControlChannel, FrameKind
+from tilework.comm.backends.engine_protocol import (
+    Completion,
+    Fault,
+    FaultArgs,
+    Kind,
+    Operation,
+    Parts,
+)
 from tilework.comm.backends.hybrid_hosts import Hosts
-from tilework.comm.backends.hybrid_mail import Mailbox
+from tilework.comm.backends.hybrid_point_to_point import PointToPoint
 from tilework.comm.backends.hybrid_steps import STEPS
 from tilework.comm.backends.native import NativeGroup
-from tilework.comm.backends.ordered import Errand, FaultArgs, OrderedEngine, until
-from tilework.comm.backends.torch_completion import TorchTicket
+from tilework.comm.backends.operation_header import disagreement, header_length, header_of
+from tilework.comm.backends.python_engine import PythonEngine, poll
+from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.backends.torch_engines import end_connections
 from tilework.comm.reduce_op import AnyReduceOp
 
@@ -43,16 +51,16 @@ _COLLECTIVES = 0
 
 
 @dataclass(frozen=True)
-class Lines:
+class Connections:
     """A rank's connections to others, besides Gloo's."""
 
-    wires: ControlChannel
+    control: ControlChannel
     #: On the first rank of a host: to the first ranks of the others, by host.
     leaders: dict[int, socket.socket]
 
 
-class HybridEngine(OrderedEngine):
-    """One rank's end: a group in shared memory, wires to all ranks, Gloo to other hosts."""
+class HybridEngine(PythonEngine):
+    """One rank's end: shared memory on its host, a control channel to all, Gloo to other hosts."""
 
     name = "hybrid"
 
@@ -61,29 +69,29 @@ class HybridEngine(OrderedEngine):
         hosts: Hosts,
         global_ranks: Sequence[int],
         shared: NativeGroup,
-        lines: Lines,
+        connections: Connections,
         backend: Any,
     ) -> None:
         super().__init__(hosts.me, global_ranks)
         self.hosts = hosts
         self._shm = shared.engine
-        self._wires = lines.wires
-        self._leaders = lines.leaders
+        self._control = connections.control
+        self._leaders = connections.leaders
         self._backend = backend
-        self._mail = Mailbox(self)
+        self._messages = PointToPoint(self)
         self._changed = threading.Condition()
         self._performed = 0
         self._deadline = 0.0
         self._sent_bytes = 0
         self._last = "nothing yet"
-        #: Those of the running operation.
-        self._under_way: list[_Transfers] = []
+        #: The transfers of the running operation.
+        self._in_flight: list[_Transfers] = []
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
-        self._words: list[str | None] = [None] * self.size
-        #: By host: who is missing there, as told by those who waited for them.
+        self._failures: list[str | None] = [None] * self.size
+        #: By host: the ranks that are missing there, as reported by those who waited for them.
         self._missing: dict[int, list[int]] = {}
-        self._wires.start(self, f"tilework-wires-{hosts.me}")
+        self._control.start(self, f"tilework-control-{hosts.me}")
 
     # -- collectives ---------------------------------------------------------------------
 
@@ -98,18 +106,18 @@ class HybridEngine(OrderedEngine):
                 self._meet(operation)
                 next(step, None)
             finally:
-                for transfers in self._under_way:
+                for transfers in self._in_flight:
                     transfers.forget()
-                self._under_way.clear()
+                self._in_flight.clear()
 
     def _meet(self, operation: Operation) -> None:
-        """Exchange headers with every rank, and make sure that all agree."""
-        hosts, length = self.hosts, header_bytes(self.size) // 8
+        """Exchange headers with every rank; raise Fault unless all agree."""
+        hosts, length = self.hosts, header_length(self.size)
         memory = bytearray(8 * length * len(hosts.local))
         gathered = torch.frombuffer(memory, dtype=torch.int64).view(-1, length)
-        mine = header_of(operation, self.rank, self.size)
+        own = torch.tensor(header_of(operation, self.rank, self.size), dtype=torch.int64)
         try:
-            self.local("all_gather", [mine], gathered)
+            self.local("all_gather", [own], gathered)
         except Fault as fault:
             kind, ranks, detail = fault.args
             if kind != "timeout":
@@ -122,20 +130,20 @@ class HybridEngine(OrderedEngine):
         else:
             self._deadline += _LEADER_SECONDS
         self.local("broadcast", (), [headers], root=0)
-        at_fault, why = disagreement(headers)
+        at_fault, why = disagreement(headers.tolist())
         if at_fault:
-            raise Fault("mismatch", tuple(at_fault), why)
+            raise Fault("mismatch", at_fault, why)
         self._last = f"#{self._performed} {operation.title or operation.kind}"
 
-    def _exchange(self, mine: bytearray, headers: Tensor) -> None:
+    def _exchange(self, own: bytearray, headers: Tensor) -> None:
         """A leader's part: its host's headers to the other leaders, theirs into ``headers``."""
         hosts = self.hosts
         for host in hosts.others:
             with contextlib.suppress(OSError):  # whoever is gone is noticed while waiting
-                self._leaders[host].sendall(mine)
+                self._leaders[host].sendall(own)
         for host in hosts.others:
             ranks = list(hosts.ranks[host])
-            theirs = bytearray(len(ranks) * header_bytes(self.size))
+            theirs = bytearray(8 * len(ranks) * header_length(self.size))
             self._await_headers(host, memoryview(theirs))
             headers[ranks] = torch.frombuffer(theirs, dtype=torch.int64).view(len(ranks), -1)
 
@@ -164,11 +172,12 @@ class HybridEngine(OrderedEngine):
             raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
 
     def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
-        """Everyone who is missing: ``here`` on this host, and what the other hosts say."""
+        """All missing ranks: ``here``, on this host, and those that the other hosts report."""
         others = self.hosts.others
-        self._wires.send_all(Word.MISSING, json.dumps(list(here)).encode())
-        until(
-            lambda: self.abortion is not None or len(self._missing) == len(others), _MISSING_SECONDS
+        self._control.send_all(FrameKind.MISSING, json.dumps(list(here)).encode())
+        poll(
+            lambda: self.aborted() is not None or len(self._missing) == len(others),
+            _MISSING_SECONDS,
         )
         self.check_open()
         missing = set(here)
@@ -196,29 +205,30 @@ class HybridEngine(OrderedEngine):
         kind, ranks, detail = fault
         if self.closed or kind == "closed":
             return ("closed", (self.rank,), "")
-        told = self._shm.aborted()
-        if kind == "aborted" and told is not None:
-            by, _, text = told[2].partition(":")
-            self.hear_abort(int(by), told[1], text)
-        if self.abortion is not None:
-            return ("aborted", (self.abortion[0],), self.abortion[2])
+        on_host = self._shm.aborted()
+        if kind == "aborted" and on_host is not None:
+            by, _, text = on_host[2].partition(":")
+            self.note_abort(int(by), on_host[1], text)
+        abortion = self.aborted()
+        if abortion is not None:
+            return ("aborted", (abortion[0],), abortion[2])
         return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
 
     def transfers(self) -> _Transfers:
-        self._under_way.append(_Transfers(self))
-        return self._under_way[-1]
+        self._in_flight.append(_Transfers(self))
+        return self._in_flight[-1]
 
-    def post(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
+    def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
         """Hand memory to Gloo, to ``send`` or to ``recv``; return torch's Work."""
         self._sent_bytes += memory.nbytes if way == "send" else 0
         return getattr(self._backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
-        """What is left of the running operation's time."""
+        """The rest of the running operation's time."""
         return max(self._deadline - time.monotonic(), 0.1)
 
     def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
-        """Call into Gloo; return why that failed."""
+        """The fault of a call into Gloo; None if it succeeded."""
         try:
             act()
         except RuntimeError as error:
@@ -226,7 +236,7 @@ class HybridEngine(OrderedEngine):
         return None
 
     def _why(self, error: RuntimeError, peer: int) -> FaultArgs:
-        until(lambda: self.closed or self.abortion is not None, 2 * _ASK_SECONDS)
+        poll(lambda: self.closed or self.aborted() is not None, 2 * _ASK_SECONDS)
         try:
             self.check_open()
         except Fault as fault:
@@ -238,22 +248,24 @@ class HybridEngine(OrderedEngine):
 
     # -- messages ------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Errand:
-        return self._mail.send(tensor, dst, tag, timeout)
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> PythonCompletion:
+        return self._messages.send(tensor, dst, tag, timeout)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Errand:
-        return self._mail.receive(tensor, src, tag, timeout)
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> PythonCompletion:
+        return self._messages.receive(tensor, src, tag, timeout)
 
     def announce(self, rank: int, announcement: bytes) -> None:
-        self._wires.send(rank, Word.MAIL, announcement)
+        self._control.send(rank, FrameKind.ANNOUNCEMENT, announcement)
 
-    def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+    def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion:
         return self._message("send", tensor, rank, number, timeout)
 
-    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion:
         return self._message("recv", tensor, rank, number, timeout)
 
-    def _message(self, way: str, tensor: Tensor, rank: int, number: int, timeout: float) -> Ticket:
+    def _message(
+        self, way: str, tensor: Tensor, rank: int, number: int, timeout: float
+    ) -> Completion:
         if rank in self.hosts.local:
             move = self._shm.isend if way == "send" else self._shm.irecv
             try:
@@ -263,15 +275,16 @@ class HybridEngine(OrderedEngine):
         memory = _bytes(tensor)
         works: list[Any] = []
         why = self.attempt(
-            lambda: works.append(self.post(way, memory, rank, _COLLECTIVES + 1 + number)), rank
+            lambda: works.append(self.start_transfer(way, memory, rank, _COLLECTIVES + 1 + number)),
+            rank,
         )
         if why is not None:
             raise Fault(*why)
-        return TorchTicket(works.pop(), memory, timeout, partial(self.attempt, peer=rank))
+        return TorchCompletion(works.pop(), memory, timeout, partial(self.attempt, peer=rank))
 
-    def settled(self, ticket: Ticket) -> FaultArgs | None:
-        fault = ticket.fault()
-        if fault is None or isinstance(ticket, Errand):
+    def group_fault(self, completion: Completion) -> FaultArgs | None:
+        fault = completion.fault()
+        if fault is None or isinstance(completion, PythonCompletion):
             return fault
         return self._from_local(fault)
 
@@ -282,74 +295,73 @@ class HybridEngine(OrderedEngine):
         return sorted(gone) if len(gone) == self.size - 1 else []
 
     def wake(self) -> None:
-        self._wires.wake()
+        self._control.wake()
 
-    # -- what comes over the wires -------------------------------------------------------
+    # -- frames of the control channel ---------------------------------------------------
 
-    def hear(self, source: int, word: Word, payload: bytes) -> None:
-        if word is Word.MAIL:
-            self._mail.hear(source, payload)
+    def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.ANNOUNCEMENT:
+            self._messages.on_announcement(source, payload)
             return
-        if word is Word.ABORT:
-            kind, text = json.loads(payload)
-            self._hear_abort_of(source, kind, text)
+        if kind is FrameKind.ABORT:
+            self._abort_by(source, *json.loads(payload))
         with self._changed:
-            if word is Word.LAST_WORDS:
-                self._words[source] = payload.decode()
-            elif word is Word.MISSING:
+            if kind is FrameKind.FAILURE_REPORT:
+                self._failures[source] = payload.decode()
+            elif kind is FrameKind.MISSING:
                 self._missing[self.hosts.host_of(source)] = json.loads(payload)
-            elif word is Word.GOODBYE:
+            elif kind is FrameKind.GOODBYE:
                 self._left.add(source)
             self._changed.notify_all()
 
-    def _hear_abort_of(self, source: int, kind: str, text: str) -> None:
-        if self.hear_abort(source, kind, text):
+    def _abort_by(self, source: int, kind: str, text: str) -> None:
+        if self.note_abort(source, kind, text):
             self._abort_locally(source, kind, text)
             self.interrupt()
 
-    def lose(self, source: int) -> None:
+    def on_disconnect(self, source: int) -> None:
         with self._changed:
             if source not in self._left:
                 self._died[source] = time.monotonic()
             self._changed.notify_all()
 
-    def tick(self) -> bool:
-        return self._mail.sweep()
+    def on_tick(self) -> bool:
+        return self._messages.end_receives()
 
     # -- the end -------------------------------------------------------------------------
 
     def last_entered(self) -> list[str]:
         return [self._last] * self.size
 
-    def say(self, text: str) -> None:
+    def report_failure(self, text: str) -> None:
         with self._changed:
-            self._words[self.rank] = text
-        self._wires.send_all(Word.LAST_WORDS, text.encode())
+            self._failures[self.rank] = text
+        self._control.send_all(FrameKind.FAILURE_REPORT, text.encode())
 
-    def heard(self, timeout: float) -> list[str | None]:
+    def failure_reports(self, timeout: float) -> list[str | None]:
         with self._changed:
-            self._changed.wait_for(lambda: None not in self._words, timeout)
-            return list(self._words)
+            self._changed.wait_for(lambda: None not in self._failures, timeout)
+            return list(self._failures)
 
-    def tell(self, kind: str, text: str) -> None:
+    def announce_abort(self, kind: str, text: str) -> None:
         self._abort_locally(self.rank, kind, text)
-        self._wires.send_all(Word.ABORT, json.dumps([kind, text]).encode())
+        self._control.send_all(FrameKind.ABORT, json.dumps([kind, text]).encode())
 
     def _abort_locally(self, by: int, kind: str, text: str) -> None:
         with contextlib.suppress(self._shm.fault_type):  # closed here meanwhile
             self._shm.abort(kind, f"{by}:{text}")
 
     def interrupt(self) -> None:
-        self._wires.wake()
+        self._control.wake()
         if self._backend is not None:
             end_connections(self._backend, self.rank, self.size)
 
     def release(self) -> None:
-        self._wires.send_all(Word.GOODBYE)
+        self._control.send_all(FrameKind.GOODBYE)
         self.interrupt()
         self._shm.close()
-        self._mail.sweep()
-        self._wires.close()
+        self._messages.end_receives()
+        self._control.close()
         for line in self._leaders.values():
             line.close()
         self._backend = None
@@ -364,14 +376,14 @@ class HybridEngine(OrderedEngine):
 
 
 def _read(line: socket.socket, memory: memoryview) -> int:
-    """Read what is there, after waiting a moment; 0 if nothing came."""
+    """The count of bytes read, after waiting a moment; 0 if nothing came."""
     try:
         count = line.recv_into(memory)
     except TimeoutError:
         return 0
     except OSError:
         count = 0
-    if not count:  # the other end is gone, which the wires will say
+    if not count:  # the other end is gone, which the control channel notices
         time.sleep(LOOK_SECONDS)
     return count
 
@@ -381,7 +393,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class _Transfers:
-    """Tensors on their way to and from other hosts.
+    """Tensors in flight to and from other hosts.
 
     Failures are handed on as values: a traceback would hold torch's objects, and they Gloo's
     connections, for as long as somebody holds the error.
@@ -406,7 +418,7 @@ class _Transfers:
         self._raise(next(filter(None, map(self._end, self._works)), None))
 
     def forget(self) -> None:
-        """Let go of torch's objects, done or not."""
+        """Drop torch's objects, done or not."""
         self._works.clear()
 
     def _begin(self, way: str, rank: int, tensor: Tensor) -> FaultArgs | None:
@@ -415,7 +427,7 @@ class _Transfers:
         memory = _bytes(tensor)
 
         def begin() -> None:
-            work = self._engine.post(way, memory, rank, _COLLECTIVES)
+            work = self._engine.start_transfer(way, memory, rank, _COLLECTIVES)
             self._works.append((rank, work, memory))
 
         return self._engine.attempt(begin, rank)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
+from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type, split_parts
 from tilework.comm.backends.hybrid_hosts import Hosts
 from tilework.comm.backends.reference import combine
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
@@ -62,14 +62,6 @@ class Ways(Protocol):
 
 #: Yields once, where the ranks meet.
 Step = Iterator[None]
-
-
-def _parts(parts: Parts, size: int) -> list[Tensor]:
-    """One flat tensor for each rank."""
-    if not isinstance(parts, Tensor):
-        return [part.view(-1) for part in parts]
-    flat = parts.view(-1)
-    return list(torch.tensor_split(flat, size)) if size else []
 
 
 def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
@@ -175,7 +167,7 @@ def reduce(ways: Ways, operation: Operation) -> Step:
 def reduce_scatter(ways: Ways, operation: Operation) -> Step:
     """Reduce each host's parts here, send each lane's partial results there, combine."""
     hosts, op = ways.hosts, operation.reduce_op
-    parts, output = _parts(operation.inputs, ways.size), operation.outputs[0].view(-1)
+    parts, output = split_parts(operation.inputs, ways.size), operation.outputs[0].view(-1)
     carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
     #: By turn and host: the partial results of the parts that this lane combines.
     partials = [_blanks(hosts, parts[rank]) for rank in carried]
@@ -281,7 +273,7 @@ def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
 def all_gather(ways: Ways, operation: Operation) -> Step:
     """All-gather on each host; each lane exchanges its ranks' tensors; all-gather those."""
     hosts, source = ways.hosts, operation.inputs[0].view(-1)
-    outputs = _parts(operation.outputs, ways.size)
+    outputs = split_parts(operation.outputs, ways.size)
     transfers = ways.transfers()
     if hosts.lane is not None:
         for host in hosts.others:
@@ -304,7 +296,7 @@ def all_gather(ways: Ways, operation: Operation) -> Step:
 def gather(ways: Ways, operation: Operation) -> Step:
     """Gather on the root's host; the ranks of other hosts send to the root."""
     hosts, root, source = ways.hosts, operation.root, operation.inputs[0].view(-1)
-    outputs = _parts(operation.outputs, ways.size) if hosts.me == root else []
+    outputs = split_parts(operation.outputs, ways.size) if hosts.me == root else []
     transfers = ways.transfers()
     transfers.receive((rank, outputs[rank]) for rank in _remote(hosts) if outputs)
     yield
@@ -319,7 +311,7 @@ def gather(ways: Ways, operation: Operation) -> Step:
 def scatter(ways: Ways, operation: Operation) -> Step:
     """Scatter on the root's host; the root sends to the ranks of other hosts."""
     hosts, root, target = ways.hosts, operation.root, operation.outputs[0].view(-1)
-    inputs = _parts(operation.inputs, ways.size) if hosts.me == root else []
+    inputs = split_parts(operation.inputs, ways.size) if hosts.me == root else []
     transfers, at_home = ways.transfers(), hosts.index == hosts.host_of(root)
     transfers.receive([] if at_home else [(root, target)])
     yield
@@ -333,7 +325,10 @@ def scatter(ways: Ways, operation: Operation) -> Step:
 def all_to_all(ways: Ways, operation: Operation) -> Step:
     """All-to-all on each host; between hosts every rank sends to every other."""
     hosts = ways.hosts
-    inputs, outputs = _parts(operation.inputs, ways.size), _parts(operation.outputs, ways.size)
+    inputs, outputs = (
+        split_parts(operation.inputs, ways.size),
+        split_parts(operation.outputs, ways.size),
+    )
     taken = {output.data_ptr() for output in outputs if output.numel()}
     # In place, what comes would overwrite what has not left yet.
     leaving = [

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm.backends.engine_protocol import Engine, Operation, Parts, Ticket
+from tilework.comm.backends.engine_protocol import Completion, Engine, Operation, Parts
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import run_soon
 from tilework.comm.callsite import call_site
@@ -34,8 +34,8 @@ from tilework.errors import (
 
 _DEFAULTS = Options()
 _DONE = CompletedWork()
-#: How long a rank that fails waits for the others' side of the story.
-_LAST_WORDS_SECONDS = 0.3
+#: How long a rank that fails waits for the other ranks' reports.
+_REPORT_SECONDS = 0.3
 _ERROR_OF: dict[str, type[DistBackendError]] = {
     "mismatch": CollectiveMismatchError,
     "peer_lost": PeerLostError,
@@ -241,7 +241,7 @@ class NativeGroup(ProcessGroup):
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
         only_read = operation.kind == "broadcast" and operation.root == self._rank
         effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
-        slot = self.flight.begin(operation.told(), None, 0, 3)
+        slot = self.flight.begin(operation.summary(), None, 0, 3)
         if opts.asyncOp:
             call = Call(self, operation.describe(), effects, operation, slot)
             return call.start(lambda: self.engine.submit(operation))
@@ -291,7 +291,7 @@ class NativeGroup(ProcessGroup):
         try:
             if kind == "aborted":
                 return self._aborted_error(place, here, detail)
-            self.engine.say(f"#{number} {here}")
+            self.engine.report_failure(f"#{number} {here}")
             text = f"{place}: {self._story(kind, ranks, here, detail)}"
             self.engine.abort(kind, _with_ranks(ranks, text))
         except self.engine.fault_type:
@@ -327,7 +327,7 @@ class NativeGroup(ProcessGroup):
         return f"{here}: timed out: {detail}. Still missing: rank {whom} ({missing})"
 
     def _everyones_words(self) -> str:
-        heard = self.engine.heard(_LAST_WORDS_SECONDS)
+        heard = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
         return "\n".join(
             f"  rank {rank}: {words or entered}"
@@ -405,16 +405,16 @@ class Call(Work):
         self._effects = effects
         #: What the engine reads and writes; the engine keeps it alive too.
         self._kept = kept
-        self._ticket: Ticket
+        self._completion: Completion
         self._lock = threading.Lock()
         self._finished = False
         self._error: DistBackendError | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
-    def start(self, submit: Callable[[], Ticket]) -> Call:
+    def start(self, submit: Callable[[], Completion]) -> Call:
         """Hand it over; a failure to do so raises at once."""
         try:
-            self._ticket = submit()
+            self._completion = submit()
         except self._group.engine.fault_type as fault:
             error = self._group._explain(fault.args, self._title, self._site)
             self._group._note_failure(self._slot, error)
@@ -422,13 +422,13 @@ class Call(Work):
         except BaseException as error:
             self._group.flight.end(self._slot, f"{type(error).__name__}: {error}")
             raise
-        self._group.flight.follow(self._slot, self._ticket)
+        self._group.flight.follow(self._slot, self._completion)
         return self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = -1.0 if timeout is None else timeout.total_seconds()
         try:
-            done = self._ticket.wait(seconds)
+            done = self._completion.wait(seconds)
         except self._group.engine.fault_type:
             done = True
         except BaseException as interruption:
@@ -445,7 +445,7 @@ class Call(Work):
         return True
 
     def is_completed(self) -> bool:
-        done = self._ticket.done()
+        done = self._completion.done()
         if done:
             self._finish()
         return done
@@ -460,7 +460,7 @@ class Call(Work):
 
     def source_rank(self) -> int:
         self.wait()
-        return self._group.global_ranks[self._ticket.source()]
+        return self._group.global_ranks[self._completion.source()]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         with self._lock:
@@ -470,7 +470,9 @@ class Call(Work):
         # Not on the thread that carries the group's operations: what is called back may wait for
         # more of them.
         here = copy_context()  # which tells the rank that this is
-        self._ticket.add_done_callback(lambda: run_soon(lambda: here.run(self._complete_future)))
+        self._completion.add_done_callback(
+            lambda: run_soon(lambda: here.run(self._complete_future))
+        )
         return self._future
 
     def _complete_future(self) -> None:
@@ -487,7 +489,7 @@ class Call(Work):
         with self._lock:
             if self._finished:
                 return
-            fault = self._ticket.fault()
+            fault = self._completion.fault()
             if fault is None:
                 self._group.flight.end(self._slot)
                 self._effects.settle()

@@ -15,9 +15,9 @@ from torch import Tensor
 from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
+    Completion,
     Operation,
     Parts,
-    Ticket,
     op_factor,
     op_type,
 )
@@ -60,28 +60,30 @@ class ShmEngine:
         self._lock = threading.Lock()
         # Bound once: these are on the path of every operation.
         self.sequence = group.sequence
-        self.say = group.report_failure
-        self.heard = group.failure_reports
+        self.report_failure = group.report_failure
+        self.failure_reports = group.failure_reports
         self.abort = group.abort
         self.aborted = group.aborted
 
     def run(self, operation: Operation) -> None:
         self.group.run(*self._arguments(operation))
 
-    def submit(self, operation: Operation) -> Ticket:
+    def submit(self, operation: Operation) -> Completion:
         return self._hand_over(operation, self.group.submit, *self._arguments(operation))
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Ticket:
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Completion:
         return self._hand_over(tensor, self.group.isend, dst, *self._whole(tensor), tag, timeout)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Ticket:
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Completion:
         return self._hand_over(tensor, self.group.irecv, src, *self._whole(tensor), tag, timeout)
 
     def _whole(self, tensor: Tensor) -> tuple[int, int, int]:
         code = self._dtypes.get(tensor.dtype, self._bytes)
         return tensor.data_ptr(), tensor.nbytes, code
 
-    def _hand_over(self, buffers: object, start: Callable[..., Ticket], *args: Any) -> Ticket:
+    def _hand_over(
+        self, buffers: object, start: Callable[..., Completion], *args: Any
+    ) -> Completion:
         """Start what goes on by itself; hold what the core uses until it is done with that.
 
         Held before it is handed over: a signal handler may raise in between, and nobody knows
@@ -92,12 +94,12 @@ class ShmEngine:
             self._in_flight = [e for e in self._in_flight if e[0] is None or not e[0].done()]
             self._in_flight.append(entry)
         try:
-            entry[0] = ticket = start(*args)
+            entry[0] = completion = start(*args)
         except (ValueError, self.fault_type):
             with self._lock:
                 self._in_flight.remove(entry)
             raise
-        return ticket
+        return completion
 
     def _arguments(self, operation: Operation) -> tuple[Any, ...]:
         op = operation.reduce_op

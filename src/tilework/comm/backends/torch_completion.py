@@ -1,4 +1,4 @@
-"""torch's Work as a native engine's ticket."""
+"""torch's Work as a native engine's completion."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from tilework.comm.backends.ordered import Errand, FaultArgs
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.engine_protocol import FaultArgs
 
-#: Calls into an engine, and returns why that failed.
-Attempt = Callable[[Callable[[], object]], "FaultArgs | None"]
+#: Runs a call into an engine, and returns its fault.
+Run = Callable[[Callable[[], object]], FaultArgs | None]
 
 
-class TorchTicket(Errand):
-    """A message under way.
+class TorchCompletion(PythonCompletion):
+    """The end of a message or an operation in flight.
 
     torch's own waits for a message cannot be tried for a moment: one that gives up closes all
     connections. So the wait is one call, on the thread of whoever waits without a limit, or on
@@ -24,18 +25,18 @@ class TorchTicket(Errand):
         work: torch's Work.
         memory: Kept while the engine may touch it.
         timeout: How long the message may take, in seconds from the first wait.
-        attempt: Runs the wait.
+        run: Runs the wait.
     """
 
-    def __init__(self, work: Any, memory: object, timeout: float, attempt: Attempt) -> None:
+    def __init__(self, work: Any, memory: object, timeout: float, run: Run) -> None:
         super().__init__()
         self._kept: tuple[Any, object] | None = (work, memory)
         self._limit = timedelta(seconds=timeout)
-        self._attempt = attempt
+        self._run = run
         self._started = threading.Lock()
 
     def _finish(self) -> None:
-        fault = self._attempt(self._wait)
+        fault = self._run(self._wait)
         self._kept = None
         self.complete(fault)
 
@@ -44,7 +45,7 @@ class TorchTicket(Errand):
         work = self._kept[0]
         work.wait(self._limit)
         try:
-            self.found_source = int(work._source_rank())
+            self.source_rank = int(work._source_rank())
         except RuntimeError:  # it was a send
             return
 

@@ -19,12 +19,12 @@ import torch.distributed
 from torch import Tensor
 
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
-from tilework.comm.backends.engine_protocol import Fault, Kind, Operation, Parts
+from tilework.comm.backends.engine_protocol import Fault, FaultArgs, Kind, Operation, Parts
 from tilework.comm.backends.failure_log import FailureLog
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
-from tilework.comm.backends.ordered import FaultArgs, OrderedEngine
-from tilework.comm.backends.torch_completion import TorchTicket
+from tilework.comm.backends.python_engine import PythonEngine
+from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Lack
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
@@ -175,20 +175,20 @@ def _kind_of(op: AnyReduceOp | None) -> RedOpType:
 # -- the engine -----------------------------------------------------------------------------
 
 
-class TorchEngine(OrderedEngine):
+class TorchEngine(PythonEngine):
     """One rank's end of one of torch's backends."""
 
     def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
         super().__init__(request.group_rank, request.global_ranks_in_group)
         self.name = name
         self._backend = backend
-        self._story = FailureLog(request.store, self.rank, self.size)
+        self._failures = FailureLog(request.store, self.rank, self.size)
 
     def perform(self, operation: Operation) -> None:
         self.blocking(lambda: _CALLS[operation.kind](self._backend, operation, self.rank).wait())
 
-    def _attempt(self, act: Callable[[], object]) -> FaultArgs | None:
-        return self.outcome(lambda: self.blocking(act))
+    def _run(self, act: Callable[[], object]) -> FaultArgs | None:
+        return self.fault_of(lambda: self.blocking(act))
 
     def blocking(self, act: Callable[[], object]) -> None:
         """Call into torch's backend, with its failures as faults."""
@@ -198,26 +198,28 @@ class TorchEngine(OrderedEngine):
             raise self._fault(error) from error
 
     def _fault(self, error: RuntimeError) -> Exception:
-        """What a failure of the engine means. Asks the other ranks, so it takes a moment."""
+        """The meaning of an engine's failure. Asks the other ranks, so it takes a moment."""
         if self.closed:
             return Fault("closed", (self.rank,), "")
         detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
         text = str(error).lower()
         if not any(words in text for words in (*_LATE, *_LOST)):
             return DistBackendError(f"{self.name}: {detail}")
-        kind, silent = self._story.ask(late=any(words in text for words in _LATE))
-        if kind == "aborted":
-            self.abortion = self.abortion or self._story.abortion()
-        if self.abortion is not None:
-            return Fault("aborted", (self.abortion[0],), self.abortion[2])
+        kind, silent = self._failures.diagnose(late=any(words in text for words in _LATE))
+        recorded = self._failures.aborted() if kind == "aborted" else None
+        if recorded is not None:
+            self.note_abort(*recorded)
+        abortion = self.aborted()
+        if abortion is not None:
+            return Fault("aborted", (abortion[0],), abortion[2])
         return Fault(kind, silent, f"{self.name}: {detail}")
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> TorchTicket:
+    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> TorchCompletion:
         self.check_open()
         source = _bytes(tensor)
         return self._message(lambda: self._backend.send([source], dst, tag), source, timeout)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> TorchTicket:
+    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> TorchCompletion:
         self.check_open()
         target = _bytes(tensor)
         if src < 0:
@@ -226,23 +228,23 @@ class TorchEngine(OrderedEngine):
             )
         return self._message(lambda: self._backend.recv([target], src, tag), target, timeout)
 
-    def _message(self, start: Callable[[], Any], memory: Tensor, timeout: float) -> TorchTicket:
+    def _message(self, start: Callable[[], Any], memory: Tensor, timeout: float) -> TorchCompletion:
         try:
-            return TorchTicket(start(), memory, timeout, self._attempt)
+            return TorchCompletion(start(), memory, timeout, self._run)
         except RuntimeError as error:
             raise self._fault(error) from error
 
     def last_entered(self) -> list[str]:
-        return ["an operation of which it said nothing"] * self.size
+        return ["an operation of which it reported nothing"] * self.size
 
-    def say(self, text: str) -> None:
-        self._story.say(text)
+    def report_failure(self, text: str) -> None:
+        self._failures.report_failure(text)
 
-    def heard(self, timeout: float) -> list[str | None]:
-        return self._story.heard(timeout)
+    def failure_reports(self, timeout: float) -> list[str | None]:
+        return self._failures.failure_reports(timeout)
 
-    def tell(self, kind: str, text: str) -> None:
-        self._story.tell_abort(kind, text)
+    def announce_abort(self, kind: str, text: str) -> None:
+        self._failures.record_abort(kind, text)
 
     def interrupt(self) -> None:
         if self._backend is not None:
@@ -270,11 +272,11 @@ def end_connections(backend: Any, rank: int, size: int) -> None:
 class StreamEngine(TorchEngine):
     """An engine whose operations run on a device's streams: none waits on a thread."""
 
-    def submit(self, operation: Operation) -> TorchTicket:
+    def submit(self, operation: Operation) -> TorchCompletion:
         self.check_open()
         self._entered += 1
         work = _CALLS[operation.kind](self._backend, operation, self.rank)
-        return TorchTicket(work, operation, operation.timeout, self._attempt)
+        return TorchCompletion(work, operation, operation.timeout, self._run)
 
     def interrupt(self) -> None:
         if self._backend is not None:

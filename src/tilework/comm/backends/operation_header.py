@@ -1,4 +1,4 @@
-"""What ranks tell each other before a collective, and whether they agree."""
+"""The header that ranks exchange before a collective, and its comparison."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
+
+#: The fields, the elements for each rank, those expected from each: as many ints on every rank.
+Header = Sequence[int]
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _DTYPES: tuple[torch.dtype | None, ...] = (
@@ -28,22 +31,22 @@ _FIELDS = ("operation", "dtype", "reduction", "root", "shape")
 _NOTHING = -1
 
 
-def header_bytes(size: int) -> int:
-    """How long a rank's header is in a group of ``size``."""
-    return 8 * (len(_FIELDS) + 2 * size)
+def header_length(size: int) -> int:
+    """The number of ints in a header of a group of ``size``."""
+    return len(_FIELDS) + 2 * size
 
 
-def header_of(operation: Operation, rank: int, size: int) -> Tensor:
-    """An int64 vector: the fields, the elements for each rank, those expected from each."""
-    fields = [
+def header_of(operation: Operation, rank: int, size: int) -> Header:
+    """The header of this rank's operation."""
+    return [
         _KINDS.index(operation.kind),
         _dtype_code(operation.dtype),
         _REDUCTIONS.index(op_type(operation.reduce_op)),
         operation.root,
         hash(operation.shape) & 0x7FFF_FFFF_FFFF_FFFF,
+        *_counts_sent(operation, rank, size),
+        *_counts_expected(operation, rank, size),
     ]
-    sent, wanted = _sent(operation, rank, size), _wanted(operation, rank, size)
-    return torch.tensor([*fields, *sent, *wanted], dtype=torch.int64)
 
 
 def _dtype_code(dtype: torch.dtype | None) -> int:
@@ -63,7 +66,7 @@ def _only(rank: int, size: int, count: int) -> list[int]:
     return counts
 
 
-def _sent(op: Operation, rank: int, size: int) -> list[int]:
+def _counts_sent(op: Operation, rank: int, size: int) -> list[int]:
     if op.kind == "all_gather":
         return [op.inputs[0].numel()] * size
     if op.kind == "gather":
@@ -73,7 +76,7 @@ def _sent(op: Operation, rank: int, size: int) -> list[int]:
     return [_NOTHING] * size
 
 
-def _wanted(op: Operation, rank: int, size: int) -> list[int]:
+def _counts_expected(op: Operation, rank: int, size: int) -> list[int]:
     if op.kind == "reduce_scatter":
         return [op.outputs[0].numel()] * size
     if op.kind == "scatter":
@@ -83,23 +86,24 @@ def _wanted(op: Operation, rank: int, size: int) -> list[int]:
     return [_NOTHING] * size
 
 
-def disagreement(headers: Tensor) -> tuple[Sequence[int], str]:
+def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
     """The ranks at odds with rank 0 or with each other's sizes, and in what; () if all agree.
 
     Args:
-        headers: One row per rank, as from :func:`header_of`.
+        headers: One per rank, as from :func:`header_of`.
     """
-    size, fields = len(headers), len(_FIELDS)
-    odd = (headers[:, :fields] != headers[0, :fields]).nonzero()
-    if len(odd):
-        column = int(odd[:, 1].min())
-        ranks = odd[odd[:, 1] == column][:, 0].tolist()
-        return (0, *ranks), f"they differ in {_FIELDS[column]}"
-    sent, wanted = headers[:, fields : fields + size], headers[:, fields + size :]
-    if torch.equal(sent, wanted.T):
+    size, count = len(headers), len(_FIELDS)
+    for i, field in enumerate(_FIELDS):
+        odd = tuple(rank for rank, header in enumerate(headers) if header[i] != headers[0][i])
+        if odd:
+            return (0, *odd), f"they differ in {field}"
+    sent = [tuple(header[count : count + size]) for header in headers]
+    expected = list(zip(*(header[count + size :] for header in headers), strict=True))
+    if sent == expected:
         return (), ""
-    i, j = (sent != wanted.T).nonzero()[0].tolist()
+    i = next(rank for rank in range(size) if sent[rank] != expected[rank])
+    j = next(rank for rank in range(size) if sent[i][rank] != expected[i][rank])
     return (i, j), (
-        f"they differ in sizes: rank {i} has {int(sent[i, j])} elements for rank {j}, "
-        f"which expects {int(wanted[j, i])}"
+        f"they differ in sizes: rank {i} has {sent[i][j]} elements for rank {j}, "
+        f"which expects {expected[i][j]}"
     )

@@ -1,0 +1,55 @@
+"""The completion of an operation that Python code runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tilework.comm.backends.engine_protocol import Fault, FaultArgs
+
+
+class PythonCompletion:
+    """A Completion that ends once, with or without a fault."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._done = False
+        self._fault: FaultArgs | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        #: For a receive: where the message came from.
+        self.source_rank = -1
+
+    def complete(self, fault: FaultArgs | None = None) -> None:
+        """End it; only the first call counts."""
+        with self._changed:
+            if self._done:
+                return
+            self._done, self._fault = True, fault
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+    def done(self) -> bool:
+        return self._done
+
+    def fault(self) -> FaultArgs | None:
+        return self._fault
+
+    def source(self) -> int:
+        return self.source_rank
+
+    def wait(self, timeout: float) -> bool:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done, None if timeout < 0 else timeout):
+                return False
+        if self._fault is not None:
+            raise Fault(*self._fault)
+        return True
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        with self._changed:
+            if not self._done:
+                self._callbacks.append(fn)
+                return
+        fn()

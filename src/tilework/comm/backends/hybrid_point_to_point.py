@@ -1,0 +1,134 @@
+"""Messages between two ranks, within a host and across: announced, matched, then moved.
+
+The sender announces a message over the control channel and offers its data: in shared memory, or to
+the engine between hosts. The receiver matches announcements with its receives, in order, and
+fetches the data under the number that the sender gave it. So a receive from any rank sees all
+hosts, and a message that does not fit is found before a byte of it has moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
+from tilework.comm.backends.message_matcher import MessageMatcher, Receive
+
+#: tag, number, bytes; the dtype's name follows.
+_ANNOUNCEMENT = struct.Struct("=qIQ")
+_NUMBERS = 1 << 30
+
+
+class Transport(Protocol):
+    """The means to move data once both sides know of it, and what is known of other ranks."""
+
+    rank: int
+
+    def announce(self, rank: int, announcement: bytes) -> None: ...
+    def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
+    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
+    def group_fault(self, completion: Completion) -> FaultArgs | None:
+        """The fault of an offer or a fetch, as one of the group."""
+        ...
+
+    def check_open(self) -> None: ...
+    def unreachable(self, source: int) -> list[int]:
+        """The lost ranks without which a receive from ``source`` (-1: any) cannot end."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Announcement:
+    source: int
+    tag: int
+    number: int
+    nbytes: int
+    dtype: str
+
+
+class PointToPoint:
+    """One rank's messages."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._numbers = itertools.count()
+        self._matcher: MessageMatcher[_Announcement] = MessageMatcher()
+
+    def send(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> PythonCompletion:
+        """Announce ``tensor``; the completion is done when it may be reused."""
+        self._transport.check_open()
+        number = next(self._numbers) % _NUMBERS
+        completion = PythonCompletion()
+        if tensor.nbytes:
+            self._follow(self._transport.offer(tensor, dst, number, timeout), completion)
+        else:
+            completion.complete()
+        head = _ANNOUNCEMENT.pack(tag, number, tensor.nbytes)
+        self._transport.announce(dst, head + str(tensor.dtype).encode())
+        return completion
+
+    def receive(self, tensor: Tensor, src: int, tag: int, timeout: float) -> PythonCompletion:
+        """Receive from ``src``, or from any rank for -1."""
+        self._transport.check_open()
+        completion = PythonCompletion()
+        receive = Receive(src, tag, tensor, timeout, time.monotonic() + timeout, completion)
+        for matched, message in self._matcher.add_receive(receive):
+            self._fetch(matched, message)
+        self._transport.wake()
+        return completion
+
+    def on_announcement(self, source: int, announcement: bytes) -> None:
+        """Note a message that ``source`` announces."""
+        tag, number, nbytes = _ANNOUNCEMENT.unpack_from(announcement)
+        dtype = announcement[_ANNOUNCEMENT.size :].decode()
+        message = _Announcement(source, tag, number, nbytes, dtype)
+        for receive, matched in self._matcher.add_message(message):
+            self._fetch(receive, matched)
+
+    def end_receives(self) -> bool:
+        """End receives that cannot end well; True if any is left."""
+        return self._matcher.end_receives(self._fault_of)
+
+    def _fault_of(self, receive: Receive) -> FaultArgs | None:
+        try:
+            self._transport.check_open()
+        except Fault as fault:
+            return fault.args
+        lost = self._transport.unreachable(receive.source)
+        if lost:
+            return ("peer_lost", tuple(lost), "its process ended or left the group")
+        return receive.timeout_fault() if time.monotonic() > receive.deadline else None
+
+    def _fetch(self, receive: Receive, message: _Announcement) -> None:
+        completion, expected = receive.completion, receive.tensor
+        completion.source_rank = message.source
+        if (message.nbytes, message.dtype) != (expected.nbytes, str(expected.dtype)):
+            why = (
+                f"rank {message.source} sent {message.nbytes} bytes of {message.dtype}, rank "
+                f"{self._transport.rank} receives {expected.nbytes} bytes of {expected.dtype}"
+            )
+            completion.complete(("mismatch", (message.source, self._transport.rank), why))
+        elif not message.nbytes:
+            completion.complete()
+        else:
+            try:
+                fetched = self._transport.fetch(
+                    expected, message.source, message.number, receive.timeout
+                )
+            except Fault as fault:
+                completion.complete(fault.args)
+            else:
+                self._follow(fetched, completion)
+
+    def _follow(self, moved: Completion, completion: PythonCompletion) -> None:
+        """Let ``completion`` end as ``moved`` does."""
+        transport = self._transport
+        moved.add_done_callback(lambda: completion.complete(transport.group_fault(moved)))

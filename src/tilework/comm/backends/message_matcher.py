@@ -1,0 +1,101 @@
+"""Messages and receives of one rank, paired in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.engine_protocol import FaultArgs
+
+#: As the source of a receive: whichever rank sends first.
+ANY_SOURCE = -1
+
+
+class Message(Protocol):
+    """A message, or the announcement of one."""
+
+    source: int
+    tag: int
+
+
+@dataclass(slots=True, eq=False)
+class Receive:
+    """A posted receive."""
+
+    source: int
+    tag: int
+    tensor: Tensor
+    #: Seconds, and when they are over (time.monotonic()).
+    timeout: float
+    deadline: float
+    completion: PythonCompletion
+
+    def timeout_fault(self) -> FaultArgs:
+        """The fault of a receive whose time is up."""
+        awaited = () if self.source == ANY_SOURCE else (self.source,)
+        return ("timeout", awaited, f"waited {self.timeout:.1f} s for a message")
+
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+class MessageMatcher(Generic[_Message]):
+    """The messages for one rank and its receives, neither of which found its counterpart yet.
+
+    Receives are paired in the order posted, with messages in the order added. May be used from any
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._messages: list[_Message] = []
+        self._receives: list[Receive] = []
+
+    def add_message(self, message: _Message) -> list[tuple[Receive, _Message]]:
+        """The pairs that are complete with a new message."""
+        with self._lock:
+            self._messages.append(message)
+            return self._match()
+
+    def add_receive(self, receive: Receive) -> list[tuple[Receive, _Message]]:
+        """The pairs that are complete with a new receive."""
+        with self._lock:
+            self._receives.append(receive)
+            return self._match()
+
+    def _match(self) -> list[tuple[Receive, _Message]]:
+        pairs = []
+        for receive in list(self._receives):
+            message = next((m for m in self._messages if _fits(m, receive)), None)
+            if message is not None:
+                self._messages.remove(message)
+                self._receives.remove(receive)
+                pairs.append((receive, message))
+        return pairs
+
+    def end_receives(self, fault_of: Callable[[Receive], FaultArgs | None]) -> bool:
+        """Complete the receives that cannot end well; True if any other is left.
+
+        Args:
+            fault_of: The fault that a receive ends with; None while a message may still come.
+        """
+        with self._lock:
+            waiting = list(self._receives)
+        for receive in waiting:
+            fault = fault_of(receive)
+            if fault is not None:
+                with self._lock:
+                    if receive not in self._receives:
+                        continue
+                    self._receives.remove(receive)
+                receive.completion.complete(fault)
+        return bool(self._receives)
+
+
+def _fits(message: Message, receive: Receive) -> bool:
+    return receive.source in (ANY_SOURCE, message.source) and receive.tag == message.tag

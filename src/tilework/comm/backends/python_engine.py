@@ -1,0 +1,178 @@
+"""The base of engines in Python: operations run one at a time, in the order of the calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
+
+#: How long closing waits for the operation under way to notice.
+_CLOSE_SECONDS = 5.0
+
+
+class PythonEngine(ABC):
+    """An engine whose operations block: on the caller's thread, or on its own if asynchronous.
+
+    A subclass supplies :meth:`perform`, :meth:`announce_abort`, :meth:`interrupt`,
+    :meth:`release` and messages.
+    """
+
+    fault_type: type[Exception] = Fault
+
+    def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
+        self.rank = rank
+        self.size = len(global_ranks)
+        self._global_ranks = global_ranks
+        self.closed = False
+        self._abortion: Abort | None = None
+        #: The fault of the first operation that failed: none starts after it.
+        self._failed: FaultArgs | None = None
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._queued = 0
+        self._queue: SimpleQueue[tuple[Operation, PythonCompletion] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+
+    @abstractmethod
+    def perform(self, operation: Operation) -> None:
+        """Run ``operation`` and block until this rank is done; raise Fault."""
+
+    @abstractmethod
+    def announce_abort(self, kind: str, text: str) -> None:
+        """Let the other ranks know that this one aborts. Never blocks for long."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make what is in flight on this rank fail."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what the engine holds."""
+
+    # -- operations ----------------------------------------------------------------------
+
+    def run(self, operation: Operation) -> None:
+        with self._lock:
+            self.check_open()
+            self._entered += 1
+            idle = self._queued == 0
+        if idle:
+            try:
+                self.perform(operation)
+            except Fault as fault:
+                self._failed = fault.args
+                raise
+        else:
+            self._enqueue(operation).wait(-1.0)
+
+    def submit(self, operation: Operation) -> PythonCompletion:
+        with self._lock:
+            self.check_open()
+            self._entered += 1
+        return self._enqueue(operation)
+
+    def _enqueue(self, operation: Operation) -> PythonCompletion:
+        completion = PythonCompletion()
+        with self._lock:
+            self._queued += 1
+            if self._worker is None:
+                name = f"tilework-engine-{self.rank}"
+                self._worker = threading.Thread(target=self._work, name=name, daemon=True)
+                self._worker.start()
+        self._queue.put((operation, completion))
+        return completion
+
+    def _work(self) -> None:
+        for operation, completion in iter(self._queue.get, None):
+            fault = self.fault_of(partial(self.perform, operation))
+            if fault is not None:
+                self._fail(operation, fault)
+            with self._lock:
+                self._queued -= 1
+            completion.complete(fault)
+
+    def _fail(self, operation: Operation, fault: FaultArgs) -> None:
+        """Abort at once: nobody may be waiting for the operation to ask why it failed."""
+        self._failed = self._failed or fault
+        kind, ranks, detail = fault
+        if kind in ("peer_lost", "timeout"):  # of a mismatch all know by themselves
+            at_fault = ",".join(str(self._global_ranks[r]) for r in ranks)
+            self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
+
+    def fault_of(self, act: Callable[[], object]) -> FaultArgs | None:
+        """The fault of ``act``, run here; an exception that is none aborts the group."""
+        try:
+            self.check_open()
+            act()
+        except Fault as fault:
+            return fault.args
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self.abort("peer_lost", f"{self._global_ranks[self.rank]};{why}")
+            return ("aborted", (self.rank,), why)
+        return None
+
+    def sequence(self) -> int:
+        return self._entered
+
+    def statistics(self) -> dict[str, int]:
+        return {"operations": self._entered}
+
+    # -- the end -------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise Fault if this rank left, if the group was aborted, or if an operation failed."""
+        if self.closed:
+            raise Fault("closed", (self.rank,), "")
+        abortion = self.aborted()
+        if abortion is not None:
+            raise Fault("aborted", (abortion[0],), abortion[2])
+        if self._failed is not None:
+            raise Fault(*self._failed)
+
+    def abort(self, kind: str, text: str) -> None:
+        if self.note_abort(self.rank, kind, text):
+            self.announce_abort(kind, text)
+            self.interrupt()
+
+    def note_abort(self, by: int, kind: str, text: str) -> bool:
+        """Remember an abort; True if it is the first that this rank knows of."""
+        with self._lock:
+            if self._abortion is not None:
+                return False
+            self._abortion = (by, kind, text)
+        return True
+
+    def aborted(self) -> Abort | None:
+        return self._abortion
+
+    def close(self) -> None:
+        """Leave the group: what is still in flight fails."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            busy, worker = self._queued > 0, self._worker
+        if busy:
+            self.interrupt()
+        if worker is not None:
+            self._queue.put(None)
+            if worker is not threading.current_thread():
+                worker.join(_CLOSE_SECONDS)
+        self.release()
+
+
+def poll(ready: Callable[[], bool], seconds: float) -> bool:
+    """True once ``ready()``, asked now and then; False after ``seconds``. For paths to errors."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
