@@ -15,87 +15,16 @@ has moved then, and the group goes on), and abort the group with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch import Tensor
 
 from tilework.comm import checks
-from tilework.comm.contract import Options, Work
+from tilework.comm.coalescing import finish, options
+from tilework.comm.contract import Work
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, check_reduction
 from tilework.comm.world import AnyGroup, member
-
-_batch: ContextVar[list[Work] | None] = ContextVar("tilework_batch", default=None)
-
-
-def _options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
-    return Options(op, root, None, async_op or _batch.get() is not None)
-
-
-def _finish(work: Work, async_op: bool) -> Work | None:
-    batch = _batch.get()
-    if batch is not None:
-        batch.append(work)
-        return None
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
-class CoalescedWork:
-    """The operations of one :func:`coalescing_manager` block."""
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are done."""
-        for work in self.works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all are done."""
-        return all(work.is_completed() for work in self.works)
-
-
-@contextmanager
-def coalescing_manager(
-    group: AnyGroup = None, device: Any = None, async_ops: bool = False
-) -> Iterator[CoalescedWork]:
-    """Start the collectives of the block one after the other, and wait for all at its end.
-
-    Inside, operations return None and their results must not be used.
-
-    Args:
-        group: Accepted for torch's sake; operations name their own group.
-        device: Likewise.
-        async_ops: Do not wait at the end; call ``wait()`` on what the block was given.
-
-    Example:
-        >>> import torch, tilework.distributed as dist
-        >>> def program(rank):
-        ...     a, b = torch.ones(2), torch.ones(3)
-        ...     with dist.coalescing_manager():
-        ...         dist.all_reduce(a)
-        ...         dist.all_reduce(b)
-        ...     return a.tolist() + b.tolist()
-        >>> from tilework.testing import run_ranks
-        >>> run_ranks(2, program)[0]
-        [2.0, 2.0, 2.0, 2.0, 2.0]
-    """
-    block = CoalescedWork()
-    token = _batch.set(block.works)
-    try:
-        yield block
-    finally:
-        _batch.reset(token)
-    if not async_ops:
-        block.wait()
 
 
 def all_reduce(
@@ -120,11 +49,11 @@ def all_reduce(
     pg = member(group, "all_reduce")
     if pg is None:
         return None
-    if not async_op and _batch.get() is None and pg.direct.run("all_reduce", tensor, tensor, op):
+    if not async_op and pg.fast_path.run("all_reduce", tensor, tensor, op):
         return None
     checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
-    return _finish(pg.allreduce([tensor], _options(async_op, op)), async_op)
+    return finish(pg.allreduce([tensor], options(async_op, op)), async_op)
 
 
 def all_reduce_coalesced(
@@ -154,7 +83,7 @@ def all_reduce_coalesced(
     checks.same_device(tensors)
     for tensor in tensors[:1]:
         check_reduction(op, tensor.dtype)
-    return _finish(pg.allreduce_coalesced(tensors, _options(async_op, op)), async_op)
+    return finish(pg.allreduce_coalesced(tensors, options(async_op, op)), async_op)
 
 
 def reduce(
@@ -187,11 +116,11 @@ def reduce(
         return None
     root = checks.group_root(pg, dst, group_dst, "dst")
     output = tensor if pg.rank() == root else None
-    if not async_op and _batch.get() is None and pg.direct.run("reduce", tensor, output, op, root):
+    if not async_op and pg.fast_path.run("reduce", tensor, output, op, root):
         return None
     checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
-    return _finish(pg.reduce([tensor], _options(async_op, op, root)), async_op)
+    return finish(pg.reduce([tensor], options(async_op, op, root)), async_op)
 
 
 def broadcast(
@@ -221,14 +150,10 @@ def broadcast(
     if pg is None:
         return None
     root = checks.group_root(pg, src, group_src, "src")
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("broadcast", None, tensor, None, root)
-    ):
+    if not async_op and pg.fast_path.run("broadcast", None, tensor, None, root):
         return None
     checks.check_tensor(tensor, "tensor")
-    return _finish(pg.broadcast([tensor], _options(async_op, root=root)), async_op)
+    return finish(pg.broadcast([tensor], options(async_op, root=root)), async_op)
 
 
 def all_gather(
@@ -254,7 +179,7 @@ def all_gather(
     pg = member(group, "all_gather")
     if pg is None:
         return None
-    if not async_op and _batch.get() is None and pg.direct.run("all_gather", tensor, tensor_list):
+    if not async_op and pg.fast_path.run("all_gather", tensor, tensor_list):
         return None
     checks.check_tensors(tensor_list, "tensor_list")
     checks.check_tensor(tensor, "tensor")
@@ -262,7 +187,7 @@ def all_gather(
     checks.check_tensors(tensor_list, "tensor_list", pg.size())
     checks.same_device(tensor_list, tensor)
     checks.same_elements(tensor, "tensor", tensor_list[pg.rank()], f"tensor_list[{pg.rank()}]")
-    return _finish(pg.allgather([list(tensor_list)], [tensor], _options(async_op)), async_op)
+    return finish(pg.allgather([list(tensor_list)], [tensor], options(async_op)), async_op)
 
 
 def all_gather_into_tensor(
@@ -288,19 +213,15 @@ def all_gather_into_tensor(
     pg = member(group, "all_gather_into_tensor")
     if pg is None:
         return None
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("all_gather_into_tensor", input_tensor, output_tensor)
-    ):
+    if not async_op and pg.fast_path.run("all_gather_into_tensor", input_tensor, output_tensor):
         return None
     checks.check_tensor(output_tensor, "output_tensor")
     checks.check_tensor(input_tensor, "input_tensor")
     checks.same_dtype(output_tensor, input_tensor)
     checks.same_device(output_tensor, input_tensor)
     checks.stacked_elements(output_tensor, "output_tensor", input_tensor, "input_tensor", pg.size())
-    work = pg.allgather_into_tensor(output_tensor, input_tensor, _options(async_op))
-    return _finish(work, async_op)
+    work = pg.allgather_into_tensor(output_tensor, input_tensor, options(async_op))
+    return finish(work, async_op)
 
 
 def all_gather_coalesced(
@@ -346,8 +267,8 @@ def all_gather_coalesced(
         checks.same_elements(
             source, f"input_tensor_list[{i}]", output, f"output_tensor_lists[{pg.rank()}][{i}]"
         )
-    work = pg.allgather_coalesced(output_tensor_lists, input_tensor_list, _options(async_op))
-    return _finish(work, async_op)
+    work = pg.allgather_coalesced(output_tensor_lists, input_tensor_list, options(async_op))
+    return finish(work, async_op)
 
 
 def gather(
@@ -379,11 +300,7 @@ def gather(
     if pg is None:
         return None
     root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("gather", tensor, gather_list, None, root)
-    ):
+    if not async_op and pg.fast_path.run("gather", tensor, gather_list, None, root):
         return None
     checks.check_tensor(tensor, "tensor")
     outputs = _optional_list(gather_list, "gather_list")
@@ -393,7 +310,7 @@ def gather(
     if outputs:
         checks.same_elements(tensor, "tensor", outputs[root], f"gather_list[{root}]")
     lists = [outputs] if pg.rank() == root else []
-    return _finish(pg.gather(lists, [tensor], _options(async_op, root=root)), async_op)
+    return finish(pg.gather(lists, [tensor], options(async_op, root=root)), async_op)
 
 
 def scatter(
@@ -426,11 +343,7 @@ def scatter(
     if pg is None:
         return None
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("scatter", scatter_list, tensor, None, root)
-    ):
+    if not async_op and pg.fast_path.run("scatter", scatter_list, tensor, None, root):
         return None
     checks.check_tensor(tensor, "tensor")
     inputs = _optional_list(scatter_list, "scatter_list")
@@ -440,7 +353,7 @@ def scatter(
     if inputs:
         checks.same_elements(tensor, "tensor", inputs[root], f"scatter_list[{root}]")
     lists = [inputs] if pg.rank() == root else []
-    return _finish(pg.scatter([tensor], lists, _options(async_op, root=root)), async_op)
+    return finish(pg.scatter([tensor], lists, options(async_op, root=root)), async_op)
 
 
 def _optional_list(tensors: list[Tensor] | None, name: str) -> list[Tensor]:
@@ -488,11 +401,7 @@ def reduce_scatter(
     pg = member(group, "reduce_scatter")
     if pg is None:
         return None
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("reduce_scatter", input_list, output, op)
-    ):
+    if not async_op and pg.fast_path.run("reduce_scatter", input_list, output, op):
         return None
     checks.check_tensor(output, "output")
     checks.check_tensors(input_list, "input_list")
@@ -501,9 +410,7 @@ def reduce_scatter(
     checks.same_device(output, input_list)
     check_reduction(op, output.dtype)
     checks.same_elements(output, "output", input_list[pg.rank()], f"input_list[{pg.rank()}]")
-    return _finish(
-        pg.reduce_scatter([output], [list(input_list)], _options(async_op, op)), async_op
-    )
+    return finish(pg.reduce_scatter([output], [list(input_list)], options(async_op, op)), async_op)
 
 
 def reduce_scatter_tensor(
@@ -533,11 +440,7 @@ def reduce_scatter_tensor(
     pg = member(group, "reduce_scatter_tensor")
     if pg is None:
         return None
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("reduce_scatter_tensor", input, output, op)
-    ):
+    if not async_op and pg.fast_path.run("reduce_scatter_tensor", input, output, op):
         return None
     checks.check_tensor(output, "output")
     checks.check_tensor(input, "input")
@@ -545,7 +448,7 @@ def reduce_scatter_tensor(
     checks.same_device(output, input)
     check_reduction(op, output.dtype)
     checks.stacked_elements(input, "input", output, "output", pg.size())
-    return _finish(pg.reduce_scatter_tensor(output, input, _options(async_op, op)), async_op)
+    return finish(pg.reduce_scatter_tensor(output, input, options(async_op, op)), async_op)
 
 
 def all_to_all(
@@ -574,11 +477,7 @@ def all_to_all(
     pg = member(group, "all_to_all")
     if pg is None:
         return None
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run("all_to_all", input_tensor_list, output_tensor_list)
-    ):
+    if not async_op and pg.fast_path.run("all_to_all", input_tensor_list, output_tensor_list):
         return None
     checks.check_tensors(output_tensor_list, "output_tensor_list")
     checks.check_tensors(input_tensor_list, "input_tensor_list")
@@ -593,8 +492,8 @@ def all_to_all(
         output_tensor_list[me],
         f"output_tensor_list[{me}]",
     )
-    work = pg.alltoall(list(output_tensor_list), list(input_tensor_list), _options(async_op))
-    return _finish(work, async_op)
+    work = pg.alltoall(list(output_tensor_list), list(input_tensor_list), options(async_op))
+    return finish(work, async_op)
 
 
 def all_to_all_single(
@@ -626,10 +525,8 @@ def all_to_all_single(
     pg = member(group, "all_to_all_single")
     if pg is None:
         return None
-    if (
-        not async_op
-        and _batch.get() is None
-        and pg.direct.run(
+    if not async_op and (
+        pg.fast_path.run(
             "all_to_all_single", input, output, None, 0, input_split_sizes, output_split_sizes
         )
     ):
@@ -640,8 +537,8 @@ def all_to_all_single(
     checks.same_device(output, input)
     received = checks.check_splits(output, output_split_sizes, "output", pg.size())
     sent = checks.check_splits(input, input_split_sizes, "input", pg.size())
-    work = pg.alltoall_single(output, input, received, sent, _options(async_op))
-    return _finish(work, async_op)
+    work = pg.alltoall_single(output, input, received, sent, options(async_op))
+    return finish(work, async_op)
 
 
 def barrier(
@@ -661,9 +558,9 @@ def barrier(
     pg = member(group, "barrier")
     if pg is None:
         return None
-    if not async_op and _batch.get() is None and pg.direct.run("barrier", None, None):
+    if not async_op and pg.fast_path.run("barrier", None, None):
         return None
-    return _finish(pg.barrier(_options(async_op)), async_op)
+    return finish(pg.barrier(options(async_op)), async_op)
 
 
 def monitored_barrier(

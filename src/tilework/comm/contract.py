@@ -105,11 +105,11 @@ def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
     return torch.Size(given)
 
 
-class Direct:
-    """The short way to run blocking operations. This one is for backends that have none.
+class FastPath:
+    """The fast path of blocking operations. This one is for backends that have none.
 
-    Each call either does the whole operation at once, or nothing: then the caller goes the long
-    way, through the group's methods, which can prepare tensors and tell what is wrong with them.
+    Each call either does the complete operation at once, or nothing: then the caller goes through
+    the group's methods, which can prepare tensors and raise what is wrong with them.
     """
 
     def run(
@@ -123,12 +123,12 @@ class Direct:
         out_rows: Sequence[int] | None = None,
         /,
     ) -> bool:
-        """Run a collective; return whether that was done.
+        """Run a collective; True if that was done.
 
         Args:
             operation: The name of a function of ``comm.collectives``.
-            inputs: What it reads on this rank: a tensor, one for each rank, or nothing.
-            outputs: What it writes on this rank, likewise; for a broadcast always the tensor.
+            inputs: Read on this rank: a tensor, one for each rank, or nothing.
+            outputs: Written on this rank, likewise; for a broadcast always the tensor.
             reduce_op: How to combine, where it does.
             root: The root's rank within the group.
             in_rows: Rows of dim 0 for each rank, if ``inputs`` is not divided equally.
@@ -137,15 +137,16 @@ class Direct:
         return False
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> bool:
-        """Send; return whether that was done."""
+        """Send; True if that was done."""
         return False
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> int:
-        """Receive, from any rank for ``src=-1``; return the source, -2 if nothing was done."""
+        """Receive, from any rank for ``src=-1``; the source, or -2 if nothing was done."""
         return -2
 
 
-_LONG_WAY_ONLY = Direct()
+#: Refuses every operation.
+NO_FAST_PATH = FastPath()
 
 
 class ProcessGroup:
@@ -175,8 +176,8 @@ class ProcessGroup:
     takes_rows: bool = False
     #: Whether operations hold copies of all that they move, of whatever size.
     holds_copies: bool = False
-    #: The short way to run blocking operations, tried before the methods below.
-    direct: Direct = _LONG_WAY_ONLY
+    #: The fast path of blocking operations, tried before the methods below.
+    fast_path: FastPath = NO_FAST_PATH
     #: Which promises of the contract the backend does not keep.
     lacks: ClassVar[frozenset[Lack]] = frozenset()
 

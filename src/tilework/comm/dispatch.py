@@ -50,7 +50,7 @@ class DispatchGroup(ProcessGroup):
         self.holds_copies = any(end.holds_copies for end in self.ends)
         super().__init__(self.ends[0].rank(), self.ends[0].size())
         if by_device.get("cpu") is self.ends[0]:
-            self.direct = self.ends[0].direct  # it refuses the tensors of other devices
+            self.fast_path = self.ends[0].fast_path  # it refuses the tensors of other devices
 
     def getBackendName(self) -> str:
         return ",".join(f"{device}:{end.name()}" for device, end in self.by_device.items())

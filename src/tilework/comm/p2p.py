@@ -107,7 +107,7 @@ def send(
     if pg is None:
         return
     peer = _peer(pg, dst, group_dst, "dst")
-    if not pg.direct.send(tensor, peer, tag):
+    if not pg.fast_path.send(tensor, peer, tag):
         checks.check_tensor(tensor, "tensor")
         pg.send([tensor], peer, tag).wait()
 
@@ -132,7 +132,7 @@ def recv(
         return -1
     anyone = src is None and group_src is None
     peer = -1 if anyone else _peer(pg, src, group_src, "src")
-    source = pg.direct.recv(tensor, peer, tag)
+    source = pg.fast_path.recv(tensor, peer, tag)
     if source >= 0:
         return pg.global_ranks[source]
     checks.check_tensor(tensor, "tensor")

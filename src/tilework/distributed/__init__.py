@@ -18,8 +18,8 @@ from tilework.comm.backend import (
     is_shm_available,
     is_ucc_available,
 )
+from tilework.comm.coalescing import CoalescedWork, coalescing_manager
 from tilework.comm.collectives import (
-    CoalescedWork,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -29,7 +29,6 @@ from tilework.comm.collectives import (
     all_to_all_single,
     barrier,
     broadcast,
-    coalescing_manager,
     gather,
     monitored_barrier,
     reduce,

@@ -1,4 +1,4 @@
-"""The short way of shm groups (csrc/fast_path.h) is the long way, only shorter."""
+"""The fast path of shm groups (csrc/fast_path.h) does what the group's methods do."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def on_shm(size: int, program: Callable[[int], Any]) -> list[Any]:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values with a gap after each: too much for the short way of reductions."""
+    """The same values with a gap after each: too much for the fast path of reductions."""
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 class Watched(Tensor):
-    """A subclass: not for the short way."""
+    """A subclass: not for the fast path."""
 
 
 class Counted:
-    """A group's short way, with the number of operations that it took and refused."""
+    """A group's fast path, with the number of operations that it took and refused."""
 
-    def __init__(self, short_way: Any) -> None:
-        self.short_way = short_way
+    def __init__(self, fast_path: Any) -> None:
+        self.fast_path = fast_path
         self.taken = self.refused = 0
 
     def run(self, *args: Any) -> bool:
-        done = bool(self.short_way.run(*args))
+        done = bool(self.fast_path.run(*args))
         self.taken += done
         self.refused += not done
         return done
@@ -62,8 +62,8 @@ def test_ranks_may_take_different_ways(
 
     def program(rank: int, mask: int) -> list[Tensor]:
         take = strided if mask >> rank & 1 else torch.Tensor.contiguous
-        counted = Counted(dist.get_default_group().direct)
-        dist.get_default_group().direct = counted  # type: ignore[assignment]
+        counted = Counted(dist.get_default_group().fast_path)
+        dist.get_default_group().fast_path = counted  # type: ignore[assignment]
         count = torch.Size(shape).numel()
         x = take((torch.arange(count) % 3 + rank).to(dtype).reshape(shape))
         both, swapped = (take(torch.zeros(2, *shape, dtype=dtype)) for _ in range(2))
@@ -96,10 +96,10 @@ def test_dense_tensors_take_it_and_others_do_not() -> None:
             torch.ones(3, dtype=torch.complex64),
             torch._neg_view(torch.ones(3)),
         ):
-            counted = Counted(pg.direct)
-            pg.direct, short_way = counted, pg.direct  # type: ignore[assignment]
+            counted = Counted(pg.fast_path)
+            pg.fast_path, fast_path = counted, pg.fast_path  # type: ignore[assignment]
             dist.all_reduce(tensor)
-            pg.direct = short_way
+            pg.fast_path = fast_path
             assert tensor.tolist() == ([-2] * 3 if tensor.is_neg() else [2] * 3)
             figures.append((counted.taken, counted.refused))
         return figures
@@ -142,8 +142,8 @@ def test_what_only_moves_may_be_in_rows(
     def program(rank: int) -> None:
         pg = dist.get_default_group()
         assert pg.takes_rows
-        counted = Counted(pg.direct)
-        pg.direct = counted  # type: ignore[assignment]
+        counted = Counted(pg.fast_path)
+        pg.fast_path = counted  # type: ignore[assignment]
         _, mine = within(rank)
         parts = [within(10 * rank + peer)[1] for peer in range(3)]
         wholes, blank = zip(*[within(0) for _ in range(12)], strict=True)
@@ -169,8 +169,8 @@ def test_what_only_moves_may_be_in_rows(
 def test_rows_within_each_other() -> None:
     def program(rank: int) -> tuple[int, int]:
         pg = dist.get_default_group()
-        counted = Counted(pg.direct)
-        pg.direct = counted  # type: ignore[assignment]
+        counted = Counted(pg.fast_path)
+        pg.fast_path = counted  # type: ignore[assignment]
         square, mine = torch.zeros(4, 4), torch.full((4, 2), 1.0 + rank)
         dist.all_gather([square[:, :2], square[:, 2:]], mine)
         assert square.tolist() == [[1, 1, 2, 2]] * 4
@@ -184,8 +184,8 @@ def test_rows_within_each_other() -> None:
 
     def shared(rank: int) -> tuple[int, int]:
         pg = dist.get_default_group()
-        counted = Counted(pg.direct)
-        pg.direct = counted  # type: ignore[assignment]
+        counted = Counted(pg.fast_path)
+        pg.fast_path = counted  # type: ignore[assignment]
         square = torch.zeros(4, 4)
         dist.all_gather([square[:, :3], square[:, 1:]], torch.ones(4, 3))
         return counted.taken, counted.refused

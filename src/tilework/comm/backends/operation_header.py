@@ -14,18 +14,28 @@ from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_ty
 #: The fields, the elements for each rank, those expected from each: as many ints on every rank.
 Header = Sequence[int]
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_DTYPES: tuple[torch.dtype | None, ...] = (
-    None,
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.bool, torch.complex64, torch.complex128),
-)
-_REDUCTIONS = (
-    *("none", "sum", "avg", "product", "min", "max"),
-    *("band", "bor", "bxor", "premul_sum"),
-)
+_KINDS: dict[Kind, int] = {kind: code for code, kind in enumerate(get_args(Kind))}
+_DTYPES: dict[torch.dtype | None, int] = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            None,
+            *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+            *(torch.int64, torch.int32, torch.int16, torch.int8),
+            *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+            *(torch.bool, torch.complex64, torch.complex128),
+        )
+    )
+}
+_REDUCTIONS = {
+    name: code
+    for code, name in enumerate(
+        (
+            *("none", "sum", "avg", "product", "min", "max"),
+            *("band", "bor", "bxor", "premul_sum"),
+        )
+    )
+}
 _FIELDS = ("operation", "dtype", "reduction", "root", "shape")
 #: For counts: kinds that compare shapes instead.
 _NOTHING = -1
@@ -39,9 +49,9 @@ def header_length(size: int) -> int:
 def header_of(operation: Operation, rank: int, size: int) -> Header:
     """The header of this rank's operation."""
     return [
-        _KINDS.index(operation.kind),
+        _KINDS[operation.kind],
         _dtype_code(operation.dtype),
-        _REDUCTIONS.index(op_type(operation.reduce_op)),
+        _REDUCTIONS[op_type(operation.reduce_op)],
         operation.root,
         hash(operation.shape) & 0x7FFF_FFFF_FFFF_FFFF,
         *_counts_sent(operation, rank, size),
@@ -51,7 +61,8 @@ def header_of(operation: Operation, rank: int, size: int) -> Header:
 
 def _dtype_code(dtype: torch.dtype | None) -> int:
     """Equal for equal dtypes, also for those that are no numbers."""
-    return _DTYPES.index(dtype) if dtype in _DTYPES else zlib.crc32(str(dtype).encode())
+    code = _DTYPES.get(dtype)
+    return zlib.crc32(str(dtype).encode()) if code is None else code
 
 
 def _counts(parts: Parts, size: int) -> list[int]:
@@ -93,10 +104,11 @@ def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
         headers: One per rank, as from :func:`header_of`.
     """
     size, count = len(headers), len(_FIELDS)
-    for i, field in enumerate(_FIELDS):
-        odd = tuple(rank for rank, header in enumerate(headers) if header[i] != headers[0][i])
-        if odd:
-            return (0, *odd), f"they differ in {field}"
+    fields = headers[0][:count]
+    if any(header[:count] != fields for header in headers):
+        i = next(i for i in range(count) if len({header[i] for header in headers}) > 1)
+        odd = (rank for rank, header in enumerate(headers) if header[i] != fields[i])
+        return (0, *odd), f"they differ in {_FIELDS[i]}"
     sent = [tuple(header[count : count + size]) for header in headers]
     expected = list(zip(*(header[count + size :] for header in headers), strict=True))
     if sent == expected:

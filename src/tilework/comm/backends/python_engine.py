@@ -59,8 +59,8 @@ class PythonEngine(ABC):
 
     def run(self, operation: Operation) -> None:
         with self._lock:
-            self.check_open()
             self._entered += 1
+            self.check_open()
             idle = self._queued == 0
         if idle:
             try:
@@ -73,8 +73,8 @@ class PythonEngine(ABC):
 
     def submit(self, operation: Operation) -> PythonCompletion:
         with self._lock:
-            self.check_open()
             self._entered += 1
+            self.check_open()
         return self._enqueue(operation)
 
     def _enqueue(self, operation: Operation) -> PythonCompletion:

@@ -139,7 +139,7 @@ class ShmEngine:
 
 
 class CoreRing(Ring):
-    """The flight record of a shm group: the core's ring, which the short way writes, too.
+    """The flight record of a shm group: the core's ring, which the fast path writes, too.
 
     Args:
         ranks: Tells the global rank of each group rank.
@@ -173,7 +173,7 @@ class CoreRing(Ring):
 
 
 class ShmGroup(NativeGroup):
-    """A native group with the core's short way for blocking operations."""
+    """A native group with the core's fast path for blocking operations."""
 
     engine: ShmEngine
     flight: CoreRing
@@ -187,9 +187,9 @@ class ShmGroup(NativeGroup):
             return () if group is None else group.global_ranks
 
         self.flight = CoreRing(ranks)
-        self._make_direct()
+        self._make_fast_path()
 
-    def _make_direct(self) -> None:
+    def _make_fast_path(self) -> None:
         if not _sees_tensors:
             return
         this = weakref.ref(self)
@@ -197,15 +197,15 @@ class ShmGroup(NativeGroup):
         def fail(*args: Any) -> None:
             group = this()
             if group is not None:
-                group._direct_failed(*args)
+                group._fast_path_failed(*args)
 
-        direct = _core.FastPath(self.engine.group, self.flight.ring, self.timeout, fail)
-        self.direct = direct  # type: ignore[assignment]  # the same methods
+        fast_path = _core.FastPath(self.engine.group, self.flight.ring, self.timeout, fail)
+        self.fast_path = fast_path  # type: ignore[assignment]  # the same methods
         self.takes_rows = True
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        self._make_direct()  # it keeps the timeout that it was made with
+        self._make_fast_path()  # it keeps the timeout that it was made with
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         shape = shape_of(size)
@@ -221,10 +221,10 @@ class ShmGroup(NativeGroup):
         weakref.finalize(memory, arena.release, address).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def _direct_failed(  # noqa: PLR0913
+    def _fast_path_failed(  # noqa: PLR0913
         self, why: Any, slot: int, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
     ) -> None:
-        """Raise what a failure of the short way means to the program."""
+        """Raise the error that a failure of the fast path means to the program."""
         title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
         if isinstance(why, BaseException):
             self._note_interruption(slot, why, title)

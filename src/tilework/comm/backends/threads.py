@@ -128,14 +128,12 @@ class _ReceiveCompletion(PythonCompletion):
 
     def wait(self, timeout: float) -> bool:
         limit = math.inf if timeout < 0 else time.monotonic() + timeout
-        while not self.done():
-            self._look()
-            now = time.monotonic()
-            if super().wait(min(_LOOK_SECONDS, max(min(limit, self._deadline) - now, 0.0))):
-                return True
-            if now >= limit:
+        until = min(limit, self._deadline)
+        while not super().wait(min(_LOOK_SECONDS, max(until - time.monotonic(), 0.0))):
+            if time.monotonic() >= limit:
                 return False
-        return super().wait(0.0)
+            self._look()
+        return True
 
 
 class ThreadsEngine(PythonEngine):

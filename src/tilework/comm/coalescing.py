@@ -1,0 +1,121 @@
+"""Collectives that are started one after the other and waited for together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
+from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
+from tilework.comm.world import AnyGroup, current_world
+
+_works: ContextVar[list[Work] | None] = ContextVar("tilework_coalesced", default=None)
+
+
+class CoalescedWork:
+    """The operations of one :func:`coalescing_manager` block."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all are done."""
+        for work in self.works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """True if all are done."""
+        return all(work.is_completed() for work in self.works)
+
+
+@contextmanager
+def coalescing_manager(
+    group: AnyGroup = None, device: Any = None, async_ops: bool = False
+) -> Iterator[CoalescedWork]:
+    """Start the collectives of the block one after the other, and wait for all at its end.
+
+    Inside, operations return None and their results must not be used.
+
+    Args:
+        group: Accepted for torch's sake; operations name their own group.
+        device: Likewise.
+        async_ops: Do not wait at the end; call ``wait()`` on the block's ``CoalescedWork``.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> def program(rank):
+        ...     a, b = torch.ones(2), torch.ones(3)
+        ...     with dist.coalescing_manager():
+        ...         dist.all_reduce(a)
+        ...         dist.all_reduce(b)
+        ...     return a.tolist() + b.tolist()
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(2, program)[0]
+        [2.0, 2.0, 2.0, 2.0, 2.0]
+    """
+    block = CoalescedWork()
+    token = _works.set(block.works)
+    try:
+        with current_world().state(_FastPaths).disabled():
+            yield block
+    finally:
+        _works.reset(token)
+    if not async_ops:
+        block.wait()
+
+
+class _FastPaths:
+    """The fast paths of this rank's groups, which block and are taken away while coalescing.
+
+    So collectives need not ask whether they are coalesced before they try one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._saved: dict[ProcessGroup, FastPath] = {}
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Take them away from all groups that there are."""
+        with self._lock:
+            self._blocks += 1
+            if self._blocks == 1:
+                for group in current_world().records:
+                    self._saved[group] = group.fast_path
+                    group.fast_path = NO_FAST_PATH
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if self._blocks == 0:
+                    self._restore()
+
+    def _restore(self) -> None:
+        for group, fast_path in self._saved.items():
+            if group.fast_path is NO_FAST_PATH:  # else it got another one meanwhile
+                group.fast_path = fast_path
+        self._saved.clear()
+
+
+def options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
+    """The options of a collective that is called here."""
+    return Options(op, root, None, async_op or _works.get() is not None)
+
+
+def finish(work: Work, async_op: bool) -> Work | None:
+    """The return value of a collective: None once it is done, or if it is coalesced."""
+    works = _works.get()
+    if works is not None:
+        works.append(work)
+        return None
+    if async_op:
+        return work
+    work.wait()
+    return None
