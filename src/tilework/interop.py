@@ -1,4 +1,4 @@
-"""ShardedTensors as DTensors, and the other way round: the same memory, described otherwise."""
+"""Conversions between ShardedTensor and DTensor, which share their local tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
     """A sharded tensor as a DTensor of the same shards. Local; shares memory.
 
     Args:
-        tensor: Each rank of the mesh has one shard of it, and others have none.
-        device_mesh: Along whose axes it is cut.
+        tensor: A tensor of which each rank of the mesh has one shard, and others have none.
+        device_mesh: The mesh whose axes shard it.
 
     Raises:
-        ValueError: No placements on this mesh cut a tensor so.
+        ValueError: No placements on this mesh give these shards.
         TypeError: It is no sharded tensor.
 
     Example:
@@ -49,65 +49,70 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
     """
     if not isinstance(tensor, ShardedTensor):
         raise TypeError(f"to_dtensor takes a ShardedTensor, got {type(tensor).__name__}")
-    spec = _on_mesh(_boxes(tensor, device_mesh), tuple(tensor.shape), device_mesh)
+    spec = _infer_spec(_box_by_rank(tensor, device_mesh), tuple(tensor.shape), device_mesh)
     if not spec.takes_part:
         return wrap(nothing(tensor), spec)
     return wrap(tensor.local_shards()[0].tensor, spec)
 
 
-def _boxes(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
-    """What each rank of the mesh has."""
-    found: dict[int, Box] = {}
+def _box_by_rank(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
+    """The box of each rank of the mesh."""
+    boxes: dict[int, Box] = {}
     for tile in tensor.tiling.tiles:
         for rank in tile.owners:
-            if rank in found or rank not in mesh.spec.ranks:
+            if rank in boxes or rank not in mesh.spec.ranks:
                 raise ValueError(
                     f"a DTensor has one part on each rank of its mesh, {list(mesh.spec.ranks)}, "
                     f"but {tensor!r} has "
-                    + (f"several shards on rank {rank}" if rank in found else f"one on rank {rank}")
+                    + (f"several shards on rank {rank}" if rank in boxes else f"one on rank {rank}")
                 )
-            found[rank] = tile.box
-    missing = [rank for rank in mesh.spec.ranks if rank not in found]
+            boxes[rank] = tile.box
+    missing = [rank for rank in mesh.spec.ranks if rank not in boxes]
     if missing:
         raise ValueError(
             f"a DTensor has one part on each rank of its mesh, but {tensor!r} has none on ranks "
             f"{missing}"
         )
-    return found
+    return boxes
 
 
-def _on_mesh(boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh) -> DTensorSpec:
+def _infer_spec(boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh) -> DTensorSpec:
+    """The spec by which each rank has this box.
+
+    Raises:
+        ValueError: There is none.
+    """
     for placements, order in _candidates(boxes, shape, mesh):
         try:
             spec = spec_of(mesh, placements, shape, order)
         except ValueError:
             continue  # sizes that are not the same everywhere
-        if all(_same(spec, rank, box) for rank, box in boxes.items()):
+        if all(_has_box(spec, rank, box) for rank, box in boxes.items()):
             return spec
-    told = ", ".join(f"{box} on rank {rank}" for rank, box in list(boxes.items())[:8])
+    listed = ", ".join(f"{box} on rank {rank}" for rank, box in list(boxes.items())[:8])
     raise ValueError(
-        f"no placements on {mesh} cut a tensor of shape {list(shape)} into {told}: reshard it "
+        f"no placements on {mesh} cut a tensor of shape {list(shape)} into {listed}: reshard it "
         f"along the mesh's axes first, or distribute its full_tensor()"
     )
 
 
-def _same(spec: DTensorSpec, rank: int, box: Box) -> bool:
+def _has_box(spec: DTensorSpec, rank: int, box: Box) -> bool:
     coordinate = spec.mesh.spec.coordinate(rank)
     assert coordinate is not None
-    found = spec.box_at(coordinate)
-    return found == box or (found.empty and box.empty and found.sizes == box.sizes)
+    expected = spec.box_at(coordinate)
+    return expected == box or (expected.empty and box.empty and expected.sizes == box.sizes)
 
 
 def _candidates(
     boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh
 ) -> Iterator[tuple[list[Placement], Ints]]:
-    """Placements with which each axis cuts some dim, and orders, that may be those of the boxes."""
+    """Placements and orders, with every axis sharding some dim, that may give these boxes."""
     shapes = {rank: box.sizes for rank, box in boxes.items()}
     choices = [range(len(shape)) if length > 1 else (None,) for length in mesh.shape]
     for dims in product(*choices):
         for order in permutations(range(mesh.ndim)):
             placements: list[Placement] = [Replicate()] * mesh.ndim
-            for dim in {one for one in dims if one is not None}:
+            for dim in {dim for dim in dims if dim is not None}:
                 axes = [axis for axis in order if dims[axis] == dim]
                 splits = infer_splits(
                     sizes_along(shapes, mesh, dim, axes), [mesh.shape[axis] for axis in axes]
@@ -121,14 +126,14 @@ def _candidates(
 
 
 def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor:
-    """A DTensor as a sharded tensor of the same parts. Local; shares memory.
+    """A DTensor as a sharded tensor of the same local tensors. Local; shares memory.
 
     Args:
-        tensor: Cut along every axis of its mesh, or along none that is longer than 1.
+        tensor: A tensor that is sharded along every axis of its mesh that is longer than 1.
         process_group: The group of the result; the default group if None.
 
     Raises:
-        ValueError: Several ranks have the same part, or terms of it.
+        ValueError: It is replicated or partial along an axis.
         TypeError: It is no DTensor.
 
     Example:
@@ -144,26 +149,26 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
     if not isinstance(tensor, DTensor):
         raise TypeError(f"to_sharded takes a DTensor, got {type(tensor).__name__}")
     spec = tensor._spec
-    for axis, (one, length) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True)):
-        if length > 1 and not isinstance(one, Shard):
+    for axis, (placement, length) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True)):
+        if length > 1 and not isinstance(placement, Shard):
             raise ValueError(
-                f"a sharded tensor has each element once, but {tensor!r} is {one} along axis "
-                f"{axis}: redistribute it to Shard there"
+                f"a sharded tensor has each element once, but {tensor!r} is {placement} along "
+                f"axis {axis}: redistribute it to Shard there"
             )
     here = get_rank()
-    listed, mine = [], []
+    shards, local_shards = [], []
     for rank in spec.mesh.spec.ranks:
         coordinate = spec.mesh.spec.coordinate(rank)
         assert coordinate is not None
         box = spec.box_at(coordinate)
         shard = ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{tensor.device.type}")
-        listed.append(shard)
+        shards.append(shard)
         if rank == here:
-            mine.append(LocalShard(local_graph.local_of(tensor), shard))
+            local_shards.append(LocalShard(local_graph.local_of(tensor), shard))
     properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
     return ShardedTensor.from_local_shards_and_global_metadata(
-        mine,
-        ShardedTensorMetadata(Items(listed), spec.size, properties),
+        local_shards,
+        ShardedTensorMetadata(Items(shards), spec.size, properties),
         process_group,
-        sharding_spec=infer_sharding_spec_from_shards_metadata(listed),
+        sharding_spec=infer_sharding_spec_from_shards_metadata(shards),
     )

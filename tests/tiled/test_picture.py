@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilework.layout import Box
-from tilework.tiled.picture import Line, Room, draw
+from tilework.tiled.picture import Line, PictureSize, draw
 
-ROOM = Room(width=60, height=12, parts=6, slices=2)
+ROOM = PictureSize(width=60, height=12, rows=6, slices=2)
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
@@ -27,7 +27,7 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
 def lines_of(
     shape: Sequence[int],
     boxes: Sequence[Box],
-    room: Room = ROOM,
+    room: PictureSize = ROOM,
     labels: Sequence[Sequence[str]] | None = None,
 ) -> list[Line]:
     return draw(
@@ -73,7 +73,7 @@ def test_every_box_is_a_labelled_rectangle(
     case: tuple[tuple[int, ...], list[Box]], width: int
 ) -> None:
     shape, boxes = case
-    lines = lines_of(shape, boxes, Room(width, 12, 6, 2))
+    lines = lines_of(shape, boxes, PictureSize(width, 12, 6, 2))
     assert max(map(len, text_of(lines))) <= width
     found = areas(lines)
     assert found.keys() == set(range(len(boxes)))
@@ -126,7 +126,7 @@ def test_any_tiling_fits_into_the_room(
     case: tuple[tuple[int, ...], list[Box]], width: int, parts: int, slices: int
 ) -> None:
     shape, boxes = case
-    _caption, *lines = lines_of(shape, boxes, Room(width, 12, parts, slices))
+    _caption, *lines = lines_of(shape, boxes, PictureSize(width, 12, parts, slices))
     assert max(map(len, text_of(lines))) <= width
     assert len(lines) <= slices * (12 + 2 * parts + 4) + 2
     if len(shape) <= 2:
@@ -136,7 +136,7 @@ def test_any_tiling_fits_into_the_room(
 
 def test_two_dims() -> None:
     boxes = grid((10, 20), [[5], [10]])
-    assert text_of(lines_of((10, 20), boxes, Room(30, 12, 6, 2))) == [
+    assert text_of(lines_of((10, 20), boxes, PictureSize(30, 12, 6, 2))) == [
         "↓ dim 0   → dim 1",
         "   0           10           20",
         " 0 ┌────────────┬────────────┐",
@@ -157,7 +157,7 @@ def test_boxes_that_form_no_grid() -> None:
         Box((2, 0), (1, 2)),
         Box((1, 1), (1, 1)),
     ]
-    assert text_of(lines_of((3, 3), pinwheel, Room(18, 9, 6, 2)))[1:] == [
+    assert text_of(lines_of((3, 3), pinwheel, PictureSize(18, 9, 6, 2)))[1:] == [
         "  0    1    2    3",
         "0 ┌────┬─────────┐",
         "  │    │    1    │",
@@ -173,7 +173,7 @@ def test_boxes_that_form_no_grid() -> None:
 
 
 def test_a_scalar() -> None:
-    assert text_of(lines_of((), [Box((), ())], Room(14, 9, 6, 2))) == [
+    assert text_of(lines_of((), [Box((), ())], PictureSize(14, 9, 6, 2))) == [
         "a scalar",
         "┌────────────┐",
         "│ rank:0/cpu │",
@@ -203,7 +203,8 @@ def test_a_long_label_is_shortened_only_where_it_must_be() -> None:
     labels = [["trainer-number-0/cpu", "trainer-number-0"], ["trainer-number-1"]]
     boxes = grid((2,), [[1]])
     wide, narrow = (
-        "".join(text_of(lines_of((2,), boxes, Room(width, 9, 6, 2), labels))) for width in (45, 24)
+        "".join(text_of(lines_of((2,), boxes, PictureSize(width, 9, 6, 2), labels)))
+        for width in (45, 24)
     )
     assert "trainer-number-0/cpu" in wide
     assert "trainer-n…" in narrow
@@ -229,7 +230,7 @@ def test_a_box_behind_the_part_that_is_left_out_goes_on() -> None:
     """One column is cut into many, the other is whole."""
     boxes = [Box((0, 0), (100, 4)), *(Box((i, 4), (1, 4)) for i in range(100))]
     height, _ = height_width(areas(lines_of((100, 8), boxes))[0])
-    assert height == 2 * ROOM.parts - 1
+    assert height == 2 * ROOM.rows - 1
 
 
 def test_dims_that_are_not_cut_are_named() -> None:

@@ -16,20 +16,20 @@ from tilework.parallel.fully_sharded.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from tilework.parallel.loss import loss_parallel
-from tilework.parallel.plans import parallelize_module
-from tilework.parallel.preparing import (
+from tilework.parallel.sync_batch_norm import SyncBatchNorm
+from tilework.parallel.tensor_parallel.loss import loss_parallel
+from tilework.parallel.tensor_parallel.plans import parallelize_module
+from tilework.parallel.tensor_parallel.prepare_module import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from tilework.parallel.styles import (
+from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
 )
-from tilework.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "CPUOffloadPolicy",

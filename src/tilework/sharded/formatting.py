@@ -9,11 +9,11 @@ from itertools import groupby
 
 from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
-from tilework.tiled.picture import Line, Room, draw
+from tilework.tiled.picture import Line, PictureSize, draw
 from tilework.tiled.terminal import COLOURS, bytes_text
 
 #: For print(), which does not know the terminal.
-_PLAIN = Room(width=64, height=9, parts=6, slices=2)
+_PLAIN = PictureSize(width=64, height=9, rows=6, slices=2)
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Overview:
         names = [owner.name for owner in self.owners]
         return COLOURS[names.index(_owner_name(shard)) % len(COLOURS)]
 
-    def picture(self, room: Room) -> list[Line]:
+    def picture(self, size: PictureSize) -> list[Line]:
         """The shards, as lines of text."""
         shards = self.metadata.shards_metadata
         labels = [(str(s.placement or "?"), _owner_name(s).removeprefix("rank:")) for s in shards]
-        return draw(self.metadata.size, [shard.box for shard in shards], labels, room)
+        return draw(self.metadata.size, [shard.box for shard in shards], labels, size)
 
 
 def overview(

@@ -13,7 +13,7 @@ from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.formatting import Overview, Owner, headline, overview, owner_names
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled.picture import Room
+from tilework.tiled.picture import PictureSize
 from tilework.tiled.terminal import (
     StyledLine,
     bytes_text,
@@ -60,7 +60,7 @@ def show(
     shards = view.metadata.shards_metadata
 
     def render(width: int) -> list[StyledLine]:
-        lines = view.picture(Room(width, 14, 12, 4))
+        lines = view.picture(PictureSize(width, 14, 12, 4))
         picture = coloured_picture(lines, lambda number: view.colour_of(shards[number]))
         return [[(headline(view), "bold")], [], *picture, [], *_table(view, width)]
 

@@ -1,4 +1,4 @@
-"""Boxes drawn in characters: which part of a tensor is whose. Pure text; colours come on top."""
+"""Pictures of boxes in characters: the shards of a tensor. Pure text; colours come on top."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from tilework.layout import Box
 Span = tuple[str, int | None]
 Line = list[Span]
 
-#: What stands in cells that no box has: where parts are left out, and around the tensor.
+#: The numbers of cells that no box has: where rows are left out, and around the tensor.
 _LEFT_OUT, _OUTSIDE = -1, -2
-#: By where lines come from: above (1), below (2), left (4), right (8).
+#: By the sides from which lines come: above (1), below (2), left (4), right (8).
 _GLYPHS = {0: " ", 3: "│", 12: "─", 5: "┘", 9: "└", 6: "┐", 10: "┌", 7: "┤", 11: "├", 13: "┴",
     14: "┬", 15: "┼"}  # fmt: skip
 #: No cell is made wider than this for its label, which is shortened instead.
 _LABEL_WIDTH = 8
-#: A part of average size takes this many lines, its border included, if there is room.
-_LINES_PER_PART = 3
+#: A row of average size takes this many lines, its border included, if there is room.
+_LINES_PER_ROW = 3
 
 
 @dataclass(frozen=True)
-class Room:
-    """How much may be drawn.
+class PictureSize:
+    """The limits of a picture.
 
     Args:
         width: Characters across.
-        height: Lines for the parts of one picture, if they are not too many for that.
-        parts: The most parts from top to bottom; of more, the middle ones are left out.
-        slices: The most pictures, for tensors that are cut along more than two dims.
+        height: Lines of one picture, if its rows are not too many for that.
+        rows: The most rows of boxes; of more, the middle ones are left out.
+        slices: The most pictures, for tensors that are sharded along more than two dims.
     """
 
     width: int
     height: int
-    parts: int
+    rows: int
     slices: int
 
 
 def draw(
-    shape: Sequence[int], boxes: Sequence[Box], labels: Sequence[Sequence[str]], room: Room
+    shape: Sequence[int], boxes: Sequence[Box], labels: Sequence[Sequence[str]], size: PictureSize
 ) -> list[Line]:
-    """Lines that show the boxes in proportion, but none too small to be seen.
+    """The picture's lines, with boxes in proportion, but none too small to be seen.
 
-    Two dims are drawn, those that are cut if there are any. If more are cut, there are pictures
-    of slices along the others.
+    Two dims are drawn, sharded ones if there are any. If more are sharded, there are pictures of
+    slices along the others.
 
     Args:
         shape: The tensor's shape.
-        boxes: Its parts, which do not overlap; empty ones are not drawn.
-        labels: For each box what may stand in it, the longest first.
-        room: How much may be drawn.
+        boxes: The shards, which do not overlap; empty ones are not drawn.
+        labels: For each box its possible labels, the longest first.
+        size: The limits of the picture.
 
     Example:
         >>> boxes = [Box((0,), (6,)), Box((6,), (2,))]
-        >>> for line in draw((8,), boxes, [["0"], ["1"]], Room(17, 9, 6, 2)):
+        >>> for line in draw((8,), boxes, [["0"], ["1"]], PictureSize(17, 9, 6, 2)):
         ...     print("".join(text for text, _ in line))
         → dim 0
         0           6   8
@@ -71,19 +71,19 @@ def draw(
     if not full:
         return []
     cuts = [_cuts(n, dim, boxes) for dim, n in enumerate(shape)]
-    # The dims that are cut come last, and of them the last two are drawn.
+    # The sharded dims come last, and of them the last two are drawn.
     order = sorted(range(len(shape)), key=lambda dim: (len(cuts[dim]) > 2, dim))
     down_across, sliced = sorted(order[-2:]), [d for d in order[:-2] if len(cuts[d]) > 2]
     lines: list[Line] = [[(_caption(shape, down_across, sliced), None)]]
     drawn: set[int] = set()
-    for place in islice(product(*(pairwise(cuts[dim]) for dim in sliced)), room.slices):
+    for place in islice(product(*(pairwise(cuts[dim]) for dim in sliced)), size.slices):
         if sliced:
             lines.append([(_slice_name(len(shape), sliced, place), None)])
         here = {i: boxes[i] for i in sorted(full) if _meets(boxes[i], sliced, place)}
-        picture = _picture(down_across, cuts, here, labels, room)
+        picture = _picture(down_across, cuts, here, labels, size)
         lines += picture.lines()
         drawn |= picture.spans.keys()
-    missing = math.prod(len(cuts[dim]) - 1 for dim in sliced) - room.slices
+    missing = math.prod(len(cuts[dim]) - 1 for dim in sliced) - size.slices
     if missing > 0:
         lines.append([(f"… {missing:,} more slice{'s' * (missing > 1)}", None)])
     if len(drawn) < len(full):
@@ -92,19 +92,19 @@ def draw(
 
 
 def _cuts(length: int, dim: int, boxes: Sequence[Box]) -> list[int]:
-    """Where boxes begin and end along a dim."""
-    found = {0, length}
+    """The indices at which boxes begin and end along a dim."""
+    cuts = {0, length}
     for box in boxes:
         if not box.empty:
-            found |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
-    return sorted(found)
+            cuts |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
+    return sorted(cuts)
 
 
 def _caption(shape: Sequence[int], down_across: list[int], sliced: list[int]) -> str:
     arrows = ("↓", "→")[-len(down_across) :] if down_across else ()
     words = [f"{arrow} dim {dim}" for arrow, dim in zip(arrows, down_across, strict=True)]
-    whole = set(range(len(shape))) - {*down_across, *sliced}
-    words += [f"dim {dim} ({shape[dim]:,}) is not cut" for dim in sorted(whole)]
+    rest = set(range(len(shape))) - {*down_across, *sliced}
+    words += [f"dim {dim} ({shape[dim]:,}) is not cut" for dim in sorted(rest)]
     return "   ".join(words) or "a scalar"
 
 
@@ -114,7 +114,7 @@ def _slice_name(ndim: int, sliced: list[int], place: Sequence[tuple[int, int]]) 
 
 
 def _meets(box: Box, sliced: list[int], place: Sequence[tuple[int, int]]) -> bool:
-    """Whether the box has a part in the slice."""
+    """True if the box and the slice overlap."""
     return all(
         box.offsets[dim] <= start < box.offsets[dim] + box.sizes[dim]
         for dim, (start, _) in zip(sliced, place, strict=True)
@@ -123,32 +123,32 @@ def _meets(box: Box, sliced: list[int], place: Sequence[tuple[int, int]]) -> boo
 
 @dataclass(frozen=True)
 class _Axis:
-    """One dim of a picture: the parts between neighbouring cuts."""
+    """One dim of a picture: the cells between neighbouring cuts."""
 
     cuts: tuple[int, ...]
-    sizes: tuple[int, ...]  # of the parts, in characters
+    sizes: tuple[int, ...]  # of the cells, in characters
 
     @cached_property
     def edges(self) -> list[int]:
-        """At which characters the lines around the parts are."""
+        """The characters at which the lines around the cells are."""
         return [0, *accumulate(size + 1 for size in self.sizes)]
 
     def between(self, start: int, end: int) -> tuple[int, int]:
-        """The first part that lies between ``start`` and ``end``, and the one behind the last."""
+        """The first cell between ``start`` and ``end``, and the one behind the last."""
         return bisect_left(self.cuts, start), bisect_right(self.cuts, end) - 1
 
     def neighbours(self) -> list[tuple[int, int]]:
-        """For each character the parts just before and just after it, counted from 1."""
-        found = [(0, 1)]
-        for part, size in enumerate(self.sizes, 1):
-            found += [(part, part)] * size + [(part, part + 1)]
-        return found
+        """For each character the cells just before and just after it, counted from 1."""
+        pairs = [(0, 1)]
+        for cell, size in enumerate(self.sizes, 1):
+            pairs += [(cell, cell)] * size + [(cell, cell + 1)]
+        return pairs
 
 
 def _axis(cuts: list[int], least: int, room: int, most: int) -> _Axis:
-    """Parts with sizes in proportion, at least ``least``, that take ``room`` with their lines.
+    """Cells with sizes in proportion, at least ``least``, that take ``room`` with their lines.
 
-    Of more than ``most`` parts the middle ones are drawn as one of middling size.
+    Of more than ``most`` cells the middle ones are drawn as one of average size.
     """
     lengths = [end - start for start, end in pairwise(cuts)]
     if len(lengths) > most:
@@ -158,9 +158,9 @@ def _axis(cuts: list[int], least: int, room: int, most: int) -> _Axis:
         lengths = [*lengths[:kept], max(1, sum(ends) // len(ends)), lengths[-1]]
     sizes = [least] * len(lengths)
     for target in range(room, 0, -1):
-        found = [max(least, round(target * n / sum(lengths)) - 1) for n in lengths]
-        if sum(found) + len(found) <= room:
-            sizes = found
+        scaled = [max(least, round(target * n / sum(lengths)) - 1) for n in lengths]
+        if sum(scaled) + len(scaled) <= room:
+            sizes = scaled
             break
     return _Axis(tuple(cuts), tuple(sizes))
 
@@ -171,14 +171,14 @@ class _Picture:
 
     down: _Axis
     across: _Axis
-    #: For each box that can be seen its parts: from and to, down and across.
+    #: For each visible box its cells: from and to, down and across.
     spans: dict[int, tuple[int, int, int, int]]
     labels: dict[int, Sequence[str]]
-    ndim: int  # how many of the two dims the tensor has
+    ndim: int  # of the tensor, at most 2
 
     @cached_property
     def grid(self) -> list[list[int]]:
-        """Whose each part is, with a frame around."""
+        """The number of each cell's box, with a frame around."""
         n, m = len(self.down.sizes), len(self.across.sizes)
         grid = [[_OUTSIDE] * (m + 2) for _ in range(n + 2)]
         for row in grid[1:-1]:
@@ -203,7 +203,7 @@ class _Picture:
         return [[(ruler, None)], *([(margin.rjust(gutter), None), *row] for margin, row in rows)]
 
     def _characters(self) -> list[list[tuple[str, int | None]]]:
-        """Each character, and the box that it lies in."""
+        """All characters, each with the number of its box."""
         columns = self.across.neighbours()
         rows = []
         for above, below in self.down.neighbours():
@@ -215,19 +215,19 @@ class _Picture:
         return rows
 
     def _texts(self) -> list[tuple[int, int, str]]:
-        """Row, column and text of what stands in the boxes."""
-        found = []
+        """The row, column and text of each label."""
+        texts = []
         for number, (top, bottom, left, right) in self.spans.items():
             width = self.across.edges[right] - self.across.edges[left] - 1
             text = next((label for label in self.labels[number] if len(label) <= width), None)
             if text is None:
                 text = self.labels[number][-1][: width - 1] + "…"
-            found.append((*self._middle(top, bottom, left, right, len(text)), text))
+            texts.append((*self._middle(top, bottom, left, right, len(text)), text))
         for i, row in enumerate(self.grid[1:-1]):
             for j, number in enumerate(row[1:-1]):
                 if number == _LEFT_OUT:
-                    found.append((*self._middle(i, i + 1, j, j + 1, 1), "…"))
-        return found
+                    texts.append((*self._middle(i, i + 1, j, j + 1, 1), "…"))
+        return texts
 
     def _middle(self, top: int, bottom: int, left: int, right: int, width: int) -> tuple[int, int]:
         rows, columns = self.down.edges, self.across.edges
@@ -240,17 +240,17 @@ def _picture(
     cuts: list[list[int]],
     boxes: dict[int, Box],
     labels: Sequence[Sequence[str]],
-    room: Room,
+    size: PictureSize,
 ) -> _Picture:
-    # A tensor of one dim is drawn as one part high, a scalar as one part wide, too.
+    # A tensor of one dim is drawn as one cell high, a scalar as one cell wide, too.
     missing = 2 - len(dims)
     down_cuts, across_cuts = [[0, 1]] * missing + [cuts[dim] for dim in dims]
     margin = max(len(str(cut)) for cut in down_cuts) + 1 if not missing else 0
     least = min(_LABEL_WIDTH, max(len(labels[number][-1]) for number in boxes))
-    width = room.width - margin - 1
+    width = size.width - margin - 1
     across = _axis(across_cuts, least, width, max(3, width // (least + 1)))
-    height = 2 if missing else min(room.height, _LINES_PER_PART * (len(down_cuts) - 1))
-    down = _axis(down_cuts, 1, height, room.parts)
+    height = 2 if missing else min(size.height, _LINES_PER_ROW * (len(down_cuts) - 1))
+    down = _axis(down_cuts, 1, height, size.rows)
     spans = {}
     for number, box in boxes.items():
         ranges = [(0, 1)] * missing + [(box.offsets[dim], box.ends[dim]) for dim in dims]
@@ -262,13 +262,13 @@ def _picture(
 
 
 def _character(a: int, b: int, c: int, d: int) -> tuple[str, int | None]:
-    """What stands between four parts: above left, above right, below left, below right."""
+    """The character between four cells: above left, above right, below left, below right."""
     lines = (a != b) + 2 * (c != d) + 4 * (a != c) + 8 * (b != d)
     return _GLYPHS[lines], None if lines or a < 0 else a
 
 
 def _spans_of(row: list[tuple[str, int | None]]) -> Line:
-    """Neighbours in the same box joined."""
+    """The row with neighbours of the same box joined."""
     return [
         ("".join(letter for letter, _ in run), number)
         for number, run in groupby(row, key=lambda character: character[1])
@@ -276,7 +276,7 @@ def _spans_of(row: list[tuple[str, int | None]]) -> Line:
 
 
 def _ruler(axis: _Axis) -> str:
-    """Numbers above the lines, as many as there is room for."""
+    """The line of indices above the picture, as many as there is room for."""
     ruler = [" "] * (axis.edges[-1] + 1)
     marks = list(zip(axis.edges, map(str, axis.cuts), strict=True))
     for edge, text in (marks[0], marks[-1], *marks[1:-1]):

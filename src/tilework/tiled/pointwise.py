@@ -1,4 +1,4 @@
-"""Which operators treat each element on its own: torch itself says so."""
+"""The operators that torch tags as pointwise."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def pointwise_names() -> set[str]:
-    """The operators with torch's tag ``pointwise``, without underscores at either end.
+    """The names of operators with torch's tag ``pointwise``, without underscores at either end.
 
     Example:
         >>> {"add", "relu", "erfinv"} <= pointwise_names()
         True
     """
-    found = set()
+    names = set()
     for full in torch._C._dispatch_get_all_op_names():
         space, _, name = full.partition("::")
         name, _, overload = name.partition(".")
@@ -20,5 +20,5 @@ def pointwise_names() -> set[str]:
             continue
         tags = torch._C._get_operation_overload(f"aten::{name}", overload)[2]
         if torch.Tag.pointwise in tags:
-            found.add(name.strip("_").removeprefix("special_"))
-    return found
+            names.add(name.strip("_").removeprefix("special_"))
+    return names

@@ -1,4 +1,4 @@
-"""What every tensor that is spread over ranks is: a torch.Tensor that stands for all its tiles."""
+"""TiledTensor: the base of both tensors, a torch.Tensor that stands for all its tiles."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class TiledTensor(Tensor):
         device: torch.device,
         requires_grad: bool,
     ) -> TiledT:
-        made: TiledT = Tensor._make_wrapper_subclass(
+        tensor: TiledT = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=device, requires_grad=requires_grad
         )
-        return made
+        return tensor
 
     @property
     @abstractmethod
     def tiling(self) -> Tiling:
-        """Which global rank holds which box of the tensor. Local; not collective."""
+        """The boxes of the tensor and the global ranks that hold them. Local; not collective."""
 
     @abstractmethod
     def local_tiles(self) -> list[Tensor]:

@@ -9,7 +9,7 @@ from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Box
-from tilework.tiled.picture import Room, draw
+from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import (
     COLOURS,
     StyledLine,
@@ -79,7 +79,7 @@ def _picture(spec: DTensorSpec, width: int) -> list[StyledLine]:
             for ranks in partials
         )
         labels.append((text,))
-    lines = draw(spec.shape, list(holders), labels, Room(width, 14, 12, 4))
+    lines = draw(spec.shape, list(holders), labels, PictureSize(width, 14, 12, 4))
     return coloured_picture(lines, lambda box: COLOURS[box % len(COLOURS)])
 
 

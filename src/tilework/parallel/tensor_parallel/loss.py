@@ -1,4 +1,4 @@
-"""Losses of logits whose classes are cut."""
+"""Losses of logits whose classes are sharded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tilework.dtensor import strict
 def loss_parallel() -> Iterator[None]:
     """Compute losses within, and call ``backward()``: what has no rule raises, and gathers nothing.
 
-    ``cross_entropy`` and ``nll_loss`` of logits that are cut in their classes do not gather them,
-    here or elsewhere: from each rank they take a few numbers per element. Within this context an
-    operator that has no rule for its call raises instead of gathering. One whose rule needs all
+    ``cross_entropy`` and ``nll_loss`` of logits that are sharded in their classes do not gather
+    them, here or elsewhere: from each rank they take a few numbers per element. Within this context
+    an operator that has no rule for its call raises instead of gathering. One whose rule needs all
     classes of a row gathers them as ever. For this rank; open it on all of them.
 
     Raises:

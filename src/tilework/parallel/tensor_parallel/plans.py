@@ -1,4 +1,4 @@
-"""From a plan, which names modules, to modules that are parallel."""
+"""Modules made tensor-parallel by a plan, which names them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
-from tilework.parallel.axis import MeshAxis
-from tilework.parallel.styles import ParallelStyle
+from tilework.parallel.tensor_parallel.axis import MeshAxis
+from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.tiled.module_plan import close_names, matching_names
 
 
@@ -30,16 +30,16 @@ def parallelize_module(
     Parameters that several modules share stay shared.
 
     On a mesh of one axis, modules and parameters that the plan does not name stay as they are. On a
-    mesh of more, one axis is the plan's and the others split the batch: dim 0 of inputs. There all
+    mesh of more, one axis is the plan's and the others shard the batch: dim 0 of inputs. There all
     parameters and buffers become DTensors, replicated where the plan says nothing, and gradients
     are those of the whole batch. Let such a model compute with DTensors throughout: give it a
     DTensor, and say ``use_local_output=False``.
 
     Args:
-        module: The model, or a part of it.
-        device_mesh: The mesh; None: the innermost of ``with mesh:``.
+        module: The model, or a submodule.
+        device_mesh: The mesh; None: that of the innermost ``with mesh:``.
         parallelize_plan: A style for ``module`` itself, or styles by the names of submodules. In
-            each part of a dotted name ``*``, ``?`` and ``[…]`` stand for what they do in file
+            each section of a dotted name ``*``, ``?`` and ``[…]`` stand for what they do in file
             names: ``"layers.*.mlp.up"``. The name "" is ``module`` itself.
         src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
         axis: The plan's axis, by name or number, where the mesh has more than one.
@@ -49,7 +49,7 @@ def parallelize_module(
 
     Raises:
         NotImplementedError: A style does not know the module that it is for.
-        ValueError: Two styles cut a parameter differently; or the mesh has no such axis.
+        ValueError: Two styles shard a parameter differently; or the mesh has no such axis.
         TypeError: The plan is none.
 
     Warns:
@@ -79,20 +79,20 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a plan changes nothing", stacklevel=2)
         return module
-    along = MeshAxis(mesh, _number(mesh, axis))
-    chosen = list(_resolved(module, _checked(parallelize_plan)))
+    mesh_axis = MeshAxis(mesh, _number(mesh, axis))
+    styled = list(_resolved(module, _checked(parallelize_plan)))
     parameters = _Parameters()
-    for one in chosen:
-        parameters.take(one)
-    parameters.distribute(module, along, src_data_rank)
-    for one in chosen:
-        one.style.attach(one.module, along)
+    for each in styled:
+        parameters.add(each)
+    parameters.distribute(module, mesh_axis, src_data_rank)
+    for each in styled:
+        each.style.attach(each.module, mesh_axis)
     return module
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """A module and its style; ``pattern`` is what named it."""
+class _StyledModule:
+    """A module and its style; ``pattern`` is the plan's name for it."""
 
     name: str
     module: nn.Module
@@ -131,26 +131,26 @@ def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, 
 # -- names -----------------------------------------------------------------------------------
 
 
-def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[_Chosen]:
+def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[_StyledModule]:
     modules = dict(root.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
         names = matching_names(pattern, modules)
         if not names:
-            _warn_of(pattern, modules)
+            _warn_of_unmatched(pattern, modules)
         seen: set[int] = set()
         for name in names:  # a module may have several names
             if id(modules[name]) not in seen:
                 seen.add(id(modules[name]))
-                yield _Chosen(name, modules[name], style, pattern)
+                yield _StyledModule(name, modules[name], style, pattern)
 
 
-def _warn_of(pattern: str, modules: Mapping[str, nn.Module]) -> None:
+def _warn_of_unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> None:
     names = [name for name in modules if name]
     near = close_names(pattern, names) or names
-    told = ", ".join(near if len(near) <= 8 else [*near[:8], f"… {len(near) - 8} more"])
+    listed = ", ".join(near if len(near) <= 8 else [*near[:8], f"… {len(near) - 8} more"])
     warnings.warn(
         f"{pattern!r} of the plan fits no module, so nothing is parallel by it. There "
-        f"{'are' if len(near) > 1 else 'is'}: {told or 'no submodules at all'}",
+        f"{'are' if len(near) > 1 else 'is'}: {listed or 'no submodules at all'}",
         stacklevel=4,
     )
 
@@ -160,29 +160,31 @@ def _warn_of(pattern: str, modules: Mapping[str, nn.Module]) -> None:
 
 @dataclass
 class _Parameters:
-    """How parameters are to lie along the axis: all is known before any changes."""
+    """The layouts of parameters along the axis, all known before any parameter changes."""
 
-    #: By id: the parameter (so that no other gets its id), its layout, and who says so.
-    layouts: dict[int, tuple[Tensor, Placement, _Chosen]] = field(default_factory=dict)
+    #: By id: the parameter (so that no other gets its id), its layout, and the module of the style.
+    layouts: dict[int, tuple[Tensor, Placement, _StyledModule]] = field(default_factory=dict)
 
-    def take(self, one: _Chosen) -> None:
-        for name, layout in one.style.parameter_layouts(one.module).items():
-            parameter = one.module.get_parameter(name)
-            known = self.layouts.setdefault(id(parameter), (parameter, layout, one))
-            if known[1] != layout:
+    def add(self, styled: _StyledModule) -> None:
+        """Add the layouts of one module's parameters; raise if another style's differ."""
+        for name, layout in styled.style.parameter_layouts(styled.module).items():
+            parameter = styled.module.get_parameter(name)
+            entry = (parameter, layout, styled)
+            _, known, other = self.layouts.setdefault(id(parameter), entry)
+            if known != layout:
                 raise ValueError(
-                    f"{_said(known[2])} wants {known[1]} and {_said(one)} wants {layout} of one "
-                    f"parameter, {name!r} of {one.name or 'the module'!r}: let them agree"
+                    f"{_style_text(other)} wants {known} and {_style_text(styled)} wants {layout} "
+                    f"of one parameter, {name!r} of {styled.name or 'the module'!r}: let them agree"
                 )
 
     def distribute(self, root: nn.Module, axis: MeshAxis, source: int | None) -> None:
-        """Put DTensors into the place of parameters, wherever in ``root`` they are."""
-        made: dict[int, tuple[Tensor, Tensor]] = {}
+        """Replace parameters by DTensors, wherever in ``root`` they are."""
+        replacements: dict[int, tuple[Tensor, Tensor]] = {}
 
         def replaced(tensor: Tensor) -> Tensor:
-            if id(tensor) not in made:
-                made[id(tensor)] = tensor, self._distributed(tensor, axis, source)
-            return made[id(tensor)][1]
+            if id(tensor) not in replacements:
+                replacements[id(tensor)] = tensor, self._distributed(tensor, axis, source)
+            return replacements[id(tensor)][1]
 
         for module in root.modules():
             for tensors in (module._parameters, module._buffers):
@@ -197,14 +199,14 @@ class _Parameters:
         layout = Replicate() if known is None else known[1]
         placements = axis.placements(layout, Replicate())
         if isinstance(tensor, DTensor):
-            # It stays, if it lies so; distribute_tensor says what is wrong otherwise.
+            # It stays if it has this layout; otherwise distribute_tensor raises.
             distribute_tensor(tensor, axis.mesh, placements, src_data_rank=source)
             return tensor
-        made: Tensor = distribute_tensor(tensor, axis.mesh, placements, src_data_rank=source)
+        distributed: Tensor = distribute_tensor(tensor, axis.mesh, placements, src_data_rank=source)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            distributed = nn.Parameter(distributed, requires_grad=tensor.requires_grad)
+        return distributed
 
 
-def _said(one: _Chosen) -> str:
-    return f"{type(one.style).__name__} (for {one.pattern!r})"
+def _style_text(styled: _StyledModule) -> str:
+    return f"{type(styled.style).__name__} (for {styled.pattern!r})"

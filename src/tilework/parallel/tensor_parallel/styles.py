@@ -1,4 +1,4 @@
-"""How one module is parallel: which of its parameters are cut, what its inputs and outputs are."""
+"""Styles: the layouts of one module's parameters, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
-from tilework.parallel.axis import MeshAxis
+from tilework.parallel.tensor_parallel.axis import MeshAxis
 
 
 class ParallelStyle(ABC):
-    """How a module is parallel along one axis of a mesh. A subclass is a style of your own.
+    """The layouts of a module along one mesh axis. A subclass is a style of your own.
 
     :func:`parallelize_module` first asks all styles of its plan for :meth:`parameter_layouts`,
     then distributes parameters, then calls :meth:`attach`.
@@ -27,7 +27,7 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
-        """How parameters of ``module`` lie along the axis, by name. Local.
+        """The layouts of parameters of ``module`` along the axis, by name. Local.
 
         Raises:
             NotImplementedError: The style does not know such modules.
@@ -35,32 +35,32 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        """Register what is to happen before and after the module's forward. Local."""
+        """Register hooks before and after the module's forward. Local."""
 
 
-class _CutLayer(ParallelStyle):
-    """A layer whose weight is cut: it takes its first input in one layout, and gives another."""
+class _ShardedLayer(ParallelStyle):
+    """A layer with a sharded weight: its input is moved to one layout, its output to another."""
 
     input_layouts: Placement
     output_layouts: Placement
     use_local_output: bool
 
-    def _wanted(self, module: nn.Module) -> Placement:
-        """How the input has to lie for the cut weight."""
+    def _desired_input(self, module: nn.Module) -> Placement:
+        """The layout of the input that the sharded weight needs."""
         return Replicate()
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        wanted, name = self._wanted(module), type(module).__name__
-        # Where the input is to be cut as the weight is, its size is known from the weight.
-        extent = getattr(module, "in_features", None) if wanted == self.input_layouts else None
+        desired, name = self._desired_input(module), type(module).__name__
+        # Where the input is to be sharded as the weight is, its size is known from the weight.
+        extent = getattr(module, "in_features", None) if desired == self.input_layouts else None
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             key = None if inputs else "input"
             if key is not None and key not in kwargs:
                 return None  # the layer itself says what is missing
-            given = kwargs["input"] if key else inputs[0]
-            tensor = axis.annotate(given, self.input_layouts, f"the input of {name}", extent)
-            tensor = axis.move_input(tensor, wanted)
+            value = kwargs["input"] if key else inputs[0]
+            tensor = axis.annotate(value, self.input_layouts, f"the input of {name}", extent)
+            tensor = axis.move_input(tensor, desired)
             if key:
                 return inputs, {**kwargs, key: tensor}
             return (tensor, *inputs[1:]), kwargs
@@ -79,17 +79,17 @@ class _CutLayer(ParallelStyle):
         )
 
 
-class ColwiseParallel(_CutLayer):
+class ColwiseParallel(_ShardedLayer):
     """Each rank computes some output features of an ``nn.Linear`` or an ``nn.Embedding``.
 
-    A Linear's weight and bias are cut along their rows, an Embedding's along its columns. Without
-    communication in forward; in backward of a Linear the input's gradient is reduced once.
+    A Linear's weight and bias are sharded along their rows, an Embedding's along its columns.
+    Without communication in forward; in backward of a Linear the input's gradient is reduced once.
 
     Args:
-        input_layouts: How the input lies along the axis, if it is a plain tensor; None: replicated.
-        output_layouts: How the output is to lie; None: cut in its last dim, as it comes out. With
-            sizes, as in ``Shard(-1, sizes=(2, 1))``, the layer's features are cut so.
-        use_local_output: Whether the output is this rank's part, a plain tensor; else a DTensor.
+        input_layouts: The input's layout along the axis, if it is a plain tensor; None: replicated.
+        output_layouts: The output's layout; None: sharded in its last dim, as it comes out. With
+            sizes, as in ``Shard(-1, sizes=(2, 1))``, the layer's features are sharded so.
+        use_local_output: Whether the output is the local tensor; else a DTensor.
 
     Example:
         >>> import torch
@@ -124,20 +124,20 @@ class ColwiseParallel(_CutLayer):
         return {name: Shard(dim, sizes) for name, _ in module.named_parameters(recurse=False)}
 
 
-class RowwiseParallel(_CutLayer):
+class RowwiseParallel(_ShardedLayer):
     """Each rank takes some input features of an ``nn.Linear``, or words of an ``nn.Embedding``.
 
-    A Linear's weight is cut along its columns, an Embedding's along its rows (its vocabulary). What
-    comes out are terms, which one reduction adds up, or which stay if ``output_layouts`` is
-    ``Partial()``. A Linear's bias is replicated, and counts once.
+    A Linear's weight is sharded along its columns, an Embedding's along its rows (its vocabulary).
+    The output is partial, and is reduced once, or stays so if ``output_layouts`` is ``Partial()``.
+    A Linear's bias is replicated, and counts once.
 
     Args:
-        input_layouts: How the input lies along the axis, if it is a plain tensor; None: cut in
-            its last dim, as :class:`ColwiseParallel` gives it. For an Embedding say what is true:
-            mostly ``Replicate()``. With sizes, as in ``Shard(-1, sizes=(2, 1))``, a Linear's
-            columns are cut so.
-        output_layouts: How the output is to lie; None: replicated.
-        use_local_output: Whether the output is this rank's part, a plain tensor; else a DTensor.
+        input_layouts: The input's layout along the axis, if it is a plain tensor; None: sharded in
+            its last dim, as :class:`ColwiseParallel` gives it. An Embedding's is mostly
+            ``Replicate()``. With sizes, as in ``Shard(-1, sizes=(2, 1))``, a Linear's columns are
+            sharded so.
+        output_layouts: The output's layout; None: replicated.
+        use_local_output: Whether the output is the local tensor; else a DTensor.
 
     Example:
         >>> import torch
@@ -170,24 +170,24 @@ class RowwiseParallel(_CutLayer):
             return {"weight": Shard(0)}
         if not isinstance(module, nn.Linear):
             raise _unknown(self, module)
-        found: dict[str, Placement] = {"weight": Shard(1, _sizes_of_last(self.input_layouts))}
-        return found if module.bias is None else {**found, "bias": Replicate()}
+        weight = Shard(1, _sizes_of_last(self.input_layouts))
+        return {"weight": weight} | ({} if module.bias is None else {"bias": Replicate()})
 
-    def _wanted(self, module: nn.Module) -> Placement:
+    def _desired_input(self, module: nn.Module) -> Placement:
         if isinstance(module, nn.Embedding):
             return Replicate()
         return Shard(-1, _sizes_of_last(self.input_layouts))
 
 
 class SequenceParallel(ParallelStyle):
-    """Each rank has a part of the sequence: for norms, dropout, and what else acts place by place.
+    """Each rank has a slice of the sequence: for norms, dropout, and what else acts place by place.
 
     Parameters are replicated; their gradients are reduced at the end of backward, together. An
-    input that is a DTensor is moved to lie so; a plain one is this rank's part of the sequence.
+    input that is a DTensor is moved to be sharded so; a plain one is the local tensor.
 
     Args:
-        sequence_dim: Which dim of the input the sequence is.
-        use_local_output: Whether the output is this rank's part, a plain tensor; else a DTensor.
+        sequence_dim: The dim of the input that is the sequence.
+        use_local_output: Whether the output is the local tensor; else a DTensor.
 
     Example:
         >>> import torch
@@ -214,8 +214,8 @@ class SequenceParallel(ParallelStyle):
         what = f"the input of {type(module).__name__}"
 
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            given = inputs[0] if inputs else None
-            tensor = axis.annotate(given, self.layout, what)
+            value = inputs[0] if inputs else None
+            tensor = axis.annotate(value, self.layout, what)
             return axis.move(tensor, self.layout), *inputs[1:]
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
@@ -231,19 +231,19 @@ class SequenceParallel(ParallelStyle):
         )
 
 
-def _layout(given: Placement | None, default: Placement) -> Placement:
-    if given is None:
+def _layout(layout: Placement | None, default: Placement) -> Placement:
+    if layout is None:
         return default
-    if not isinstance(given, Placement):
+    if not isinstance(layout, Placement):
         raise TypeError(
             f"a layout is one placement, Shard(dim), Replicate() or Partial(): what the axis does. "
-            f"Got {given!r}"
+            f"Got {layout!r}"
         )
-    return given
+    return layout
 
 
 def _sizes_of_last(layout: Placement) -> tuple[int, ...] | None:
-    """How large the parts of the last dim are to be; None: as ``torch.chunk`` cuts it."""
+    """The sizes of the last dim on each rank; None: as ``torch.chunk`` splits it."""
     return layout.sizes if isinstance(layout, Shard) and layout.dim == -1 else None
 
 

@@ -1,4 +1,4 @@
-"""The axis of a mesh along which a module is parallel, and tensors' layouts along it."""
+"""The mesh axis along which a module is parallel, and the placements of tensors along it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from tilework.mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of a mesh. The mesh's other axes, if there are any, split the batch: dim 0.
+    """One axis of a mesh. The other axes, if there are any, shard the batch: dim 0.
 
     Args:
-        mesh: All ranks.
-        number: Which axis of it.
+        mesh: The mesh of all ranks.
+        number: The number of the axis.
     """
 
     mesh: DeviceMesh
     number: int
 
     def placements(self, layout: Placement, others: Placement) -> list[Placement]:
-        """``layout`` along the axis, ``others`` along each other one."""
+        """The placements of ``layout`` along this axis, and of ``others`` along each other one."""
         return [layout if axis == self.number else others for axis in range(self.mesh.ndim)]
 
     def annotate(
         self, value: Any, layout: Placement, what: str, extent: int | None = None
     ) -> DTensor:
-        """A tensor as a DTensor; a plain one is this rank's part of one that lies as ``layout``.
+        """The tensor as a DTensor; a plain one is the local tensor of one with this layout.
 
-        Collective over the mesh for a plain tensor that is cut, for its global shape to be known.
+        Collective over the mesh for a plain tensor that is sharded, to find its global shape.
 
         Args:
             value: The tensor.
-            layout: Along the axis; along others the plain tensor is cut in dim 0.
-            what: What it is, for errors.
-            extent: The global size of the dim that ``layout`` cuts, where it is known.
+            layout: Its placement along the axis; along others it is sharded in dim 0.
+            what: Its name in errors.
+            extent: The global size of the dim that ``layout`` shards, where it is known.
 
         Raises:
             TypeError: It is no tensor.
@@ -59,34 +59,34 @@ class MeshAxis:
                     f"{self.mesh}: distribute both over one mesh"
                 )
             return value
-        shape = self._whole_shape(value, layout, extent)
+        shape = self._global_shape(value, layout, extent)
         placements = self.placements(layout, Shard(0))
         return DTensor.from_local(value, self.mesh, placements, shape=shape)
 
-    def _whole_shape(
-        self, part: Tensor, layout: Placement, extent: int | None
+    def _global_shape(
+        self, local: Tensor, layout: Placement, extent: int | None
     ) -> Sequence[int] | None:
-        """The global shape, where no other rank has to be asked."""
+        """The global shape, where it is known without communication."""
         if extent is None or self.mesh.ndim > 1 or not isinstance(layout, Shard) or layout.sizes:
             return None
-        if not part.ndim or part.shape[layout.dim] * self.mesh.size() != extent:
+        if not local.ndim or local.shape[layout.dim] * self.mesh.size() != extent:
             return None
-        shape = list(part.shape)
+        shape = list(local.shape)
         shape[layout.dim] = extent
         return shape
 
     def move(self, tensor: DTensor, layout: Placement) -> DTensor:
-        """The tensor, laid out so along the axis. Collective where something moves."""
+        """The tensor with this layout along the axis. Collective where something moves."""
         spec = tensor._spec
         placements = list(spec.placements)
         placements[self.number] = layout
         target = spec.with_placements(placements, spec.order)
         if target == spec:
-            return tensor  # itself, so that all who use it share the sum of its gradient's terms
+            return tensor  # itself, so that all who use it share the reduction of its gradient
         return tensor.redistribute(placements=target.placements, order=target.order)
 
     def move_input(self, tensor: DTensor, layout: Placement) -> DTensor:
-        """:meth:`move`; of its gradient's terms each rank then gets only what it needs."""
+        """:meth:`move`, such that of its partial gradient each rank receives only what it needs."""
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
             partial_grads.route_partial_grads(moved, tensor, (self.number,))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dtensor.sharded_values import cut, full, same
-from tests.parallel.plain_modules import alone, check_gradients, square
+from tests.parallel.tensor_parallel.plain_modules import alone, check_gradients, square
 from tilework.dtensor import (
     DTensor,
     GatherWarning,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dtensor.sharded_values import collectives, cut, full
-from tests.parallel.plain_modules import alone, check_gradients, square
+from tests.parallel.tensor_parallel.plain_modules import alone, check_gradients, square
 from tilework.dtensor import (
     DTensor,
     Replicate,

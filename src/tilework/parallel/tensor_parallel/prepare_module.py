@@ -1,4 +1,4 @@
-"""Styles that change no parameters: they say how a module's inputs and outputs lie."""
+"""Styles of inputs and outputs alone, which change no parameters."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from torch import nn
 
 from tilework.layout import Placement
-from tilework.parallel.axis import MeshAxis
-from tilework.parallel.styles import ParallelStyle
+from tilework.parallel.tensor_parallel.axis import MeshAxis
+from tilework.parallel.tensor_parallel.styles import ParallelStyle
 
-#: One layout for each value; None for what stays as it is.
+#: One layout for each value; None for a value that stays as it is.
 Layouts = Placement | Sequence[Placement | None]
 
 
-class _Preparing(ParallelStyle):
+class _WithoutParameters(ParallelStyle):
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         return {}
 
 
-class PrepareModuleInput(_Preparing):
-    """Make a module's inputs DTensors that lie as it wants them.
+class PrepareModuleInput(_WithoutParameters):
+    """Make a module's inputs DTensors with the layouts that it needs.
 
     Args:
-        input_layouts: How positional inputs lie along the axis, if they are plain tensors: one
-            placement, or one for each input; None for an input that is to stay as it is.
-        desired_input_layouts: How the module gets them; likewise.
-        input_kwarg_layouts: How inputs passed by name lie, by name; others stay as they are.
-        desired_input_kwarg_layouts: How the module gets them; for the same names.
-        use_local_output: Whether the module gets plain tensors: its part, laid out as desired.
+        input_layouts: The layouts of positional inputs along the axis, if they are plain tensors:
+            one placement, or one for each input; None for an input that is to stay as it is.
+        desired_input_layouts: The layouts in which the module gets them; likewise.
+        input_kwarg_layouts: The layouts of inputs passed by name; others stay as they are.
+        desired_input_kwarg_layouts: The layouts in which the module gets them; the same names.
+        use_local_output: Whether the module gets plain tensors: the local ones, as desired.
 
     Raises:
-        ValueError: Layouts given and desired do not match; or, on forward, there are not as many
+        ValueError: Layouts and desired layouts do not match; or, on forward, there are not as many
             inputs as layouts.
 
     Example:
@@ -77,11 +77,13 @@ class PrepareModuleInput(_Preparing):
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         name = type(module).__name__
 
-        def prepare(value: Any, given: Placement | None, wanted: Placement | None, at: Any) -> Any:
-            if given is None:
+        def prepare(
+            value: Any, layout: Placement | None, desired: Placement | None, key: Any
+        ) -> Any:
+            if layout is None:
                 return value
-            tensor = axis.annotate(value, given, f"input {at!r} of {name}")
-            tensor = axis.move_input(tensor, wanted or given)
+            tensor = axis.annotate(value, layout, f"input {key!r} of {name}")
+            tensor = axis.move_input(tensor, desired or layout)
             return tensor.to_local() if self.use_local_output else tensor
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,12 +92,12 @@ class PrepareModuleInput(_Preparing):
                 _check_count(f"inputs of {name}", inputs, "input_layouts", self.input_layouts)
                 layouts = zip(self.input_layouts, self.desired_input_layouts, strict=True)
                 inputs = tuple(
-                    prepare(value, *pair, at)
-                    for at, (value, pair) in enumerate(zip(inputs, layouts, strict=True))
+                    prepare(value, *pair, number)
+                    for number, (value, pair) in enumerate(zip(inputs, layouts, strict=True))
                 )
-            wanted = self.desired_input_kwarg_layouts
+            layouts_by_name, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
             named = {
-                key: prepare(value, self.input_kwarg_layouts.get(key), wanted.get(key), key)
+                key: prepare(value, layouts_by_name.get(key), desired.get(key), key)
                 for key, value in kwargs.items()
             }
             return inputs, named
@@ -112,17 +114,17 @@ class PrepareModuleInput(_Preparing):
         )
 
 
-class PrepareModuleOutput(_Preparing):
-    """Make a module's outputs DTensors, and lay them out as whoever comes next wants them.
+class PrepareModuleOutput(_WithoutParameters):
+    """Make a module's outputs DTensors with the layouts that the next module needs.
 
     Args:
-        output_layouts: How outputs lie along the axis, if they are plain tensors: one placement, or
-            one for each of a tuple; None for an output that is to stay as it is.
-        desired_output_layouts: How they are to lie; likewise.
-        use_local_output: Whether outputs are this rank's parts, plain tensors; else DTensors.
+        output_layouts: The layouts of outputs along the axis, if they are plain tensors: one
+            placement, or one for each of a tuple; None for an output that is to stay as it is.
+        desired_output_layouts: The layouts that they are to get; likewise.
+        use_local_output: Whether outputs are local tensors; else DTensors.
 
     Raises:
-        ValueError: Layouts given and desired do not match; or, on forward, there are not as many
+        ValueError: Layouts and desired layouts do not match; or, on forward, there are not as many
             outputs as layouts.
 
     Example:
@@ -157,11 +159,13 @@ class PrepareModuleOutput(_Preparing):
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         name = type(module).__name__
 
-        def prepare(value: Any, given: Placement | None, wanted: Placement | None, at: int) -> Any:
-            if given is None:
+        def prepare(
+            value: Any, layout: Placement | None, desired: Placement | None, number: int
+        ) -> Any:
+            if layout is None:
                 return value
-            tensor = axis.annotate(value, given, f"output {at} of {name}")
-            tensor = axis.move(tensor, wanted or given)
+            tensor = axis.annotate(value, layout, f"output {number} of {name}")
+            tensor = axis.move(tensor, desired or layout)
             return tensor.to_local() if self.use_local_output else tensor
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -169,11 +173,11 @@ class PrepareModuleOutput(_Preparing):
             outputs = output if several else (output,)
             _check_count(f"outputs of {name}", outputs, "output_layouts", self.output_layouts)
             pairs = zip(self.output_layouts, self.desired_output_layouts, strict=True)
-            made = [
-                prepare(value, *pair, at)
-                for at, (value, pair) in enumerate(zip(outputs, pairs, strict=True))
+            prepared = [
+                prepare(value, *pair, number)
+                for number, (value, pair) in enumerate(zip(outputs, pairs, strict=True))
             ]
-            return tuple(made) if several else made[0]
+            return tuple(prepared) if several else prepared[0]
 
         module.register_forward_hook(after)
 
@@ -185,7 +189,7 @@ class PrepareModuleOutput(_Preparing):
         )
 
 
-class PrepareModuleInputOutput(_Preparing):
+class PrepareModuleInputOutput(_WithoutParameters):
     """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one; arguments as theirs.
 
     ``use_local_input`` is what ``use_local_output`` is of the former.
@@ -249,22 +253,22 @@ class PrepareModuleInputOutput(_Preparing):
 def _sequence(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
-    found = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
-    for one in found:
-        if one is not None and not isinstance(one, Placement):
-            raise TypeError(f"layouts are placements or None, got {one!r}")
-    return found
+    sequence = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    for layout in sequence:
+        if layout is not None and not isinstance(layout, Placement):
+            raise TypeError(f"layouts are placements or None, got {layout!r}")
+    return sequence
 
 
 def _check_pairs(
     what: str,
-    given: tuple[Placement | None, ...] | None,
+    layouts: tuple[Placement | None, ...] | None,
     desired: tuple[Placement | None, ...] | None,
 ) -> None:
-    if (given is None) != (desired is None) or len(given or ()) != len(desired or ()):
+    if (layouts is None) != (desired is None) or len(layouts or ()) != len(desired or ()):
         raise ValueError(
-            f"{what}_layouts and desired_{what}_layouts should have same length, got {given} and "
-            f"{desired}"
+            f"{what}_layouts and desired_{what}_layouts should have same length, got {layouts} "
+            f"and {desired}"
         )
 
 
