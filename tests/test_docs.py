@@ -10,8 +10,6 @@ from __future__ import annotations
 import doctest
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import Job, Rank
+from tests.warm_python import run_warm
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -105,8 +104,8 @@ def test_blocks_run_in_their_order(page: Path, tmp_path: Path) -> None:
 def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(block.text)
-    command = [sys.executable, "-m", "tilework", "run", "-n", str(block.ranks), str(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    command = ["-m", "tilework", "run", "-n", str(block.ranks), str(program)]
+    done = run_warm(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

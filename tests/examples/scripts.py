@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from tests.warm_python import run_warm
+
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
@@ -23,13 +25,7 @@ def load(script: Path) -> ModuleType:
     return module
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Run Python with ``command`` as at a shell, without a launcher's variables."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *command],
-        env=kept | {"COLUMNS": "80"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    return run_warm(*command, env=kept | {"COLUMNS": "80"})

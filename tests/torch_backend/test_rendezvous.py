@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tilework
+from tests.warm_python import run_warm
 from tilework.comm.backend import core_error
 
 pytestmark = pytest.mark.skipif(core_error() is not None, reason=str(core_error()))
@@ -53,12 +53,11 @@ def run(folder: Path, text: str, *launcher: str) -> subprocess.CompletedProcess[
     path.write_text(text)
     variables = ("MASTER_ADDR", "MASTER_PORT", "TILEWORK_STORE", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in variables}
-    return subprocess.run(
-        [sys.executable, *launcher, str(path)],
+    return run_warm(
+        *launcher,
+        str(path),
+        cwd=folder,
         env={**environment, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=50,
     )
 
 
