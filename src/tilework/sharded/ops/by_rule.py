@@ -6,16 +6,16 @@ communicated. Sharded dims can be moved and split; they merge with dims that fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import tilework.tiled.rules  # noqa: F401  # fills the operator table
 from tilework.layout.box import Ints
 from tilework.sharded.checks import unsupported
+from tilework.sharded.ops.ask_rule import local_call, static_key
 from tilework.sharded.ops.basic import getters
 from tilework.sharded.ops.result_layout import (
     ResultLayout,
@@ -28,9 +28,8 @@ from tilework.sharded.ops.result_layout import (
 from tilework.sharded.ops.tiles import sharded_argument
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.box_propagation import LocalOp, NotLocal, TileRanges, propagate_boxes, shape_of
-from tilework.tiled.op_rules import Arg, LocalCall, MakeRun, RuleFunction
-from tilework.tiled.op_table import entry_of
+from tilework.tiled.box_propagation import LocalOp, TileRanges, propagate_boxes, shape_of
+from tilework.tiled.op_rules import MakeRun
 
 _NO_BOX = "its tiles would be no boxes of the new shape: reshard first"
 #: Names of ``swapaxes`` for arguments of the operator that it is.
@@ -46,17 +45,20 @@ class _View:
     run: MakeRun | None
 
 
-def view_by_rule(func: Callable[..., Any], rule: RuleFunction) -> Handler:
+def _view(func: Callable[..., Any], name: str) -> Handler:
     """The handler of a view of one tensor."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
         tensor = sharded_argument(func, args, kwargs)
         options = args[1:], {k: v for k, v in kwargs.items() if k not in ("input", "self")}
-        key = func, _static(options[0]), tuple((k, _static(v)) for k, v in options[1].items())
-        view = cached(tensor, key, lambda: _evaluate(func, rule, tensor, *options))
+        view = cached(
+            tensor,
+            (func, *map(static_key, options)),
+            lambda: _evaluate(name, tensor, *options),
+        )
         if view is None:
-            dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
-            raise unsupported(func, args, kwargs, "" if dtypes else _NO_BOX)
+            casts = any(isinstance(x, torch.dtype) for x in (*args, *kwargs.values()))
+            raise unsupported(func, args, kwargs, "" if casts else _NO_BOX)
 
         def apply(tile: Tensor, number: int, sizes: Ints) -> Tensor:
             run = None if view.run is None else view.run(TileRanges(view.op, number))
@@ -68,37 +70,16 @@ def view_by_rule(func: Callable[..., Any], rule: RuleFunction) -> Handler:
     return handler
 
 
-def _static(value: Any) -> Hashable:
-    """An argument as a key; a bool, say, is another one than the number that it equals."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_static, value))
-    return value.__class__, value
-
-
 def _evaluate(
-    func: Callable[..., Any],
-    rule: RuleFunction,
-    tensor: ShardedTensor,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    name: str, tensor: ShardedTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _View | None:
-    """The view that these arguments make; None if tiles would be no boxes of it.
-
-    Raises:
-        Exception: Raised by torch, which does not take such arguments.
-    """
+    """The view that these arguments make; None if tiles would be no boxes of it."""
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return None
-    input = Arg(0, tuple(tensor.shape), tensor.dtype, frozenset())
-    try:
-        call = rule(input, *args, **{_ALIASES.get(name, name): x for name, x in kwargs.items()})
-    except TypeError:  # arguments that it does not know
-        call = None
-    if not isinstance(call, LocalCall):
-        func(torch.empty(tensor.shape, device="meta"), *args, **kwargs)
-        return None
-    op = propagate_boxes(call.map, [tensor.tiling])
-    if isinstance(op, NotLocal):
+    named = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    call = local_call(name, getattr(Tensor, name), (tensor, *args), named)
+    op = None if call is None else propagate_boxes(call.map, [tensor.tiling])
+    if call is None or not isinstance(op, LocalOp):
         return None
     shape = shape_of(call.map.outputs[0]) if call.shapes is None else call.shapes[0]
     boxes = op.boxes(0, shape)
@@ -127,8 +108,7 @@ _VIEWS = frozenset(_NAMES.split())
 
 def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
     """The handler of a view that keeps all elements."""
-    rule = entry_of(name).rule
-    return None if rule is None or name not in _VIEWS or in_place else view_by_rule(func, rule)
+    return _view(func, name) if name in _VIEWS and not in_place else None
 
 
 TABLE: dict[Callable[..., Any], Handler] = {func: _reorders(func) for func in getters("T", "mT")}

@@ -1,7 +1,7 @@
-"""Operators along dims that are not cut: each tile has all that its results need.
+"""Operators along dims that are not sharded: each tile has all that its results need.
 
-Softmax, sorting, cumulated sums, and reductions over some dims. The result is a sharded tensor,
-cut along the other dims as before; nothing is communicated.
+Softmax, sorting, cumulated sums, and reductions over some dims. The result is sharded along the
+other dims as before; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -12,59 +12,34 @@ from typing import Any
 from torch import Tensor
 
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.result_layout import layout_of_result, local_op, of_tiles
+from tilework.sharded.ops.ask_rule import local_call, static_key
+from tilework.sharded.ops.result_layout import ResultLayout, cached, layout_of_boxes, of_tiles
 from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.box_propagation import NotLocal
+from tilework.tiled.box_propagation import LocalOp, NotLocal, propagate_boxes
 from tilework.tiled.factors import Factor, FactorMap, dim_factors
+from tilework.tiled.rules.reshaping import dim_at
 
 SHARDED_DIM = "it runs along dims that are not cut: reshard to a spec that leaves dim {} whole"
-
-#: What keeps a tensor's shape, or changes only the dim's extent, by the arguments after the
-#: tensor; and the dim if none is given.
-_ALONG: Mapping[str, tuple[tuple[str, ...], int | None]] = {
-    "softmax": (("dim",), None),
-    "log_softmax": (("dim",), None),
-    "softmin": (("dim",), None),
-    "cumsum": (("dim",), None),
-    "cumprod": (("dim",), None),
-    "cummax": (("dim",), None),
-    "cummin": (("dim",), None),
-    "logcumsumexp": (("dim",), None),
-    "sort": (("dim",), -1),
-    "argsort": (("dim",), -1),
-    "topk": (("k", "dim"), -1),
-    "flip": (("dims",), None),
-    "normalize": (("p", "dim"), 1),
-    "glu": (("dim",), -1),
-}
 
 
 def options_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The arguments after the tensor, by name."""
-    given = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
-    if "axis" in given:
-        given["dim"] = given.pop("axis")
-    return given
+    options = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
+    if "axis" in options:
+        options["dim"] = options.pop("axis")
+    return options
 
 
-def dims_of(tensor: Tensor, given: Any) -> tuple[int, ...] | None:
-    """Dims as an operator was given them, counted from the first; None: all of them.
+def dims_of(tensor: Tensor, dim: Any) -> tuple[int, ...] | None:
+    """The dims of an argument ``dim``, ascending, counted from the first; None: all of them.
 
     Raises:
         IndexError: The tensor has no such dim.
     """
-    if given is None or given == ():
-        return None
-    dims, ndim = (given,) if isinstance(given, int) else tuple(given), max(tensor.dim(), 1)
-    for dim in dims:
-        if not -ndim <= dim < ndim:
-            raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], "
-                f"but got {dim})"
-            )
-    return tuple(sorted({dim % ndim for dim in dims})) or None
+    dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(sorted({dim_at(dim, tensor.dim()) for dim in dims})) or None
 
 
 def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> FactorMap:
@@ -84,6 +59,11 @@ def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> F
     return FactorMap((dim_factors(inputs),), (dim_factors(outputs),))
 
 
+def _propagate(tensor: ShardedTensor, dims: tuple[int, ...], kept: bool) -> LocalOp | NotLocal:
+    make = lambda: propagate_boxes(unsharded(tensor.shape, dims, kept), [tensor.tiling])  # noqa: E731
+    return cached(tensor, ("whole", dims, kept), make)
+
+
 def run_along(
     func: Callable[..., Any],
     tensor: ShardedTensor,
@@ -92,9 +72,9 @@ def run_along(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """``func`` on each tile, where it needs all of ``dims``, and of the others nothing."""
-    local = local_op(tensor, ("along", dims), lambda: unsharded(tensor.shape, dims))
-    if isinstance(local, NotLocal):
-        raise unsupported(func, (tensor, *args), kwargs, SHARDED_DIM.format(local.dim))
+    op = _propagate(tensor, dims, kept=True)
+    if isinstance(op, NotLocal):
+        raise unsupported(func, (tensor, *args), kwargs, SHARDED_DIM.format(op.dim))
     tiles = [_with_elements(tensor, tile, dims) for tile in graph_tiles(tensor)]
     results = [func(tile, *args, **kwargs) for tile in tiles]
     if isinstance(results[0], Tensor):
@@ -120,15 +100,17 @@ def _wrapped(
     kept = first.dim() == tensor.dim()
     extents = tuple([first.shape[dim] for dim in dims]) if kept else None
 
-    def size() -> list[int]:
-        if kept:
-            return [first.shape[d] if d in dims else n for d, n in enumerate(tensor.shape)]
-        return [n for d, n in enumerate(tensor.shape) if d not in dims]
+    def evaluate() -> ResultLayout:
+        op = _propagate(tensor, dims, kept)
+        assert isinstance(op, LocalOp)
+        size = list(tensor.shape)
+        for dim, extent in zip(dims, extents or (), strict=False):
+            size[dim] = extent
+        if not kept:
+            size = [n for dim, n in enumerate(size) if dim not in dims]
+        return layout_of_boxes(tensor, size, op.boxes(0, size))
 
-    layout = layout_of_result(
-        tensor, ("along", dims, extents), lambda: unsharded(tensor.shape, dims, kept), size
-    )
-    assert layout is not None
+    layout = cached(tensor, ("along", dims, extents), evaluate)
     parts = iter(results)
 
     def apply(tile: Tensor, number: int, sizes: Sequence[int]) -> Tensor:
@@ -138,23 +120,53 @@ def _wrapped(
     return of_tiles(tensor, layout, apply, stand_in=first)
 
 
-def _along(func: Callable[..., Any], names: tuple[str, ...], default: int | None) -> Handler:
+def _along(func: Callable[..., Any], name: str) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = sharded_argument(func, args, kwargs)
-        options = options_of(names, args, kwargs)
-        given = options.get("dim", options.get("dims", default))
-        if len(args) > 2 and names == ("dims",):
-            given = args[1:]
-        dims = dims_of(tensor, given)
-        if dims is None or options.get("out") is not None:
+        options = args[1:], {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+        key = func, *map(static_key, options)
+        dims = cached(tensor, key, lambda: _dims(func, name, tensor, *options))
+        if dims is None:
             raise unsupported(func, args, kwargs, "give it a dim, and no out")
-        others = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
-        return run_along(func, tensor, dims, args[1:], others)
+        return run_along(func, tensor, dims, *options)
 
     return handler
 
 
+def _dims(
+    func: Callable[..., Any],
+    name: str,
+    tensor: ShardedTensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[int, ...] | None:
+    """The dims that each tile needs whole, by the operator's rule; None if it gives none."""
+    if kwargs.get("out") is not None:
+        return None
+    if name == "normalize":  # it has no rule, and takes p, dim
+        args, kwargs = args[1:2] or (kwargs.get("dim", 1),), {}
+    try:
+        call = local_call(_RULED_AS.get(name, name), func, (tensor, *args), kwargs)
+    except TypeError:
+        return None
+    if call is None:
+        return None
+    return tuple(
+        dim
+        for dim, factors in enumerate(call.map.inputs[0])
+        if not factors or factors[0].unshardable
+    )
+
+
+_NAMES = """
+    softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip
+    normalize glu
+"""
+_ALONG = frozenset(_NAMES.split())
+#: Functions without a rule that need the same dims whole as another operator.
+_RULED_AS = {"softmin": "softmax", "normalize": "softmax"}
+
+
 def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
     """The handler of an operator along a dim."""
-    arguments = _ALONG.get(name)
-    return None if arguments is None else _along(func, *arguments)
+    return _along(func, name) if name in _ALONG else None

@@ -27,8 +27,6 @@ from tilework.sharded.specs import (
 )
 from tilework.sharded.tensor import ShardedTensor
 from tilework.sharded.wrap import wrap_shards
-from tilework.tiled.box_propagation import LocalOp, NotLocal, propagate_boxes
-from tilework.tiled.factors import FactorMap
 
 T = TypeVar("T")
 
@@ -66,31 +64,6 @@ def cached(tensor: ShardedTensor, key: Hashable, make: Callable[[], T]) -> T:
         entry = shard_map.results[shard_map, key] = shards, make()
     found: T = entry[1]
     return found
-
-
-def local_op(
-    tensor: ShardedTensor, key: Hashable, make: Callable[[], FactorMap]
-) -> LocalOp | NotLocal:
-    """How an operator of one tensor runs on its tiles."""
-    return cached(tensor, key, lambda: propagate_boxes(make(), [tensor.tiling]))
-
-
-def layout_of_result(
-    tensor: ShardedTensor,
-    key: Hashable,
-    make: Callable[[], FactorMap],
-    size: Callable[[], Sequence[int]],
-) -> ResultLayout | None:
-    """The layout of an operator's one result; None if the operator is not local to tiles."""
-
-    def evaluate() -> ResultLayout | None:
-        local = propagate_boxes(make(), [tensor.tiling])
-        if isinstance(local, NotLocal):
-            return None
-        shape = size()
-        return layout_of_boxes(tensor, shape, local.boxes(0, shape))
-
-    return cached(tensor, key, evaluate)
 
 
 def layout_of_boxes(
