@@ -38,7 +38,7 @@ SMOKE = (
     "tests/sharded/test_specs.py",
     "tests/parallel/test_plans.py",
     "tests/rpc/test_calls.py",
-    "tests/launch/test_lines.py",
+    "tests/launch/test_line_prefix.py",
 )
 
 

@@ -128,7 +128,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
-    """What is to run, if it is there at all: better one message now than one from each rank."""
+    """The program to run; raises if it does not exist: one message now, not one from each rank."""
     name, arguments = options.script, tuple(options.arguments)
     if options.module:
         _check_module(parser, name)
@@ -147,18 +147,18 @@ def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
         parser.error(f"-m takes a module's name ({name[:-3].replace('/', '.')!r}), got {name!r}")
     sys.path.insert(0, os.getcwd())  # where python -m looks first
     try:
-        found = importlib.util.find_spec(name.partition(".")[0]) is not None
+        exists = importlib.util.find_spec(name.partition(".")[0]) is not None
     except (ImportError, ValueError):
-        found = False
+        exists = False
     finally:
         del sys.path[0]
-    if not found:
+    if not exists:
         hint = f": it is a file, leave out -m ({name})" if os.path.exists(name) else ""
         parser.error(f"there is no module {name!r} here or on Python's path{hint}")
 
 
 def _script_guess(name: str) -> str:
-    """What the user may have meant by a name that is no file."""
+    """A suggestion for a name that is no file."""
     folder, base = os.path.split(name)
     with suppress(OSError):
         known = [entry for entry in os.listdir(folder or ".") if entry.endswith(".py")]
@@ -244,7 +244,7 @@ is explained, 2 if there is no record that can be read.
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "explain",
-        help="say from flight records who waited for whom, and why",
+        help="diagnose flight records: who waited for whom, and why",
         epilog=_EXPLAIN_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

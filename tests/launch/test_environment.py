@@ -11,15 +11,15 @@ import pytest
 
 from tests.launch.conftest import Launch
 from tilework.launch.cores import cpu_quota, threads_per_rank, usable_cores
-from tilework.launch.environment import Meeting, rank_environment
+from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.settings import LaunchSettings
 
 PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
-MEETING = Meeting(secret="ab", store="unix:@name")
+RENDEZVOUS = Rendezvous(secret="ab", store="unix:@name")
 
 
 def test_names_are_torchruns() -> None:
-    found = rank_environment(LaunchSettings(nprocs=4), 3, MEETING, {"OMP_NUM_THREADS": "1"})
+    found = rank_environment(LaunchSettings(nprocs=4), 3, RENDEZVOUS, {"OMP_NUM_THREADS": "1"})
     assert found == {
         "OMP_NUM_THREADS": "1",
         "RANK": "3",
@@ -38,18 +38,18 @@ def test_names_are_torchruns() -> None:
 
 def test_settings_become_variables() -> None:
     settings = LaunchSettings(nprocs=2, backend="gloo", timeout=timedelta(seconds=1.5))
-    found = rank_environment(settings, 0, MEETING, {})
+    found = rank_environment(settings, 0, RENDEZVOUS, {})
     assert (found["TILEWORK_BACKEND"], found["TILEWORK_TIMEOUT"]) == ("gloo", "1.5")
 
 
 def test_another_launchers_variables_are_dropped() -> None:
     base = {"MASTER_ADDR": "far", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/"}
-    found = rank_environment(LaunchSettings(nprocs=2), 0, MEETING, base)
+    found = rank_environment(LaunchSettings(nprocs=2), 0, RENDEZVOUS, base)
     assert {name for name in base if name in found} == {"HOME"}
 
 
 def test_secret_is_not_in_the_representation() -> None:
-    assert "ab" not in repr(Meeting(secret="ab"))
+    assert "ab" not in repr(Rendezvous(secret="ab"))
 
 
 def test_every_rank_gets_its_own_environment(launch: Launch, start: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch.conftest import Launch, wait_for_files, wait_until
 from tilework.launch.explain import read
-from tilework.launch.flight import FlightFolder
+from tilework.launch.flight_folder import FlightFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no such signals here")
 

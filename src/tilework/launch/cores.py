@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how many threads each rank should have."""
+"""Numbers of cores that this process may use, and of threads for each rank."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ Kind = Literal["threads", "processes"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     name: str
     value: str
     state: State = "yes"
     """``no``: not here, which is no fault; ``bad``: should work and does not."""
     note: str = ""
-    """What to know or do about it."""
+    """A note, or the next step."""
 
 
 def doctor() -> int:
@@ -70,16 +70,16 @@ def machine() -> list[Finding]:
 
 
 def backends() -> list[Finding]:
-    """Which backends groups can use here, and why not the others."""
-    found = [Finding("threads", "ranks are threads of one process"), _shm()]
+    """The backends that groups can use here, and why not the others."""
+    findings = [Finding("threads", "ranks are threads of one process"), _shm()]
     for name in ("gloo", "nccl", "ucc", "mpi"):
         if is_backend_available(name):
             idle = name == "nccl" and not torch.cuda.is_available()
             value = "in torch, but there is no GPU for it" if idle else "torch's own engine"
-            found.append(Finding(name, value, "no" if idle else "yes"))
+            findings.append(Finding(name, value, "no" if idle else "yes"))
         else:
-            found.append(Finding(name, "not in this build of torch", "no", _HOW_TO_GET[name]))
-    return found
+            findings.append(Finding(name, "not in this build of torch", "no", _HOW_TO_GET[name]))
+    return findings
 
 
 _HOW_TO_GET: Final = {

@@ -15,8 +15,8 @@ _FOREIGN: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "TILEWORK_STOR
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """How the ranks of one launch find each other: a private socket, or a TCP port if asked."""
+class Rendezvous:
+    """The meeting point of a launch's ranks: a private socket, or a TCP port if asked."""
 
     secret: str = field(repr=False)
     """Hexadecimal; whoever holds it belongs to this job."""
@@ -29,7 +29,7 @@ class Meeting:
 def rank_environment(
     settings: LaunchSettings,
     rank: int,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """All of ``rank``'s environment: ``base`` (default: this process's) and what is its own.
@@ -50,12 +50,12 @@ def rank_environment(
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
-        "TILEWORK_SECRET": meeting.secret,
+        "TILEWORK_SECRET": rendezvous.secret,
     }
-    if meeting.store is not None:
-        own["TILEWORK_STORE"] = meeting.store
-    if meeting.master is not None:
-        own["MASTER_ADDR"], own["MASTER_PORT"] = meeting.master[0], str(meeting.master[1])
+    if rendezvous.store is not None:
+        own["TILEWORK_STORE"] = rendezvous.store
+    if rendezvous.master is not None:
+        own["MASTER_ADDR"], own["MASTER_PORT"] = rendezvous.master[0], str(rendezvous.master[1])
     if settings.backend is not None:
         own["TILEWORK_BACKEND"] = settings.backend
     if settings.timeout is not None:

@@ -1,4 +1,4 @@
-"""``tilework explain``: read the flight records in a folder, and say what they tell."""
+"""``tilework explain``: the diagnosis of the flight records in a folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     records: dict[int, Record]
     problems: list[str]
@@ -48,7 +48,7 @@ class Reading:
 
 
 def explain(folder: Path, as_json: bool = False) -> int:
-    """Print what the records in ``folder`` tell.
+    """Print the diagnosis of the records in ``folder``.
 
     Returns:
         0: no rank waits for another, and nothing failed; 1: something is explained; 2: there is
@@ -119,8 +119,8 @@ def _as_json(reading: Reading, findings: Sequence[Finding]) -> dict[str, object]
         {"rank": r.rank, "host": r.host, "pid": r.pid, "written": r.written}
         for r in reading.records.values()
     ]
-    told = [asdict(finding) for finding in findings]
-    return {"version": 1, "findings": told, "ranks": ranks, "problems": reading.problems}
+    findings_json = [asdict(finding) for finding in findings]
+    return {"version": 1, "findings": findings_json, "ranks": ranks, "problems": reading.problems}
 
 
 def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
@@ -130,20 +130,22 @@ def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
     # Lines end where the sentence does: what is piped on is not broken at some width.
     console = Console(soft_wrap=True, highlight=False)
 
-    def say(text: str, style: str = "") -> None:
+    def print_line(text: str, style: str = "") -> None:
         console.print(Text(_near(printable(text)), style=style))
 
     for problem in reading.problems:
-        say(problem, "magenta")
+        print_line(problem, "magenta")
     if not reading.records:
-        say(f"there is no flight record in {str(folder)!r}: ranks write theirs on a fault or on")
-        say("SIGUSR1, if they were started by tilework run or with TILEWORK_FLIGHT_DIR set")
+        print_line(
+            f"there is no flight record in {str(folder)!r}: ranks write theirs on a fault or on"
+        )
+        print_line("SIGUSR1, if they were started by tilework run or with TILEWORK_FLIGHT_DIR set")
     for finding in findings:
-        say(finding.text, _COLOURS[finding.kind])
+        print_line(finding.text, _COLOURS[finding.kind])
         for line in finding.details:
-            say(f"  {line}")
+            print_line(f"  {line}")
 
 
 def _near(text: str) -> str:
-    """With files below the current folder told from there."""
+    """The text, with paths below the current folder made relative to it."""
     return text.replace(os.path.join(os.getcwd(), ""), "")

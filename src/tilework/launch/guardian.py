@@ -60,7 +60,7 @@ class Guardian:
 
     def watch(self, group: int) -> None:
         """Add a process group to those that it would kill."""
-        self._tell(f"{group}\n")
+        self._write(f"{group}\n")
 
     def forget_in_child(self) -> None:
         """Close the pipe in a forked child, so that only the launcher holds it."""
@@ -73,12 +73,12 @@ class Guardian:
         """Say farewell and wait for its end (milliseconds). Idempotent."""
         if self._process is None:
             return
-        self._tell("done\n")
+        self._write("done\n")
         self._drop_writer()
         self._process.wait()
         self._process = None
 
-    def _tell(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         # Somebody may have killed it: that costs the protection, not the job.
         if self._writer >= 0:
             with contextlib.suppress(BrokenPipeError):

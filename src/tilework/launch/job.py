@@ -18,20 +18,20 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from tilework.launch import linux, sweep
-from tilework.launch.environment import Meeting, rank_environment
+from tilework.launch import linux, orphans
+from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.guardian import Guardian
-from tilework.launch.output import Ends, Output
+from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import RankProcess
 from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan
+from tilework.launch.root_cause import Failure
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox
 from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
 from tilework.launch.stdin import StandardInput
-from tilework.launch.stopping import Step
-from tilework.launch.supervise import Outcome, Supervisor, Surroundings
-from tilework.launch.verdict import Failure
+from tilework.launch.supervise import Endpoints, Outcome, Supervisor
+from tilework.launch.termination import Step
 from tilework.store import StoreServer
 
 _SECRET_BYTES = 32
@@ -39,7 +39,7 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class Frontend:
-    """What belongs to ``tilework run`` and not to a function called from a larger program."""
+    """The parts of ``tilework run`` that a function called from a larger program lacks."""
 
     output: Output
     stdin: StandardInput
@@ -132,41 +132,41 @@ class Job:
     # Starting
 
     def _start(self) -> None:
-        meeting = self._prepare_meeting()
+        rendezvous = self._prepare_rendezvous()
         self._guardian = Guardian(self._folder)
         if self._frontend is not None:
             self._adopting = linux.adopt_orphans()
-        with contextlib.closing(self._starter(meeting)) as starter:
+        with contextlib.closing(self._starter(rendezvous)) as starter:
             for rank in range(self._settings.nprocs):
-                self._start_rank(self._plan(rank, meeting), starter)
-        self._supervisor = Supervisor(self._ranks, self._surroundings())
+                self._start_rank(self._plan(rank, rendezvous), starter)
+        self._supervisor = Supervisor(self._ranks, self._endpoints())
         # Only now: a thread must not exist while forking.
         if self._server is not None:
             self._server.start()
 
-    def _prepare_meeting(self) -> Meeting:
+    def _prepare_rendezvous(self) -> Rendezvous:
         """Make the place where ranks meet; its server does not serve yet."""
         secret = secrets.token_bytes(_SECRET_BYTES)
         if self._settings.master_port is not None:
             port = self._settings.master_port or _free_port()
-            return Meeting(secret.hex(), master=("127.0.0.1", port))
+            return Rendezvous(secret.hex(), master=("127.0.0.1", port))
         if sys.platform == "linux":
             address = f"@tilework-{secrets.token_hex(8)}"
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="tilework-"))  # 0700
             address = str(self._folder / "store")
         self._server = StoreServer.listen_unix(address, secret)
-        return Meeting(secret.hex(), store=f"unix:{address}")
+        return Rendezvous(secret.hex(), store=f"unix:{address}")
 
-    def _starter(self, meeting: Meeting) -> Starter:
+    def _starter(self, rendezvous: Rendezvous) -> Starter:
         if self._settings.start == "fork":
             return ForkStarter(self._program, whole_process=self._frontend is not None)
-        return FreshStarter(self._plan(0, meeting), self._program)
+        return FreshStarter(self._plan(0, rendezvous), self._program)
 
-    def _plan(self, rank: int, meeting: Meeting) -> RankPlan:
+    def _plan(self, rank: int, rendezvous: Rendezvous) -> RankPlan:
         return RankPlan(
             rank=rank,
-            environment=rank_environment(self._settings, rank, meeting),
+            environment=rank_environment(self._settings, rank, rendezvous),
             report_fd=-1,
             launcher=os.getpid(),
             # The kernel watches the starting thread; only the main one surely lives on.
@@ -196,7 +196,7 @@ class Job:
         if self._guardian is not None:
             self._guardian.watch(pid)
 
-    def _drop_in_child(self, reader: int, ends: Ends | None) -> None:
+    def _drop_in_child(self, reader: int, ends: RankEnds | None) -> None:
         """In a forked rank: close what belongs to the launcher, or has its standard place now."""
         os.close(reader)
         if ends is not None:
@@ -210,12 +210,12 @@ class Job:
             self._frontend.stdin.close()
             self._frontend.inbox.forget_in_child()
 
-    def _surroundings(self) -> Surroundings:
+    def _endpoints(self) -> Endpoints:
         front = self._frontend
         if front is None:
-            return Surroundings()
+            return Endpoints()
         own_children = self._own_children if self._adopting else None
-        return Surroundings(
+        return Endpoints(
             front.output, front.stdin, front.inbox, front.on_failure, front.on_asked, own_children
         )
 
@@ -237,7 +237,9 @@ class Job:
             rank.reap()
         if self._adopting:
             own = self._own_children()
-            self.left_behind += sweep.end_orphans(0.0 if failed else sweep.PATIENCE_SECONDS, own)
+            self.left_behind += orphans.end_orphans(
+                0.0 if failed else orphans.PATIENCE_SECONDS, own
+            )
             linux.adopt_orphans(False)
             self._adopting = False
 

@@ -1,4 +1,4 @@
-"""What only Linux offers, as functions that do nothing (and say so) elsewhere."""
+"""Linux's own system calls, as functions that do nothing, by their result, elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def children() -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal, instead of ignoring it or dying of it."""
+    """True if a process handles a signal, instead of ignoring it or dying of it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -56,7 +56,7 @@ def command_of(pid: int) -> str:
 
 def _parents() -> list[tuple[str, str]]:
     """(process id, parent's process id) of all processes that can be seen."""
-    found = []
+    pairs = []
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -67,8 +67,8 @@ def _parents() -> list[tuple[str, str]]:
         except OSError:
             continue  # it ended meanwhile
         # The command is in parentheses and may itself hold some: "12 (a) b) S 1 …".
-        found.append((name, stat.rpartition(")")[2].split()[1]))
-    return found
+        pairs.append((name, stat.rpartition(")")[2].split()[1]))
+    return pairs
 
 
 def _prctl(option: int, argument: int) -> bool:

@@ -1,8 +1,8 @@
-"""Where ranks' output goes: through the launcher to its own stdout and stderr, and to files.
+"""Ranks' output: through the launcher to its own stdout and stderr, and to files.
 
 Each rank writes into pipes of the launcher's; rank 0, where the launcher writes to a terminal,
 into a pseudo-terminal. Here is who is connected to what; how bytes become prefixed lines is in
-:mod:`tilework.launch.lines` and :mod:`tilework.launch.live`.
+:mod:`tilework.launch.line_prefix` and :mod:`tilework.launch.live_display`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from tilework.launch.lines import LineAssembler, prefix_for
-from tilework.launch.live import LiveScreen
+from tilework.launch.line_prefix import LineAssembler, prefix_for
+from tilework.launch.live_display import LiveDisplay
+from tilework.launch.nonblocking_output import NonblockingOutput
 from tilework.launch.settings import LaunchSettings
-from tilework.launch.sink import Sink
 
 # Windows has no terminals of this kind; there the launcher refuses to run, see cli.py.
 if sys.platform != "win32":
@@ -32,7 +32,7 @@ _MAX_PENDING_BYTES: Final = 1 << 20
 
 
 class Screen:
-    """One destination: the launcher's stdout or stderr, or both if they are the same.
+    """A destination: the launcher's stdout or stderr, or both if they are the same.
 
     Args:
         fd: Its descriptor.
@@ -40,29 +40,29 @@ class Screen:
     """
 
     def __init__(self, fd: int, live_prefix: bytes = b"") -> None:
-        self.sink = Sink(fd)
+        self.output = NonblockingOutput(fd)
         self.is_terminal = os.isatty(fd)
-        self._live = LiveScreen(live_prefix) if self.is_terminal else None
+        self._live = LiveDisplay(live_prefix) if self.is_terminal else None
 
     def lines(self, data: bytes) -> None:
         """Write whole lines."""
         if data:
-            self.sink.write(data if self._live is None else self._live.above(data))
+            self.output.write(data if self._live is None else self._live.above(data))
 
     def live(self, data: bytes) -> None:
         """Pass on what rank 0 wrote to its pseudo-terminal."""
         if self._live is not None:
-            self.sink.write(self._live.feed(data))
+            self.output.write(self._live.feed(data))
 
     def settle(self) -> None:
-        """Before anything else is said: rank 0's display is over."""
+        """End rank 0's display, before anything else is written."""
         if self._live is not None:
-            self.sink.write(self._live.settle())
+            self.output.write(self._live.settle())
 
     @property
     def congested(self) -> bool:
-        """Whether ranks should wait before they write more."""
-        return self.sink.pending_bytes > _MAX_PENDING_BYTES
+        """True if ranks should wait before they write more."""
+        return self.output.pending_bytes > _MAX_PENDING_BYTES
 
 
 class RankStream:
@@ -93,7 +93,7 @@ class RankStream:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno != errno.EIO:  # a pseudo-terminal's way to say that nobody has it open
+            if error.errno != errno.EIO:  # of a pseudo-terminal that nobody has open
                 raise
             data = b""
         if data:
@@ -111,7 +111,7 @@ class RankStream:
         self.close()
 
     def fileno(self) -> int:
-        """What to wait for; -1 once closed."""
+        """The descriptor to poll; -1 once closed."""
         return self._fd
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class LogFile:
         self._path = path
         self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115
         #: What to tell the user, once: this log is incomplete.
-        self.complaint = ""
+        self.problem = ""
 
     def write(self, data: bytes) -> None:
         """Append; after a failure nothing."""
@@ -149,7 +149,7 @@ class LogFile:
             while view and self._file is not None:
                 view = view[self._file.write(view) or 0 :]
         except OSError as error:
-            self.complaint = f"{self._path} is incomplete from here on: {error.strerror}"
+            self.problem = f"{self._path} is incomplete from here on: {error.strerror}"
             self.close()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class LogFile:
 
 
 @dataclass(frozen=True)
-class Ends:
+class RankEnds:
     """A rank's own ends of its output; the launcher closes them once it has started."""
 
     stdout: int
@@ -174,7 +174,7 @@ class Ends:
 
 
 class Output:
-    """The whole of it, for one job. Owns every descriptor but the launcher's 1 and 2.
+    """The output of one job. Owns every descriptor but the launcher's 1 and 2.
 
     Raises:
         OSError: The folder for logs cannot be made or written.
@@ -194,27 +194,27 @@ class Output:
         #: Rank 0's pseudo-terminals: its end, the terminal shown on, and the prefix's width.
         self._masters: list[tuple[int, int, int]] = []
 
-    def open(self, rank: int) -> Ends:
+    def open(self, rank: int) -> RankEnds:
         """Make the pipes of one rank."""
         stdout = self._connect(rank, "stdout", self.stdout)
         if self._merged and self._log_dir is None:
-            return Ends(stdout, stdout)
-        return Ends(stdout, self._connect(rank, "stderr", self.stderr))
+            return RankEnds(stdout, stdout)
+        return RankEnds(stdout, self._connect(rank, "stderr", self.stderr))
 
     @property
     def screens(self) -> list[Screen]:
         """The distinct destinations."""
         return [self.stdout] if self._merged else [self.stdout, self.stderr]
 
-    def say(self, text: str) -> None:
-        """Write the launcher's own words, whole lines, to stderr."""
+    def write_notice(self, text: str) -> None:
+        """Write the launcher's own messages, in full lines, to stderr."""
         self.stderr.lines(text.encode(errors="backslashreplace"))
 
     def report(self, text: str) -> None:
-        """As :meth:`say`, for the end of the job: rank 0's display is over."""
+        """As :meth:`write_notice`, for the end of the job: rank 0's display is over."""
         for screen in self.screens:
             screen.settle()
-        self.say(text)
+        self.write_notice(text)
 
     def log_failure(self, rank: int, text: str) -> None:
         """Put a traceback, which did not go through stderr, into the rank's log of it."""
@@ -232,12 +232,12 @@ class Output:
                 size = struct.pack("HHHH", rows, max(1, columns - margin), x, y)
                 fcntl.ioctl(master, termios.TIOCSWINSZ, size)
 
-    def complaints(self) -> list[str]:
-        """What went wrong with log files since the last call."""
-        found = [log.complaint for log in self._logs.values() if log.complaint]
+    def take_problems(self) -> list[str]:
+        """Problems with log files since the last call."""
+        problems = [log.problem for log in self._logs.values() if log.problem]
         for log in self._logs.values():
-            log.complaint = ""
-        return found
+            log.problem = ""
+        return problems
 
     def close(self) -> None:
         """Close every pipe and log; the screens stay. Idempotent; also for forked children."""
@@ -255,11 +255,11 @@ class Output:
         """Block until the screens have taken everything, at most ``seconds`` if given."""
         for screen in self.screens:
             screen.settle()
-            screen.sink.flush(seconds)
+            screen.output.flush(seconds)
 
     def _connect(self, rank: int, name: str, screen: Screen) -> int:
         """Connect one stream of one rank; the rank's own end."""
-        prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.sink.fileno()))
+        prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.output.fileno()))
         log = None
         if self._log_dir is not None:
             log = self._logs[rank, name] = LogFile(self._log_dir / f"rank-{rank}.{name}")
@@ -267,7 +267,7 @@ class Output:
             reader, writer = os.openpty()
             _make_raw(writer)
             margin = len(self._prefix(0, False))
-            self._masters.append((reader, screen.sink.fileno(), margin))
+            self._masters.append((reader, screen.output.fileno(), margin))
             self.resize()
             assembler = None
         else:
@@ -285,7 +285,7 @@ class Output:
 
 
 def wants_colour(fd: int) -> bool:
-    """Whether colours are welcome there: a terminal that can, and no NO_COLOR."""
+    """True for a terminal with colours, without NO_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False
     return os.isatty(fd) and os.environ.get("TERM") != "dumb"

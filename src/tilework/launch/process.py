@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.launch.record import MAX_TRACEBACK_CHARS, LastWords, decode
+from tilework.launch.failure_report import MAX_TRACEBACK_CHARS, FailureReport, decode
 
 #: JSON may need six bytes for a character.
 _MAX_REPORT_BYTES: Final = 6 * MAX_TRACEBACK_CHARS + (64 << 10)
@@ -17,7 +17,7 @@ _MAX_REPORT_BYTES: Final = 6 * MAX_TRACEBACK_CHARS + (64 << 10)
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended."""
+    """The end of a process."""
 
     time: float
     """``time.monotonic()`` when the launcher noticed."""
@@ -32,7 +32,7 @@ class Ending:
 
 @dataclass(eq=False)
 class RankProcess:
-    """One rank: its process, and the pipe with its last words. Owned by a job.
+    """A rank's process, and the pipe for its failure report. Owned by a job.
 
     An ended process stays unreaped until :meth:`reap` where the system allows it, so that its
     process group's number cannot pass to strangers while somebody may still signal it.
@@ -43,11 +43,11 @@ class RankProcess:
     report_fd: int
     ending: Ending | None = None
     asked_to_end: bool = False
-    """Whether the launcher has told it to end; how it ends is then no failure."""
+    """True if the launcher has told it to end; its ending is then no failure."""
     _report: bytearray = field(default_factory=bytearray)
     _pidfd: int = -1
     _reaped: bool = False
-    _words: LastWords | None = None
+    _words: FailureReport | None = None
 
     def __post_init__(self) -> None:
         """Get a descriptor that tells of the end, where there are such."""
@@ -57,19 +57,19 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended as far as the launcher knows."""
+        """True if it has not ended as far as the launcher knows."""
         return self.ending is None
 
     @property
-    def words(self) -> LastWords | None:
-        """Its last words, as soon as it has told them."""
+    def report(self) -> FailureReport | None:
+        """Its failure report, as soon as it was received."""
         if self._words is None and self._report:
             self._words = decode(bytes(self._report))[0]
         return self._words
 
     @property
     def crash_trace(self) -> str:
-        """What faulthandler wrote; empty if nothing."""
+        """The trace that faulthandler wrote; empty if none."""
         return decode(bytes(self._report))[1]
 
     @property
@@ -86,7 +86,7 @@ class RankProcess:
                 self.ending = Ending(time.monotonic(), code)
 
     def read_report(self) -> None:
-        """Read what there is of the last words. Does not block."""
+        """Read what has arrived of the failure report. Does not block."""
         with contextlib.suppress(BlockingIOError):
             while self.report_fd >= 0:
                 data = os.read(self.report_fd, 1 << 16)

@@ -1,4 +1,4 @@
-"""What ranks run: a script, a module or a function. All are values that can be pickled.
+"""Programs of ranks: a script, a module or a function. All are values that can be pickled.
 
 A script or module becomes the process's ``__main__`` exactly as ``python SCRIPT`` or
 ``python -m MODULE`` make it, and stays so until the process ends: threads and exit handlers
@@ -93,7 +93,7 @@ def _set_first_path(folder: str | None) -> None:
 
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Where a module is and its code, of ``name.__main__`` if it is a package."""
+    """A module's file and code, of ``name.__main__`` if it is a package."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

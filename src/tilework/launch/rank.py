@@ -1,4 +1,4 @@
-"""Inside a rank: become one, run the program, tell how it failed, end.
+"""A rank's process: set it up, run the program, report its failure, end.
 
 A forked rank ends without the interpreter's own finalisation: it shares torch's memory with
 its siblings, and taking torch apart object by object would copy all of it (seconds for four
@@ -23,8 +23,8 @@ from typing import NoReturn
 
 from tilework.comm.flight import watch
 from tilework.launch import linux
+from tilework.launch.failure_report import describe, encode, summary
 from tilework.launch.program import Program
-from tilework.launch.record import describe, encode, summary
 
 #: What a launcher handles itself and a rank must not inherit.
 HANDLED_SIGNALS = tuple(
@@ -36,17 +36,17 @@ HANDLED_SIGNALS = tuple(
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank's process must know before it runs anything."""
+    """The plan of a rank's process: its rank, environment and descriptors."""
 
     rank: int
     environment: dict[str, str]
     """All of it, not only the additions."""
     report_fd: int
-    """Write end of the pipe for last words."""
+    """Write end of the pipe for the failure report."""
     launcher: int
     """Process id of the launcher."""
     dies_with_launcher: bool
-    """Whether to have the kernel kill this process when the launcher's thread ends."""
+    """True to have the kernel kill this process when the launcher's thread ends."""
     threads: int | None
     """torch's threads; None where the user has chosen."""
 
@@ -86,7 +86,7 @@ def forget_exit_handlers() -> None:
     atexit._clear()
 
 
-def thaw() -> None:
+def resume_gc() -> None:
     """Collect garbage again, of what is made from now on (see :func:`frozen_heap`)."""
     gc.enable()
 
@@ -163,7 +163,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _report(error: BaseException, code: int, fd: int) -> None:
-    """Write the last words; a pipe that nobody reads any more is nothing to complain about."""
+    """Send the failure report; a pipe that nobody reads any more is no error."""
     data = memoryview(encode(describe(error, code)))
     with contextlib.suppress(OSError):
         while data:

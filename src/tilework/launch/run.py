@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE
 from tilework.launch.cores import threads_per_rank
 from tilework.launch.environment import thread_environment
-from tilework.launch.flight import FlightFolder
+from tilework.launch.failure_text import failure_text, other_failures_text
+from tilework.launch.flight_folder import FlightFolder
 from tilework.launch.job import Frontend, Job
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
+from tilework.launch.root_cause import Failure
 from tilework.launch.settings import LaunchSettings
-from tilework.launch.show import failure_text, others_text
 from tilework.launch.signals import SignalInbox, die_quietly
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Outcome
-from tilework.launch.verdict import Failure
 
 #: Imported once before forking, so that no rank has to.
 _PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm")
@@ -63,48 +63,52 @@ class _Parts:
     stdin: StandardInput
     flight: FlightFolder
 
-    def tell_failure(self, failure: Failure) -> None:
-        """Show the failure to blame, after what that rank wrote before it."""
+    def print_failure(self, failure: Failure) -> None:
+        """Print the root failure, after what that rank wrote before it."""
         for stream in self.output.streams:
             stream.read()
         self.output.report(failure_text(failure, wants_colour(2)))
         if failure.traceback:
             self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
 
-    def tell_asked(self) -> None:
-        """The user wants flight records."""
+    def print_flight_folder(self) -> None:
+        """Print the folder of the flight records that the user asked for."""
         self.flight.wanted = True
-        self.output.say(f"tilework: ranks write their flight records to {self.flight.path}\n")
+        self.output.write_notice(
+            f"tilework: ranks write their flight records to {self.flight.path}\n"
+        )
 
-    def tell_rest(self, outcome: Outcome, left_behind: list[str]) -> None:
-        """What else is worth knowing at the end."""
+    def print_summary(self, outcome: Outcome, left_behind: list[str]) -> None:
+        """Print the problems and notes at the end of the job."""
         if outcome.root is not None:
-            self.output.report(others_text(outcome.root, outcome.others, wants_colour(2)))
+            self.output.report(other_failures_text(outcome.root, outcome.others, wants_colour(2)))
         for failure in outcome.others:
             if failure.traceback:
                 self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
-        words = self.output.complaints()
+        notes = self.output.take_problems()
         if outcome.lost_output is not None and outcome.exit_status == 1:
-            words.append(f"cannot write output: {outcome.lost_output.strerror}; the job was ended")
+            notes.append(f"cannot write output: {outcome.lost_output.strerror}; the job was ended")
         if left_behind and outcome.interrupted is None:
-            words.append(f"ended what ranks had left running: {', '.join(left_behind)}")
+            notes.append(f"ended what ranks had left running: {', '.join(left_behind)}")
         if outcome.root is not None and (records := self.flight.announce()):
-            words.append(records)
+            notes.append(records)
         self.flight.close(failed=outcome.root is not None)
-        for line in words:
-            self.output.say(f"tilework: {line}\n")
+        for line in notes:
+            self.output.write_notice(f"tilework: {line}\n")
 
 
 def _run(settings: LaunchSettings, program: Program, threads: int | None, parts: _Parts) -> int:
     with SignalInbox() as inbox:
-        front = Frontend(parts.output, parts.stdin, inbox, parts.tell_failure, parts.tell_asked)
+        front = Frontend(
+            parts.output, parts.stdin, inbox, parts.print_failure, parts.print_flight_folder
+        )
         with Job(settings, program, threads, front) as job:
             outcome = job.supervise()
     # From here on there is nothing to clean up, and a signal ends this process at once again,
     # even if nobody reads what is still to be written.
     assert outcome is not None
     parts.output.drain()
-    parts.tell_rest(outcome, job.left_behind)
+    parts.print_summary(outcome, job.left_behind)
     parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
     return outcome.exit_status
 

@@ -19,7 +19,7 @@ KNOWN_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How ranks are started; validated when made.
+    """The settings of a launch; validated when made.
 
     Raises:
         ValueError: A setting cannot work; the message says what to give instead.
@@ -34,11 +34,11 @@ class LaunchSettings:
     start: StartMethod = "fork"
     """``fork``: from a process that has imported torch; ``spawn``: a fresh interpreter each."""
     backend: str | None = None
-    """Backend that ``init_process_group`` uses unless told otherwise."""
+    """The default backend of ``init_process_group``."""
     timeout: timedelta | None = None
-    """How long collectives wait unless told otherwise."""
+    """The default timeout of collectives."""
     log_dir: Path | None = None
-    """Where ``rank-K.stdout`` and ``rank-K.stderr`` go, in addition to the terminal."""
+    """The folder for ``rank-K.stdout`` and ``rank-K.stderr``, in addition to the terminal."""
     master_port: int | None = None
     """TCP port on 127.0.0.1 by which ranks meet; 0: any free one; None: no TCP at all."""
     prefix: PrefixMode = "auto"

@@ -12,17 +12,17 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from tilework.errors import RankFailedError
-from tilework.launch import stopping
+from tilework.launch import termination
 from tilework.launch.cores import threads_per_rank
+from tilework.launch.failure_text import failure_text
 from tilework.launch.job import Job
 from tilework.launch.program import Function
 from tilework.launch.settings import LaunchSettings, StartMethod
-from tilework.launch.show import failure_text
 from tilework.launch.spawned import is_recreating_main
 from tilework.launch.supervise import Outcome
 
 #: All steps of ending ranks politely, and a little.
-_STOP_TIME = timedelta(seconds=stopping.KILL_SECONDS + 1)
+_STOP_TIME = timedelta(seconds=termination.KILL_SECONDS + 1)
 
 
 class RunningRanks:
@@ -146,7 +146,7 @@ def spawn(
         try:
             ranks.join()
         except KeyboardInterrupt:
-            job.stop(stopping.after_signal(signal.SIGINT), _STOP_TIME)
+            job.stop(termination.after_signal(signal.SIGINT), _STOP_TIME)
             raise
     return None
 

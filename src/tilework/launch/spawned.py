@@ -30,7 +30,7 @@ class Pickled:
 
     program: bytes
     main: dict[str, Any]
-    """How the fresh process gets the ``__main__`` that functions may have been defined in."""
+    """The way a fresh process gets the ``__main__`` that functions may have been defined in."""
 
     def run(self, rank: int) -> None:
         """Load the program and run it. Raises whatever that raises."""
@@ -40,7 +40,7 @@ class Pickled:
 
 
 def payload(plan: RankPlan, program: Program) -> bytes:
-    """What all ranks of a launch need, for :func:`main`; rank and pipe come as arguments.
+    """The data that all ranks of a launch share, for :func:`main`; rank and pipe come as arguments.
 
     Raises:
         TypeError: The function or its arguments cannot be pickled.
@@ -76,12 +76,12 @@ def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
 
 
 def is_recreating_main() -> bool:
-    """Whether this process is a rank that is just loading the main module of its program."""
+    """True if this process is a rank that is just loading the main module of its program."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def _how_to_recreate_main() -> dict[str, Any]:
-    """What multiprocessing knows about how a fresh process gets this one's ``__main__``."""
+    """Multiprocessing's data for a fresh process to get this one's ``__main__``."""
     known = multiprocessing.spawn.get_preparation_data("rank")
     wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
     return {name: value for name, value in known.items() if name in wanted}

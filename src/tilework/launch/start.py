@@ -97,7 +97,7 @@ class ForkStarter:
             if not self._whole_process:
                 inside.forget_exit_handlers()
             inside.enter(plan)
-            inside.thaw()
+            inside.resume_gc()
             code = inside.run_interruptibly(self._program, plan)
         except BaseException as error:
             with contextlib.suppress(BaseException):

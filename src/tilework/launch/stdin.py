@@ -33,7 +33,7 @@ class StandardInput:
         return self._reader if self._reader >= 0 else None
 
     def wanted(self) -> bool:
-        """Whether to wait for the terminal: never while another job has it."""
+        """True if input is to be polled: never while another job has the terminal."""
         return self._writer >= 0 and time.monotonic() >= self._not_before
 
     @property

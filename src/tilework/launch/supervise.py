@@ -1,7 +1,7 @@
 """The launcher's loop: wait for ranks, pass their output on, end all when one fails.
 
 One thread, one ``poll``. What it decides is in pure modules: which failure to blame
-(:mod:`~tilework.launch.verdict`) and how to end ranks (:mod:`~tilework.launch.stopping`).
+(:mod:`~tilework.launch.root_cause`) and how to end ranks (:mod:`~tilework.launch.termination`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tilework.comm.flight import watch
-from tilework.launch import linux, stopping, sweep
+from tilework.launch import linux, orphans, termination
 from tilework.launch.output import Output
 from tilework.launch.process import RankProcess
+from tilework.launch.root_cause import Failure, root_cause, settle_time
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
 from tilework.launch.stdin import StandardInput
-from tilework.launch.stopping import Step
-from tilework.launch.verdict import Failure, root_cause, settle_time
+from tilework.launch.termination import Step
 
 #: Where the system does not tell of a process's end, ask this often.
 _ASK_SECONDS: Final = 0.02
@@ -32,7 +32,7 @@ _REAP_SECONDS: Final = 5.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
+    """The end of a job."""
 
     root: Failure | None = None
     """The failure to blame; None if no rank failed, or the user ended the job."""
@@ -41,11 +41,11 @@ class Outcome:
     interrupted: int | None = None
     """The signal by which the user ended the job."""
     lost_output: OSError | None = None
-    """What ended it because the launcher's own output cannot be written any more."""
+    """The error that ended it, if the launcher's own output cannot be written any more."""
 
     @property
     def exit_status(self) -> int:
-        """What the launcher exits with."""
+        """The launcher's exit status."""
         if self.interrupted is not None:
             return 128 + self.interrupted
         if self.lost_output is not None:  # as any program at the head of a broken pipe
@@ -54,8 +54,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a loop serves besides the ranks; each may be missing."""
+class Endpoints:
+    """The endpoints that the loop serves besides the ranks; each may be missing."""
 
     output: Output | None = None
     stdin: StandardInput | None = None
@@ -73,7 +73,7 @@ class Supervisor:
     """Runs the loop until every rank has ended."""
 
     ranks: Sequence[RankProcess]
-    around: Surroundings = field(default_factory=Surroundings)
+    around: Endpoints = field(default_factory=Endpoints)
     _failures: dict[int, Failure] = field(default_factory=dict)
     _root: Failure | None = None
     _interrupted: int | None = None
@@ -91,13 +91,13 @@ class Supervisor:
             self._serve(deadline)
             self._note_lost_output()
             self._note_failures()
-            self._judge()
+            self._decide()
             self._step()
         return True
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended; meaningful once :meth:`run` has returned True."""
+        """The job's end; meaningful once :meth:`run` has returned True."""
         if self._interrupted is not None or self._lost_output is not None:
             return Outcome(interrupted=self._interrupted, lost_output=self._lost_output)
         if self._root is None:
@@ -120,43 +120,43 @@ class Supervisor:
 
     def _serve(self, deadline: float | None) -> None:
         """Wait for something to happen, or for the next thing due, and deal with it."""
-        callbacks = self._waited_for()
+        callbacks = self._readers()
         poll = select.poll()
         for fd in callbacks:
             poll.register(fd, select.POLLIN)
         for fd in (writers := self._writers()):
             poll.register(fd, select.POLLOUT)
-        for fd, _ in poll.poll(self._patience(deadline)):
+        for fd, _ in poll.poll(self._poll_timeout(deadline)):
             (writers.get(fd) or callbacks[fd])()
         for rank in self.ranks:
             if rank.end_fd is None:
                 rank.check()
         self._clear_orphans()
 
-    def _waited_for(self) -> dict[int, Callable[[], object]]:
+    def _readers(self) -> dict[int, Callable[[], object]]:
         """Descriptors to wait for until they are readable, with what to do then."""
-        found: dict[int, Callable[[], object]] = {}
+        callbacks: dict[int, Callable[[], object]] = {}
         for rank in self.ranks:
             if rank.alive and rank.end_fd is not None:
-                found[rank.end_fd] = rank.check
+                callbacks[rank.end_fd] = rank.check
             if rank.report_fd >= 0:
-                found[rank.report_fd] = rank.read_report
+                callbacks[rank.report_fd] = rank.read_report
         output, stdin, inbox = self.around.output, self.around.stdin, self.around.inbox
         for stream in output.streams if output is not None else ():
             if stream.fileno() >= 0 and not stream.screen.congested:
-                found[stream.fileno()] = stream.read
+                callbacks[stream.fileno()] = stream.read
         if stdin is not None and stdin.wanted():
-            found[0] = stdin.pass_on
+            callbacks[0] = stdin.pass_on
         if inbox is not None:
-            found[inbox.fileno()] = self._take_signals
-        return found
+            callbacks[inbox.fileno()] = self._take_signals
+        return callbacks
 
     def _writers(self) -> dict[int, Callable[[], object]]:
         """Descriptors to wait for until they are writable."""
         screens = self.around.output.screens if self.around.output is not None else []
-        return {s.sink.fileno(): s.sink.pump for s in screens if s.sink.pending_bytes}
+        return {s.output.fileno(): s.output.pump for s in screens if s.output.pending_bytes}
 
-    def _patience(self, deadline: float | None) -> int | None:
+    def _poll_timeout(self, deadline: float | None) -> int | None:
         """Milliseconds until something is due; None: nothing is."""
         due = [] if deadline is None else [deadline]
         if self._stop_began is not None and self._steps:
@@ -176,7 +176,7 @@ class Supervisor:
         own = self.around.own_children
         if own is not None and time.monotonic() >= self._reap_at:
             if self._reap_at:
-                sweep.reap_orphans(own())
+                orphans.reap_orphans(own())
             self._reap_at = time.monotonic() + _REAP_SECONDS
 
     # Signals
@@ -190,17 +190,17 @@ class Supervisor:
                 self._suspend()
             elif number == signal.SIGUSR1:
                 self.around.on_asked()
-                self._ask(signal.SIGUSR1)
+                self._dump_flight_records(signal.SIGUSR1)
             elif number == signal.SIGWINCH and self.around.output is not None:
                 self.around.output.resize()
 
     def _end_by(self, number: int) -> None:
         """The user wants an end; who says so twice means it."""
         if self._stop_began is not None:
-            self.stop(stopping.at_once())
+            self.stop(termination.at_once())
         else:
             self._interrupted = number
-            self.stop(stopping.after_signal(number))
+            self.stop(termination.after_signal(number))
 
     def _suspend(self) -> None:
         """Ctrl-Z: the ranks are not in our group, so stop them too, and wake them with us."""
@@ -215,10 +215,10 @@ class Supervisor:
     def _note_lost_output(self) -> None:
         """End the job when nobody can read what it writes: the reader left, the disk is full."""
         screens = self.around.output.screens if self.around.output is not None else []
-        broken = [screen.sink.broken for screen in screens if screen.sink.broken is not None]
+        broken = [screen.output.broken for screen in screens if screen.output.broken is not None]
         if broken and self._stop_began is None:
             self._lost_output = broken[0]
-            self.stop(stopping.after_signal(signal.SIGTERM))
+            self.stop(termination.after_signal(signal.SIGTERM))
 
     def _note_failures(self) -> None:
         """Add ranks that have failed by themselves since the last look."""
@@ -226,19 +226,20 @@ class Supervisor:
             if rank.asked_to_end:
                 continue
             failed = rank.ending is not None and rank.ending.code != 0
-            spoke = rank.alive and rank.words is not None and rank.rank not in self._failures
-            if failed or spoke:
+            reported = rank.alive and rank.report is not None and rank.rank not in self._failures
+            if failed or reported:
                 if not self._failures and watch.LAUNCHER_SIGNAL is not None:
-                    self._ask(watch.LAUNCHER_SIGNAL)  # while they are still where it found them
+                    # While they are still where the failure found them.
+                    self._dump_flight_records(watch.LAUNCHER_SIGNAL)
                 self._failures[rank.rank] = _failure(rank)
 
-    def _ask(self, number: int) -> None:
+    def _dump_flight_records(self, number: int) -> None:
         """Have the ranks write their flight records, those that listen for it."""
         for rank in self.ranks:
-            if rank.alive and rank.words is None and linux.catches(rank.pid, number):
+            if rank.alive and rank.report is None and linux.catches(rank.pid, number):
                 rank.signal(number)
 
-    def _judge(self) -> None:
+    def _decide(self) -> None:
         """Decide which failure to blame, once no better candidate need be waited for."""
         if not self._undecided:
             return
@@ -246,7 +247,7 @@ class Supervisor:
         if time.monotonic() >= settle_time(failures):
             self._root = root_cause(failures)
             self.around.on_failure(self._root)
-            self.stop(stopping.after_failure())
+            self.stop(termination.after_failure())
 
     def _step(self) -> None:
         """Send the signals that are due."""
@@ -257,9 +258,9 @@ class Supervisor:
             self._steps.pop(0)
             for rank in self.ranks:
                 if not (step.spare_failed and rank.rank in self._failures):
-                    self._tell(rank, step.signal)
+                    self._signal_rank(rank, step.signal)
 
-    def _tell(self, rank: RankProcess, number: int) -> None:
+    def _signal_rank(self, rank: RankProcess, number: int) -> None:
         if not rank.alive:
             return
         rank.asked_to_end = True
@@ -271,9 +272,9 @@ class Supervisor:
 
 
 def _failure(rank: RankProcess) -> Failure:
-    """What is known of a failed rank now."""
-    words, ending = rank.words, rank.ending
-    code = ending.code if ending is not None else words.exit_code if words is not None else 1
+    """The failure of a rank, from its report and its ending so far."""
+    report, ending = rank.report, rank.ending
+    code = ending.code if ending is not None else report.exit_code if report is not None else 1
     # What ended by a signal did not end by what it had said before, unless its code says so too.
-    moment = words.time if words is not None else ending.time if ending is not None else 0.0
-    return Failure(rank.rank, moment, code, words, rank.crash_trace)
+    moment = report.time if report is not None else ending.time if ending is not None else 0.0
+    return Failure(rank.rank, moment, code, report, rank.crash_trace)

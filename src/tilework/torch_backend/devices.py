@@ -49,7 +49,7 @@ class OtherDevices:
         self._made: set[str] = set()
 
     def names(self, group: Any) -> dict[str, str]:
-        """Which engine serves which device; empty until torch has registered the group."""
+        """The engine of each device; empty until torch has registered the group."""
         try:
             text = torch_dist.get_backend_config(group)
         except ValueError:
@@ -87,11 +87,11 @@ class OtherDevices:
         self._made.add(kind)
 
     def shutdown(self) -> None:
-        """End the engines that were made."""
+        """End the engines."""
         if self._made:
             self._plain.shutdown()
 
     def abort(self) -> None:
-        """Abort the engines that were made."""
+        """Abort the engines."""
         if self._made:
             self._plain.abort()

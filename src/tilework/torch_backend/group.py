@@ -1,4 +1,4 @@
-"""tilework's process group in the shape that torch.distributed asks of one.
+"""tilework's process group as torch.distributed's interface requires.
 
 torch calls these methods from Python (``torch.distributed.all_reduce``) and from C++ (DDP's
 reducer, the functional collectives). Both arrive at the same methods here, which hand the tensors
@@ -81,7 +81,7 @@ def _first_tensor(values: Iterable[Any]) -> Tensor | None:
 
 
 class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
-    """One rank's end of a group: made by torch.distributed, run by tilework.
+    """A rank's end of a group: made by torch.distributed, run by tilework.
 
     Ranks are group ranks, as in torch's own process groups. Operations return a torch ``Work``;
     one that is not asynchronous is done when it is returned. What tilework raises
@@ -332,7 +332,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._devices.group_for(self, torch.device(device))._get_backend(device)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether :meth:`allocate_tensor` has memory for it: on the CPU."""
+        """True if :meth:`allocate_tensor` has memory for it: on the CPU."""
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(
@@ -342,7 +342,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._group.empty(size, dtype=dtype)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations that start from now on may wait for other ranks."""
+        """Set the timeout of operations that start from now on."""
         self._group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout

@@ -18,7 +18,7 @@ _OPS: dict[Any, AnyReduceOp] = {
 
 
 def is_async(opts: Any) -> bool:
-    """Whether the call wants to return before it is done; torch's default, and C++'s, is yes."""
+    """True if the call is to return before the operation is done; torch's default, also in C++."""
     return opts is None or getattr(opts, "asyncOp", True)
 
 

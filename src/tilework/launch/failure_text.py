@@ -1,4 +1,4 @@
-"""How failures are told to a person."""
+"""Text of failures for a person."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import Final
 
-from tilework.launch.verdict import Failure
+from tilework.launch.root_cause import Failure
 
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
@@ -21,7 +21,7 @@ _HINTS: Final = {
 
 
 def headline(failure: Failure) -> str:
-    """One line: which rank, and how.
+    """A line with the rank and the failure.
 
     Example:
         >>> headline(Failure(rank=1, time=0.0, code=3))
@@ -38,17 +38,17 @@ def failure_text(failure: Failure, colour: bool = False) -> str:
     return f"{head}\n{_indented(failure.traceback)}"
 
 
-def others_text(root: Failure, failures: Sequence[Failure], colour: bool = False) -> str:
-    """One line for each way in which further ranks failed; empty without any.
+def other_failures_text(root: Failure, failures: Sequence[Failure], colour: bool = False) -> str:
+    """A line for each kind of failure of further ranks; empty without any.
 
     What says no more than that ``root`` failed, or says the same, is named by its class alone.
     """
     ranks: dict[str, list[int]] = {}
     for failure in failures:
         known = failure.is_consequence or _class(failure) == _class(root) != ""
-        how = f"{_class(failure)} ({_how_it_ended(failure)})" if known else _how(failure)
+        how = f"{_class(failure)} ({_ending(failure)})" if known else _how(failure)
         ranks.setdefault(how, []).append(failure.rank)
-    lines = [f"then failed rank {_enumerated(who)}: {how}" for how, who in ranks.items()]
+    lines = [f"then failed rank {_join(who)}: {how}" for how, who in ranks.items()]
     if colour:
         lines = [f"{_DIM}{line}{_RESET}" for line in lines]
     return "".join(f"{line}\n" for line in lines)
@@ -56,21 +56,21 @@ def others_text(root: Failure, failures: Sequence[Failure], colour: bool = False
 
 def _class(failure: Failure) -> str:
     """The class of a rank's error; empty where there was none."""
-    return failure.words.summary.partition(":")[0] if failure.words is not None else ""
+    return failure.report.summary.partition(":")[0] if failure.report is not None else ""
 
 
 def _how(failure: Failure) -> str:
-    if failure.words is not None and failure.words.summary:
-        return f"{failure.words.summary} ({_how_it_ended(failure)})"
-    how = _how_it_ended(failure)
+    if failure.report is not None and failure.report.summary:
+        return f"{failure.report.summary} ({_ending(failure)})"
+    how = _ending(failure)
     return f"{how} ({_HINTS[how]})" if how in _HINTS else how
 
 
-def _enumerated(ranks: Sequence[int]) -> str:
+def _join(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def _how_it_ended(failure: Failure) -> str:
+def _ending(failure: Failure) -> str:
     if failure.signal is None:
         return f"exit code {failure.code}"
     try:

@@ -13,7 +13,7 @@ _COLOURS: Final = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def prefix_for(rank: int, colour: bool) -> bytes:
-    """What the lines of ``rank`` begin with.
+    """The prefix of the lines of ``rank``.
 
     Example:
         >>> prefix_for(3, colour=False)
@@ -26,7 +26,7 @@ def prefix_for(rank: int, colour: bool) -> bytes:
 
 
 class LineAssembler:
-    """Collects bytes and gives out whole lines, each with the prefix; bytes stay as they are.
+    """Collects bytes and returns full lines, each with the prefix; bytes stay as they are.
 
     Args:
         prefix: Put before each line; may be empty.
@@ -72,7 +72,7 @@ def _tidy(line: bytes) -> bytes:
 
 
 def _last_state(line: bytes) -> bytes:
-    """What remains visible of a line in which a progress bar went back to its start."""
+    """The visible rest of a line in which a progress bar went back to its start."""
     body = line.rstrip(b"\r")
     return body.rpartition(b"\r")[2] + line[len(body) :]
 

@@ -1,4 +1,4 @@
-"""Last words: what a failing rank tells the launcher through a pipe of its own.
+"""Failure reports, which a failing rank sends the launcher through a pipe of its own.
 
 A traceback printed to stderr would mix with other ranks' output and tell no time. So a rank
 writes one line of JSON to its pipe as soon as its program has failed; a crash in native code
@@ -29,26 +29,26 @@ _OWN_FILES: Final = tuple(
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """How a rank's program failed, as told by the rank itself."""
+class FailureReport:
+    """A rank's own description of its program's failure."""
 
     time: float
     """``time.monotonic()`` when it failed; comparable between processes of one host."""
     classes: tuple[str, ...]
     """Class names of the exception and of those it came from, bases included."""
     summary: str
-    """``ValueError: what it said``, one line; empty for ``sys.exit``."""
+    """``ValueError: its message``, one line; empty for ``sys.exit``."""
     traceback: str
     """The whole traceback; empty for ``sys.exit``."""
     exit_code: int
-    """What the process is going to exit with."""
+    """The exit code of the process."""
 
 
-def describe(error: BaseException, exit_code: int) -> LastWords:
-    """The last words for ``error``; for SystemExit and KeyboardInterrupt without a traceback."""
+def describe(error: BaseException, exit_code: int) -> FailureReport:
+    """The report of ``error``; for SystemExit and KeyboardInterrupt without a traceback."""
     quiet = isinstance(error, SystemExit | KeyboardInterrupt)
     text = "" if quiet else _format(error)
-    return LastWords(
+    return FailureReport(
         time=time.monotonic(),
         classes=tuple(sorted(_class_names(error))),
         summary="" if quiet else summary(error),
@@ -57,20 +57,20 @@ def describe(error: BaseException, exit_code: int) -> LastWords:
     )
 
 
-def encode(words: LastWords) -> bytes:
+def encode(report: FailureReport) -> bytes:
     """As one line for the pipe."""
-    return _MARK + json.dumps(asdict(words)).encode() + b"}\n"
+    return _MARK + json.dumps(asdict(report)).encode() + b"}\n"
 
 
-def decode(data: bytes) -> tuple[LastWords | None, str]:
-    """What a rank's pipe held: its last words if any, and faulthandler's trace if any."""
-    words, trace = None, []
+def decode(data: bytes) -> tuple[FailureReport | None, str]:
+    """The report in a rank's pipe if there is one, and faulthandler's trace, else empty."""
+    report, trace = None, []
     for line in data.split(b"\n"):
         if line.startswith(_MARK):
-            words = _decode_line(line) or words
+            report = _decode_line(line) or report
         else:
             trace.append(line.decode(errors="replace"))
-    return words, "\n".join(_program_lines(trace)).strip()
+    return report, "\n".join(_program_lines(trace)).strip()
 
 
 def _program_lines(trace: Iterable[str]) -> Iterator[str]:
@@ -84,10 +84,10 @@ def _program_lines(trace: Iterable[str]) -> Iterator[str]:
             yield line
 
 
-def _decode_line(line: bytes) -> LastWords | None:
+def _decode_line(line: bytes) -> FailureReport | None:
     try:
         fields = json.loads(line)["tilework"]
-        return LastWords(**{**fields, "classes": tuple(fields["classes"])})
+        return FailureReport(**{**fields, "classes": tuple(fields["classes"])})
     except (ValueError, TypeError, KeyError):
         return None  # cut off, as the rank died while writing
 
@@ -116,12 +116,12 @@ def _class_names(error: BaseException | None) -> set[str]:
 
 
 def summary(error: BaseException) -> str:
-    """``ValueError: what it said``, one line, not too long."""
+    """``ValueError: its message``, one line, not too long."""
     try:
-        said = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0]
     except Exception:  # a broken __str__ must not hide the failure itself
-        said = "(its message cannot be shown)"
+        text = "(its message cannot be shown)"
     name = type(error).__qualname__
-    if len(said) > MAX_SUMMARY_CHARS:
-        said = f"{said[:MAX_SUMMARY_CHARS]}…"
-    return f"{name}: {said}" if said else name
+    if len(text) > MAX_SUMMARY_CHARS:
+        text = f"{text[:MAX_SUMMARY_CHARS]}…"
+    return f"{name}: {text}" if text else name

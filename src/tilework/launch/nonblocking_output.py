@@ -1,4 +1,4 @@
-"""Writing to the launcher's own stdout and stderr without ever getting stuck in it.
+"""Output to the launcher's own stdout and stderr that never blocks.
 
 The launcher must notice a dead rank or a Ctrl-C even while whoever reads its output (``less``,
 a terminal after Ctrl-S) does not read. Making the descriptor non-blocking would make it so for
@@ -20,7 +20,7 @@ _PIECE_BYTES: Final = 4096
 _FILE_PIECE_BYTES: Final = 1 << 20
 
 
-class Sink:
+class NonblockingOutput:
     """Bytes on their way to a descriptor, in order."""
 
     def __init__(self, fd: int) -> None:
@@ -39,7 +39,7 @@ class Sink:
 
     @property
     def pending_bytes(self) -> int:
-        """How much waits to be written."""
+        """Bytes not written yet."""
         return self._pending_bytes
 
     def write(self, data: bytes) -> None:
@@ -68,7 +68,7 @@ class Sink:
         try:
             written = os.write(self._fd, head[: self._piece])
         except BlockingIOError:
-            return  # somebody else made it non-blocking, and it is full
+            return  # another process made it non-blocking, and it is full
         except OSError as error:
             self.broken = error
             self._pending.clear()

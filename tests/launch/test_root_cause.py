@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilework.errors import CollectiveMismatchError, PeerLostError
-from tilework.launch import stopping
-from tilework.launch.record import (
+from tilework.launch import termination
+from tilework.launch.failure_report import (
     MAX_SUMMARY_CHARS,
     MAX_TRACEBACK_CHARS,
-    LastWords,
+    FailureReport,
     decode,
     describe,
     encode,
 )
-from tilework.launch.show import failure_text, headline, others_text
-from tilework.launch.verdict import (
+from tilework.launch.failure_text import failure_text, headline, other_failures_text
+from tilework.launch.root_cause import (
     PATIENCE_SECONDS,
     SETTLE_SECONDS,
     Failure,
@@ -28,7 +28,7 @@ from tilework.launch.verdict import (
 )
 
 
-def words_of(error: BaseException, code: int = 1) -> LastWords:
+def report_of(error: BaseException, code: int = 1) -> FailureReport:
     try:
         raise error
     except BaseException as raised:
@@ -36,7 +36,7 @@ def words_of(error: BaseException, code: int = 1) -> LastWords:
 
 
 def failure(rank: int, time: float, error: BaseException) -> Failure:
-    return Failure(rank, time, 1, words_of(error))
+    return Failure(rank, time, 1, report_of(error))
 
 
 def test_earliest_cause_is_blamed() -> None:
@@ -85,22 +85,22 @@ def test_a_cause_is_waited_for_only_if_none_is_known() -> None:
 
 
 def test_everything_ends_within_three_seconds() -> None:
-    for steps in (stopping.after_failure(), stopping.after_signal(signal.SIGINT)):
+    for steps in (termination.after_failure(), termination.after_signal(signal.SIGINT)):
         assert steps[-1].signal == signal.SIGKILL
         assert PATIENCE_SECONDS + steps[-1].after < 3
 
 
-# Last words
+# Failure reports
 
 
 def test_words_survive_the_pipe() -> None:
-    words = words_of(ValueError("zwölf\n{"))
-    assert decode(encode(words)) == (words, "")
+    report = report_of(ValueError("zwölf\n{"))
+    assert decode(encode(report)) == (report, "")
 
 
 def test_crash_trace_beside_words() -> None:
-    words = words_of(ValueError())
-    assert decode(b"Fatal Python error\n" + encode(words)) == (words, "Fatal Python error")
+    report = report_of(ValueError())
+    assert decode(b"Fatal Python error\n" + encode(report)) == (report, "Fatal Python error")
 
 
 @given(st.binary())
@@ -110,14 +110,14 @@ def test_any_bytes_are_no_words(data: bytes) -> None:
 
 @given(st.integers(min_value=0, max_value=10_000))
 def test_words_that_were_cut_off_are_none(cut: int) -> None:
-    data = encode(words_of(ValueError("x")))
+    data = encode(report_of(ValueError("x")))
     assert decode(data[: min(cut, len(data) - 2)])[0] is None
 
 
 def test_end_of_a_long_traceback_is_kept() -> None:
-    words = words_of(ValueError("y" * MAX_TRACEBACK_CHARS))
-    assert len(words.traceback) == MAX_TRACEBACK_CHARS
-    assert len(words.summary) < 2 * MAX_SUMMARY_CHARS
+    report = report_of(ValueError("y" * MAX_TRACEBACK_CHARS))
+    assert len(report.traceback) == MAX_TRACEBACK_CHARS
+    assert len(report.summary) < 2 * MAX_SUMMARY_CHARS
 
 
 # Telling
@@ -137,7 +137,7 @@ def test_exit_status_is_as_a_shell_shows_it() -> None:
 
 def test_others_are_grouped() -> None:
     failures = [failure(rank, 0.0, ValueError("same")) for rank in (3, 1)]
-    text = others_text(failure(0, 0.0, KeyError()), [*failures, Failure(2, 0.0, 5)])
+    text = other_failures_text(failure(0, 0.0, KeyError()), [*failures, Failure(2, 0.0, 5)])
     assert text == (
         "then failed rank 1, 3: ValueError: same (exit code 1)\nthen failed rank 2: exit code 5\n"
     )
@@ -145,14 +145,14 @@ def test_others_are_grouped() -> None:
 
 def test_consequences_and_more_of_the_same_are_told_briefly() -> None:
     others = [failure(1, 0.0, ValueError("1")), failure(2, 0.0, PeerLostError("all about rank 0"))]
-    assert others_text(failure(0, 0.0, ValueError("0")), others) == (
+    assert other_failures_text(failure(0, 0.0, ValueError("0")), others) == (
         "then failed rank 1: ValueError (exit code 1)\n"
         "then failed rank 2: PeerLostError (exit code 1)\n"
     )
 
 
 def test_a_crash_is_not_more_of_the_same() -> None:
-    text = others_text(Failure(0, 0.0, 3), [Failure(1, 0.0, 3)])
+    text = other_failures_text(Failure(0, 0.0, 3), [Failure(1, 0.0, 3)])
     assert text == "then failed rank 1: exit code 3\n"
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import Progress
 
-from tilework.launch.live import LiveScreen
+from tilework.launch.live_display import LiveDisplay
 
 
 class Terminal:
@@ -47,7 +47,7 @@ class Terminal:
 
 def show(*pieces: bytes | str, prefix: bytes = b"") -> list[str]:
     """What is seen after rank 0 wrote bytes and other ranks wrote text, in this order."""
-    screen, terminal = LiveScreen(prefix), Terminal()
+    screen, terminal = LiveDisplay(prefix), Terminal()
     for piece in pieces:
         terminal.write(
             screen.feed(piece) if isinstance(piece, bytes) else screen.above(f"{piece}\n".encode())
@@ -116,14 +116,14 @@ def test_progress_bars_with_prefix() -> None:
 
 
 def test_a_full_screen_program_is_left_alone() -> None:
-    screen = LiveScreen(b"[0] ")
+    screen = LiveDisplay(b"[0] ")
     drawn = b"\x1b[?1049h\x1b[2;5Htext\nmore"
     assert screen.feed(drawn) == drawn
     assert screen.settle().startswith(b"\x1b[?1049l")
 
 
 def test_settling_shows_the_cursor_and_ends_the_line() -> None:
-    screen = LiveScreen(b"")
+    screen = LiveDisplay(b"")
     screen.feed(b"\x1b[?25l50%")
     assert screen.settle() == b"\x1b[?25h\x1b[0m\n"
     assert screen.settle() == b""
@@ -136,13 +136,13 @@ def test_settling_shows_the_cursor_and_ends_the_line() -> None:
 )
 def test_pieces_do_not_matter(tokens: list[bytes]) -> None:
     data = b"".join(tokens)
-    whole, bytewise = LiveScreen(b"> "), LiveScreen(b"> ")
+    whole, bytewise = LiveDisplay(b"> "), LiveDisplay(b"> ")
     together = b"".join(bytewise.feed(data[i : i + 1]) for i in range(len(data)))
     assert whole.feed(data) == together
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_pass(data: bytes) -> None:
-    screen = LiveScreen(b"")
+    screen = LiveDisplay(b"")
     out = screen.feed(data) + screen.feed(b"\x1b" * 5000) + screen.above(b"line\n")
     assert b"line\n" in out

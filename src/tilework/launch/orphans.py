@@ -24,13 +24,13 @@ def reap_orphans(but: Collection[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def end_orphans(patience: float, but: Collection[int]) -> list[str]:
-    """Wait for adopted processes to end, ``patience`` seconds, then kill them.
+def end_orphans(seconds: float, but: Collection[int]) -> list[str]:
+    """Wait for adopted processes to end, ``seconds`` seconds, then kill them.
 
     Returns:
         The killed ones, as "1234 (name)".
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         reap_orphans(but)
         if not _others(but):

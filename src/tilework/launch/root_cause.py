@@ -1,4 +1,4 @@
-"""Which failure to blame: the cause, not what followed from it. Pure; no processes here.
+"""The root cause among ranks' failures, not its consequences. Pure; no processes here.
 
 When a rank dies, its peers fail a moment later because they miss it, and the launcher may hear
 of them first. So failures are collected for a moment. Among them, one that does not look like
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tilework.launch.record import LastWords
+from tilework.launch.failure_report import FailureReport
 
 #: How long to collect when something that looks like a cause has been seen.
 SETTLE_SECONDS: Final = 0.1
 #: How long to wait for a cause when only consequences have been seen.
 PATIENCE_SECONDS: Final = 0.5
 
-#: A death by signal is noticed later than it happened, words carry the time they were said at.
+#: A death by signal is noticed later than it happened, reports carry the time of the failure.
 _NOTICED_LATE_SECONDS: Final = 0.1
 
 #: Classes that say "another rank is at fault", or may well follow from that.
@@ -42,8 +42,8 @@ class Failure:
     """``time.monotonic()`` when it failed, or when that was noticed."""
     code: int
     """Exit code, or minus the number of the signal that ended it."""
-    words: LastWords | None = None
-    """What it said; None after a signal or ``os._exit``."""
+    report: FailureReport | None = None
+    """Its report; None after a signal or ``os._exit``."""
     crash_trace: str = ""
     """faulthandler's trace of a crash in native code."""
 
@@ -60,25 +60,25 @@ class Failure:
     @property
     def traceback(self) -> str:
         """Its traceback, or the trace of its crash; empty if it left neither."""
-        return self.words.traceback if self.words and self.words.traceback else self.crash_trace
+        return self.report.traceback if self.report and self.report.traceback else self.crash_trace
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this may have followed from another rank's failure."""
-        if self.words is None:
+        """True if this may be a consequence of another rank's failure."""
+        if self.report is None:
             return self.signal == signal.SIGABRT  # native code gives up so when a peer is gone
-        return any(map(_CONSEQUENCES.fullmatch, self.words.classes)) or bool(
-            _CONSEQUENCE_TEXTS.search(self.words.summary)
+        return any(map(_CONSEQUENCES.fullmatch, self.report.classes)) or bool(
+            _CONSEQUENCE_TEXTS.search(self.report.summary)
         )
 
     @property
     def happened(self) -> float:
         """The best guess of when it really happened."""
-        return self.time - (_NOTICED_LATE_SECONDS if self.words is None else 0.0)
+        return self.time - (_NOTICED_LATE_SECONDS if self.report is None else 0.0)
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure to blame; ``failures`` must not be empty.
+    """The failure that caused the others; ``failures`` must not be empty.
 
     Example:
         >>> root_cause([Failure(rank=1, time=2.0, code=1), Failure(rank=0, time=1.0, code=-9)]).rank

@@ -36,7 +36,7 @@ _MAX_PARTIAL_BYTES: Final = 4096
 _MAX_FRAME_BYTES: Final = 64 << 10
 
 
-class LiveScreen:
+class LiveDisplay:
     """Turns rank 0's bytes, and other ranks' lines, into bytes for one terminal.
 
     Args:
@@ -87,7 +87,7 @@ class LiveScreen:
         return out
 
     def _token(self, token: bytes) -> bytes:
-        """One token as it is written, after noting what it does to the frame."""
+        """A token as it is written, after noting its effect on the frame."""
         if token in (_ALTERNATE_ON, _ALTERNATE_OFF):
             self._alternate = token == _ALTERNATE_ON
         if self._alternate:  # a full-screen program addresses the screen by itself
@@ -113,7 +113,7 @@ class LiveScreen:
             self._frame += out
 
     def _ends_frame(self, token: bytes) -> bool:
-        """Whether what comes after ``token`` is written over the frame, or below it for good."""
+        """True if what follows ``token`` is written below the frame for good, not over it."""
         if token == b"\n":
             return not self._hidden
         one_line = b"\n" not in self._frame

@@ -1,4 +1,4 @@
-"""Where a job's flight records go, and what is said of them."""
+"""The folder of a job's flight records, and its announcement."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FlightFolder:
         return FlightFolder(Path(tempfile.gettempdir(), name), temporary=True)
 
     def announce(self) -> str:
-        """What to say after a failure: where the records are; "" if there are none."""
+        """The line to print after a failure, naming the folder; "" without records."""
         written = sum(1 for path in self.path.glob("rank-*.json") if self._is_new(path))
         if not written:
             return ""
@@ -48,7 +48,7 @@ class FlightFolder:
         return f"who waited for whom: tilework explain {self.path} (records of {ranks})"
 
     def close(self, failed: bool) -> None:
-        """Remove what nobody has been told of."""
+        """Remove the folder unless it was announced."""
         if self.temporary and not failed and not self.wanted:
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""How ranks are ended: asked, asked again, then killed, all within three seconds. Pure."""
+"""The steps that end ranks: asked, asked again, then killed, all within three seconds. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Step:
     """Seconds since the stop began."""
     signal: int
     spare_failed: bool = False
-    """Whether ranks that have failed, and are cleaning up by themselves, are left alone."""
+    """True if ranks that have failed, and are cleaning up by themselves, are left alone."""
 
 
 def after_failure() -> list[Step]:
@@ -42,5 +42,5 @@ def after_signal(number: int) -> list[Step]:
 
 
 def at_once() -> list[Step]:
-    """No more patience."""
+    """The steps for an end at once."""
     return [Step(0.0, signal.SIGKILL)]
