@@ -62,10 +62,10 @@ class CostModel:
 
     def seconds(self, src: int, dst: int, nbytes: int) -> float:
         """The price of one message of ``nbytes`` from ``src`` to ``dst``."""
-        return self.collective_seconds(nbytes, between_hosts=not self.near(src, dst))
+        return self.collective_seconds(nbytes, 1, not self.near(src, dst))
 
     def collective_seconds(
-        self, nbytes: float, *, messages: int = 1, between_hosts: bool = False
+        self, nbytes: float, messages: int = 1, between_hosts: bool = False
     ) -> float:
         """The price of a collective.
 

@@ -61,16 +61,15 @@ def state_of(shape: Ints, lengths: Ints, layout: Layout) -> ShardState:
         ValueError: The layout does not fit the mesh or the shape.
         TypeError: Something is no placement.
     """
-    splits = [
-        tuple([split for split in of_dim if lengths[split[0]] > 1])
-        for of_dim in splits_of(shape, lengths, layout)
-    ]
+    splits = splits_of(shape, lengths, layout)
+    if 1 in lengths:
+        splits = tuple([tuple([s for s in of_dim if lengths[s[0]] > 1]) for of_dim in splits])
     partial = [
         axis
         for axis, placement in enumerate(layout.placements)
         if isinstance(placement, Partial) and lengths[axis] > 1
     ]
-    return ShardState(tuple(splits), tuple(partial))
+    return ShardState(splits, tuple(partial))
 
 
 def layout_of(state: ShardState, lengths: Ints, reduce_op: str) -> Layout:

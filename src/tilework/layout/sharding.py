@@ -290,42 +290,53 @@ def mesh_tiling(
     _check_mesh(ranks)
     layout = Layout(tuple(placements), None if order is None else tuple(order))
     splits = splits_of(shape, lengths, layout)
-
-    def places(axes: Sequence[int]) -> list[int]:
-        """Where in ``ranks`` each combination of coordinates along ``axes`` is, from the first."""
-        strides = {axis: math.prod(lengths[axis + 1 :]) for axis in axes}
-        return _sums_of_combinations(
-            [[s * i for i in range(lengths[a])] for a, s in strides.items()]
-        )
-
-    def axes_with(kind: type[Placement]) -> list[int]:
-        axes = range(len(lengths)) if layout.order is None else layout.order
-        return [axis for axis in axes if isinstance(placements[axis], kind)]
-
-    sharding = axes_with(Shard)
-    boxes = list(zip(places(sharding), _boxes(shape, lengths, splits, sharding), strict=True))
-    copies = places(sorted(axes_with(Replicate)))
+    kinds: dict[type[Placement], list[int]] = {Shard: [], Replicate: [], Partial: []}
+    for axis, placement in enumerate(placements):
+        kinds[placement.__class__].append(axis)
+    sharding = kinds[Shard]
+    if layout.order is not None:
+        sharding = [axis for axis in layout.order if axis in sharding]
+    spans = _spans(lengths)
+    # Where in ``ranks`` each combination of coordinates along some axes is, from the first.
+    cells, copies, firsts = (
+        _sums_of_combinations([spans[axis] for axis in axes])
+        for axes in (sharding, kinds[Replicate], kinds[Partial])
+    )
+    boxes = list(zip(cells, _boxes(shape, lengths, splits, sharding), strict=True))
 
     def tile(place: int, box: Box) -> Tile:
         return trusted_tile(box, tuple([ranks[place + copy] for copy in copies]))
 
-    firsts = places(sorted(axes_with(Partial)))
     terms = tuple([tuple([tile(first + place, box) for place, box in boxes]) for first in firsts])
-    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
-    return trusted_tiling(shape, terms, ops.pop() if len(terms) > 1 else None)
+    ops = [placement.reduce_op for placement in placements if isinstance(placement, Partial)]
+    return trusted_tiling(shape, terms, ops[0] if len(terms) > 1 else None)
+
+
+def _spans(lengths: Ints) -> list[range]:
+    """The places, among all ranks of a mesh, of those along each axis from the first rank on."""
+    spans, stride = [], 1
+    for length in reversed(lengths):
+        spans.append(range(0, stride * length, stride))
+        stride *= length
+    return spans[::-1]
 
 
 def _boxes(
     shape: Ints, lengths: Ints, splits: Sequence[Splits], sharding: Sequence[int]
 ) -> list[Box]:
     """The box for each combination of coordinates along the axes that shard."""
-    offsets: list[list[int]] = []
-    sizes: list[list[int]] = []
+    count = math.prod([lengths[axis] for axis in sharding])
+    offsets: list[Sequence[int]] = []
+    sizes: list[Sequence[int]] = []
     for extent, of_dim in zip(shape, splits, strict=True):
-        starts, parts = shards(extent, lengths, of_dim)
-        index = combination_index(sharding, axes_of(of_dim), lengths)
-        offsets.append([starts[i] for i in index])
-        sizes.append([parts[i] for i in index])
+        starts, parts = shards(extent, lengths, of_dim) if of_dim else ((0,), (extent,))
+        if len(starts) == 1:
+            offsets.append(starts * count)
+            sizes.append(parts * count)
+        else:
+            index = combination_index(sharding, axes_of(of_dim), lengths)
+            offsets.append([starts[i] for i in index])
+            sizes.append([parts[i] for i in index])
     if not shape:
         return [Box((), ())]
     return list(map(trusted_box, zip(*offsets, strict=True), zip(*sizes, strict=True)))

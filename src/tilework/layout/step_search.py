@@ -159,9 +159,7 @@ class SearchSpace:
     ) -> Edge:
         nbytes = elements * self.itemsize
         between_hosts = bool(self.cost.hosts) and any(a in self._between_hosts for a in axes)
-        seconds = self.cost.collective_seconds(
-            nbytes, messages=messages, between_hosts=between_hosts
-        )
+        seconds = self.cost.collective_seconds(nbytes, messages, between_hosts)
         return Edge(kind, axes, after, nbytes, seconds)
 
     # -- what is where ---------------------------------------------------------------------------
