@@ -9,7 +9,7 @@ from tilework.comm.world import AnyGroup, get_rank
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.construction.from_local import sizes_along
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
-from tilework.dtensor.tensor import DTensor, nothing, wrap
+from tilework.dtensor.tensor import DTensor, empty_local, wrap
 from tilework.layout import Box, Placement, Replicate, Shard
 from tilework.layout.sharding import infer_splits
 from tilework.mesh import DeviceMesh
@@ -51,7 +51,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
         raise TypeError(f"to_dtensor takes a ShardedTensor, got {type(tensor).__name__}")
     spec = _infer_spec(_box_by_rank(tensor, device_mesh), tuple(tensor.shape), device_mesh)
     if not spec.takes_part:
-        return wrap(nothing(tensor), spec)
+        return wrap(empty_local(tensor), spec)
     return wrap(tensor.local_shards()[0].tensor, spec)
 
 

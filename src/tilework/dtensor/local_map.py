@@ -1,4 +1,4 @@
-"""Functions of plain tensors, applied to the parts of DTensors."""
+"""Functions of plain tensors, applied to the local tensors of DTensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
 
-#: How one tensor lies; None for what is no tensor.
+#: The placements of one argument or result; None for what is no tensor.
 OnePlacements = Sequence[Placement] | None
 _Function = Callable[..., Any]
 
@@ -29,29 +29,30 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> _Function:
-    """Have a function of plain tensors take and return DTensors.
+    """A function of plain tensors that takes and returns DTensors.
 
-    It is called with each rank's parts; what it returns are parts of the results, whose shapes are
+    It is called with each rank's local tensors, and returns those of the results, whose shapes are
     found as by ``DTensor.from_local``, so that calls are collective over the mesh. It may
     communicate. Without a DTensor among the arguments it is called as it is.
 
-    Gradients: an input that is replicated along an axis where every result is cut or partial gets
-    its gradient in terms, which are summed. Otherwise a gradient lies as its input. Where the
-    placements do not tell which it is, say it with ``in_grad_placements``.
+    Gradients: an input that is replicated along an axis where every result is sharded or partial
+    gets a partial gradient, which is summed. Otherwise a gradient has its input's layout. Where
+    the placements leave it open, pass ``in_grad_placements``.
 
     Args:
         func: The function. Left out, this is a decorator.
-        out_placements: How results lie: a list for one result; a tuple of them for several, None
-            for what is no tensor.
-        in_placements: How inputs must lie, for each argument (those in lists, tuples and dicts
-            counted one by one), None for what is no tensor. None: as they happen to.
-        in_grad_placements: How gradients of inputs come out of the function, for each argument.
+        out_placements: The placements of the result, a list; a tuple of lists for several results,
+            None for what is no tensor.
+        in_placements: The placements that inputs must have, for each argument (those in lists,
+            tuples and dicts counted one by one), None for what is no tensor. None: any.
+        in_grad_placements: The placements of the gradients that the function computes of its
+            inputs, for each argument.
         device_mesh: The mesh of the results; None: that of the first DTensor.
-        redistribute_inputs: Whether inputs that lie otherwise are redistributed instead of refused.
+        redistribute_inputs: True to redistribute inputs of other placements, not refuse them.
 
     Raises:
-        ValueError: When called: an input lies otherwise, or numbers of placements and of arguments
-            or results differ, or meshes.
+        ValueError: When called: an input has other placements, or numbers of placements and of
+            arguments or results differ, or meshes.
         TypeError: Placements are given for what is no tensor, or none for a tensor.
 
     Example:
@@ -79,12 +80,12 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
     outs = _each(out_placements)
-    for one in (*outs, *(in_placements or ()), *(in_grad_placements or ())):
-        _check_placements(one)
+    for placements in (*outs, *(in_placements or ()), *(in_grad_placements or ())):
+        _check_placements(placements)
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(one, DTensor) for one in pytree.tree_leaves(kwargs)):
+        if any(isinstance(value, DTensor) for value in pytree.tree_leaves(kwargs)):
             raise TypeError(
                 "local_map takes DTensors by position: placements are given by position, too"
             )
@@ -92,31 +93,31 @@ def local_map(
         if not any(isinstance(value, DTensor) for value in values):
             return func(*args, **kwargs)
         mesh = _mesh(values, device_mesh)
-        wanted = _for_each(in_placements, values, "in_placements")
-        given = [
-            _fitting(*pair, i, redistribute_inputs)
-            for i, pair in enumerate(zip(values, wanted, strict=True))
+        needed = _for_each(in_placements, values, "in_placements")
+        inputs = [
+            _redistributed(*pair, i, redistribute_inputs)
+            for i, pair in enumerate(zip(values, needed, strict=True))
         ]
-        grads = _for_each(in_grad_placements, given, "in_grad_placements")
+        grads = _for_each(in_grad_placements, inputs, "in_grad_placements")
         locals_ = [
-            _local(value, grad, given, outs) if isinstance(value, DTensor) else value
-            for value, grad in zip(given, grads, strict=True)
+            _local(value, grad, inputs, outs) if isinstance(value, DTensor) else value
+            for value, grad in zip(inputs, grads, strict=True)
         ]
         result = func(*pytree.tree_unflatten(locals_, structure), **kwargs)
-        found, structure = pytree.tree_flatten(result)
-        if len(found) != len(outs):
+        results, structure = pytree.tree_flatten(result)
+        if len(results) != len(outs):
             raise ValueError(
                 f"out_placements are for {len(outs)} results, but {_name(func)} returned "
-                f"{len(found)}"
+                f"{len(results)}"
             )
-        made = [_joined(*pair, mesh, func) for pair in zip(found, outs, strict=True)]
-        return pytree.tree_unflatten(made, structure)
+        wrapped = [_wrapped(*pair, mesh, func) for pair in zip(results, outs, strict=True)]
+        return pytree.tree_unflatten(wrapped, structure)
 
     return mapped
 
 
 def _each(out_placements: Any) -> tuple[OnePlacements, ...]:
-    """For each result how it lies."""
+    """The placements of each result."""
     if isinstance(out_placements, tuple) and not all(
         isinstance(item, Shard | Replicate | Partial) for item in out_placements
     ):
@@ -167,19 +168,19 @@ def _for_each(
     return placements
 
 
-def _fitting(value: Any, wanted: OnePlacements, number: int, redistribute: bool) -> Any:
-    """The argument, lying as it is wanted."""
-    if wanted is None or not isinstance(value, DTensor):
+def _redistributed(value: Any, needed: OnePlacements, number: int, redistribute: bool) -> Any:
+    """The argument in the placements that it must have."""
+    if needed is None or not isinstance(value, DTensor):
         return value
     spec = value._spec
-    if spec == spec_of(spec.mesh, wanted, spec.shape, spec.order):
+    if spec == spec_of(spec.mesh, needed, spec.shape, spec.order):
         return value
     if not redistribute:
         raise ValueError(
             f"argument {number} of a local_map lies as {list(value.placements)}, but its "
-            f"in_placements are {list(wanted)}: redistribute it, or pass redistribute_inputs=True"
+            f"in_placements are {list(needed)}: redistribute it, or pass redistribute_inputs=True"
         )
-    return value.redistribute(placements=wanted)
+    return value.redistribute(placements=needed)
 
 
 def _local(
@@ -188,7 +189,7 @@ def _local(
     inputs: Sequence[Any],
     outs: Sequence[OnePlacements],
 ) -> Tensor:
-    """This rank's part of an input, at a place in the graph where its gradient lies as told."""
+    """The local tensor of an input, at a place in the graph for gradients of these placements."""
     if grad is None and value.requires_grad and torch.is_grad_enabled():
         grad = _gradient(value, inputs, outs)
     local = value.to_local(grad_placements=grad)
@@ -198,31 +199,31 @@ def _local(
 def _gradient(
     value: DTensor, inputs: Sequence[Any], outs: Sequence[OnePlacements]
 ) -> list[Placement]:
-    """How the gradient of an input lies, as far as placements tell."""
+    """The placements of the gradient of an input, as far as those of results tell."""
     mesh = value.device_mesh
-    lies = list(value._spec.dual.placements)
+    placements = list(value._spec.dual.placements)
     for axis in range(mesh.ndim):
         if mesh.shape[axis] == 1 or not isinstance(value.placements[axis], Replicate):
             continue
-        whole = [isinstance(out[axis], Replicate) for out in outs if out is not None]
+        full = [isinstance(out[axis], Replicate) for out in outs if out is not None]
         others = [
             isinstance(other.placements[axis], Replicate)
             for other in inputs
             if isinstance(other, DTensor)
         ]
-        if not any(whole):
-            lies[axis] = Partial()
-        elif not (all(whole) and all(others)):
+        if not any(full):
+            placements[axis] = Partial()
+        elif not (all(full) and all(others)):
             raise ValueError(
                 f"whether each rank along axis {axis} computes the full gradient of an input "
                 f"that is replicated there, or a partial one, does not follow from the "
                 f"placements of a local_map in which others are not: say it with "
                 f"in_grad_placements (Replicate() or Partial())"
             )
-    return lies
+    return placements
 
 
-def _joined(value: Any, placements: OnePlacements, mesh: DeviceMesh, func: _Function) -> Any:
+def _wrapped(value: Any, placements: OnePlacements, mesh: DeviceMesh, func: _Function) -> Any:
     """A result, as a DTensor."""
     if isinstance(value, DTensor):
         raise TypeError(f"{_name(func)} in a local_map must return plain tensors, got {value!r}")

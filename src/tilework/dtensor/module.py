@@ -26,8 +26,8 @@ def distribute_module(
 ) -> nn.Module:
     """Make a module's parameters and buffers DTensors, in place.
 
-    Collective over the mesh; blocks. Values are those of the mesh's first rank. What
-    ``partition_fn`` leaves plain is replicated; what is a DTensor already stays. Tensors that
+    Collective over the mesh; blocks. Values are those of the mesh's first rank. Tensors that
+    ``partition_fn`` leaves plain are replicated; DTensors stay. Tensors that
     several modules share stay shared, where ``partition_fn`` leaves them. A module on the meta
     device stays there: ``partition_fn`` may make its tensors with
     ``torch.empty_like(dtensor, device=…)``.
@@ -103,7 +103,7 @@ def _hook(name: str, what: str, function: Callable[..., Any] | None) -> Callable
 def _replicate(
     module: nn.Module, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Replace what is plain in this very module. ``shared`` knows what was replaced by what."""
+    """Replicate the plain tensors of this very module. ``shared`` has replicas by their id."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and not isinstance(parameter, DTensor):
             # Not behind the module's back: nn.LSTM keeps a list of its parameters, too.
@@ -116,8 +116,8 @@ def _replicate(
 def _replica(tensor: Tensor, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
     # The tensor is kept there too, so that no other gets its id.
     if id(tensor) not in shared:
-        made: Tensor = distribute_tensor(tensor, mesh)
+        replica: Tensor = distribute_tensor(tensor, mesh)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        shared[id(tensor)] = tensor, made
+            replica = nn.Parameter(replica, requires_grad=tensor.requires_grad)
+        shared[id(tensor)] = tensor, replica
     return shared[id(tensor)][1]

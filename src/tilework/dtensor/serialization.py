@@ -1,6 +1,6 @@
-"""DTensors in files: each rank saves its own part, and loads it again.
+"""DTensors in files: each rank saves its local tensor, and loads it again.
 
-What is saved is plain data and a plain tensor, so that ``torch.load`` takes it with
+The file has plain data and a plain tensor, so that ``torch.load`` takes it with
 ``weights_only=True``.
 """
 
@@ -20,7 +20,7 @@ from tilework.mesh.device_mesh import find_or_make
 
 #: Device type, shape, ranks and names of a mesh.
 Mesh = tuple[str, Ints, Ints, tuple[str, ...] | None]
-#: A kind, and its arguments.
+#: A kind of placement, and its arguments.
 _Placement = tuple[str, tuple[Any, ...]]
 #: Placements, shape and order.
 Layout = tuple[list[_Placement], Ints, Ints | None]
@@ -28,14 +28,14 @@ Layout = tuple[list[_Placement], Ints, Ints | None]
 _KINDS: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
 
 
-def told(tensor: DTensorBase) -> tuple[Mesh, Layout, Ints | None]:
-    """A tensor's mesh and layout, and where this rank is, as plain data."""
+def layout_to_save(tensor: DTensorBase) -> tuple[Mesh, Layout, Ints | None]:
+    """A tensor's mesh and layout and this rank's coordinate, as plain data."""
     spec = tensor._spec
     mesh = spec.mesh
     coordinate = mesh.get_coordinate()
     return (
         (mesh.device_type, mesh.shape, mesh.spec.ranks, mesh.mesh_dim_names),
-        ([_placement(one) for one in spec.placements], spec.shape, spec.order),
+        ([_placement(placement) for placement in spec.placements], spec.shape, spec.order),
         None if coordinate is None else tuple(coordinate),
     )
 
@@ -48,8 +48,8 @@ def _placement(placement: Placement) -> _Placement:
     )
 
 
-def alone(local: Tensor) -> Tensor:
-    """This rank's part, without what else lies in its memory."""
+def compact(local: Tensor) -> Tensor:
+    """The local tensor without other elements in its storage."""
     local = local.detach()
     if local.untyped_storage().nbytes() > local.nbytes:
         return local.clone(memory_format=torch.contiguous_format)
@@ -59,22 +59,22 @@ def alone(local: Tensor) -> Tensor:
 def spec_of_saved(
     local: Tensor, mesh: Mesh, layout: Layout, coordinate: Sequence[int] | None
 ) -> DTensorSpec:
-    """The layout that was saved, on this rank's mesh.
+    """The saved layout, on this rank's mesh.
 
     Collective over all ranks if the mesh is not there yet.
 
     Raises:
-        ValueError: The part is that of another place in the mesh.
+        ValueError: The local tensor is that of another coordinate of the mesh.
     """
     placements = [_KINDS[kind](*arguments) for kind, arguments in layout[0]]
-    found: DeviceMesh = find_or_make(*mesh)
-    spec = spec_of(found, placements, layout[1], layout[2])
-    here = found.get_coordinate()
-    if _place(here, spec) != _place(coordinate, spec):
+    device_mesh: DeviceMesh = find_or_make(*mesh)
+    spec = spec_of(device_mesh, placements, layout[1], layout[2])
+    here = device_mesh.get_coordinate()
+    if _shard_index(here, spec) != _shard_index(coordinate, spec):
         raise ValueError(
-            f"this is the part that the rank at {_at(coordinate)} of {found} saved, of a tensor of "
-            f"shape {list(spec.shape)} that lies as {placements}; this rank is at {_at(here)}: "
-            f"load what this rank saved, or save full_tensor()"
+            f"this is the part that the rank at {_at(coordinate)} of {device_mesh} saved, of a "
+            f"tensor of shape {list(spec.shape)} that lies as {placements}; this rank is at "
+            f"{_at(here)}: load what this rank saved, or save full_tensor()"
         )
     if spec.takes_part and local.shape != spec.local_shape:
         raise ValueError(
@@ -84,12 +84,13 @@ def spec_of_saved(
     return spec
 
 
-def _place(coordinate: Sequence[int] | None, spec: DTensorSpec) -> list[int] | None:
-    """What tells one part from another."""
+def _shard_index(coordinate: Sequence[int] | None, spec: DTensorSpec) -> list[int] | None:
+    """The coordinate with 0 along replicated axes: the same for the same local tensor."""
     if coordinate is None:
         return None
     return [
-        0 if one.is_replicate() else at for at, one in zip(coordinate, spec.placements, strict=True)
+        0 if placement.is_replicate() else index
+        for index, placement in zip(coordinate, spec.placements, strict=True)
     ]
 
 

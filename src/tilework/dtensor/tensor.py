@@ -1,4 +1,4 @@
-"""DTensor itself: a tensor whose value lies on the ranks of a mesh."""
+"""DTensor, the public class: a tensor whose value lies on the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import DTensorBase, wrap_as
-from tilework.dtensor.construction.from_local import joined_spec
+from tilework.dtensor.construction.from_local import spec_from_local
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.dispatch.handlers import HANDLERS
@@ -31,9 +31,9 @@ class DTensor(DTensorBase):
     """A tensor of a global shape whose value lies on the ranks of a mesh.
 
     Every operator of torch takes it, together with others and with plain tensors, which count as
-    replicated. Each rank's part is a plain tensor with an autograd graph of its own; only
-    changes of layout communicate, and those that have to reduce gradients do so in backward.
-    A gradient has its tensor's layout, but is replicated where the tensor is partial.
+    replicated. Each rank's local tensor is a plain one with an autograd graph of its own; only
+    changes of layout communicate, and partial gradients are reduced in backward. A gradient has
+    its tensor's layout, but is replicated where the tensor is partial.
 
     All operators are collective over the mesh. Make one with :meth:`from_local`,
     :func:`~tilework.dtensor.distribute_tensor` or a creation function such as
@@ -81,28 +81,28 @@ class DTensor(DTensorBase):
         stride: Sequence[int] | None = None,
         order: Sequence[int] | None = None,
     ) -> DTensor:
-        """The DTensor of which ``local_tensor`` is this rank's part. Shares memory with it.
+        """The DTensor whose local tensor on this rank is ``local_tensor``. Shares memory with it.
 
-        Where a mesh axis cuts, ranks tell each other their shapes: collective over the mesh;
-        blocks; what does not fit together raises on all ranks. The parts may be uneven. With
-        ``shape``, or where nothing is cut, it is local.
+        Where a mesh axis shards, ranks compare their shapes: collective over the mesh; blocks;
+        what does not fit together raises on all ranks. Local tensors may be uneven. With
+        ``shape``, or where nothing is sharded, it is local.
 
-        Gradients flow back into ``local_tensor``: those of this rank's part; of a value that is
-        replicated, the whole gradient on each rank.
+        Gradients flow back into ``local_tensor``: the gradient of this rank's shard, or of a
+        replicated value the full gradient on each rank.
 
         Args:
             local_tensor: A plain tensor, alike on all ranks but for its values and sizes.
             device_mesh: The mesh; None: the innermost of ``with mesh:``.
-            placements: What each axis does; None: all ranks have the same.
-            run_check: Compare also the layout and the values where ranks are to have the same.
-                Collective over the mesh.
+            placements: The placement along each axis; None: replicated.
+            run_check: Compare also the layout, and the values of replicas. Collective over the
+                mesh.
             shape: The global shape.
-            stride: Accepted for torch's sake: strides are those of the parts.
-            order: The axes in the order in which they cut; None: from the first to the last.
+            stride: Accepted for torch's sake: strides are those of the local tensors.
+            order: The axes in the order in which they shard; None: from the first to the last.
 
         Raises:
-            ValueError: Parts do not fit together or to ``shape``, ranks differ, or this rank is
-                outside the mesh and cannot know the shape.
+            ValueError: Local tensors do not fit together or to ``shape``, ranks differ, or this
+                rank is outside the mesh and cannot know the shape.
             TypeError: It is no plain tensor.
             RuntimeError: No mesh is given or active.
 
@@ -128,38 +128,38 @@ class DTensor(DTensorBase):
         local = on_device(local_tensor, mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
-        spec = joined_spec(local, mesh, placements, shape, order, run_check)
+        spec = spec_from_local(local, mesh, placements, shape, order, run_check)
         if not spec.takes_part:
-            return wrap(nothing(local), spec)
+            return wrap(empty_local(local), spec)
         if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
-            local = local.view_as(local)  # what is made of a leaf is none
+            local = local.view_as(local)  # a DTensor that is made of a leaf is none itself
         return wrap(local, spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part: a plain tensor, at the same place in the autograd graph.
+        """This rank's local tensor, a plain one, at the same place in the autograd graph.
 
         Local; not collective. Shares memory. Its gradient becomes this tensor's.
 
         Args:
-            grad_placements: How the gradient that will come in lies; by default as this tensor
-                does, and replicated where it is partial. If each rank along an axis computes
-                another term of the gradient of a replicated tensor, say Partial() there.
+            grad_placements: The placements of the gradient that will come in; by default this
+                tensor's, replicated where it is partial. If each rank along an axis computes a
+                partial gradient of a replicated tensor, pass Partial() there.
 
         Raises:
-            ValueError: Gradients that lie so cannot become this tensor's.
+            ValueError: Gradients of these placements cannot become this tensor's.
         """
         if grad_placements is None:
             return local_graph.local_of(self)
         return gradients.local_with_grad(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole value as a plain tensor on every rank. Collective; blocks; differentiable.
+        """The full value as a plain tensor on every rank. Collective; blocks; differentiable.
 
         Args:
             grad_placements: As for :meth:`to_local`, of the replicated tensor.
         """
-        whole = self.redistribute(placements=self._spec.replicated.placements)
-        return whole.to_local(grad_placements=grad_placements)
+        full = self.redistribute(placements=self._spec.replicated.placements)
+        return full.to_local(grad_placements=grad_placements)
 
     def redistribute(
         self,
@@ -169,16 +169,16 @@ class DTensor(DTensorBase):
         order: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> DTensor:
-        """The same value, laid out otherwise. Collective over the mesh; blocks; differentiable.
+        """The same value in another layout. Collective over the mesh; blocks; differentiable.
 
-        Takes the cheapest sequence of collectives, which
-        :func:`~tilework.dtensor.plan_redistribution` tells beforehand. Shares memory if nothing is
+        Runs the cheapest sequence of collectives, which
+        :func:`~tilework.dtensor.plan_redistribution` shows beforehand. Shares memory if nothing is
         to be done. The gradient goes back the same way.
 
         Args:
             device_mesh: This tensor's, or None.
-            placements: What each axis is to do.
-            order: The axes in the order in which they are to cut; None: from the first to the last.
+            placements: The new placement along each axis.
+            order: The axes in the order in which they shard; None: from the first to the last.
             async_op: Return before the last step is done, where that is long enough; the result
                 waits for it when it is first used.
 
@@ -262,10 +262,10 @@ class DTensor(DTensorBase):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | Tensor | None = None,
     ) -> None:
-        """Gradients of all leaves it depends on, as ``torch.Tensor.backward``. Collective.
+        """Accumulate gradients of all leaves it depends on, as torch does. Collective.
 
         Args:
-            gradient: Of what with respect to this tensor; None for a single element.
+            gradient: The gradient with respect to this tensor; None for a single element.
         """
         gradients.autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
@@ -298,16 +298,17 @@ class DTensor(DTensorBase):
             raise RuntimeError(
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
-        made = memo[id(self)] = wrap(copy.deepcopy(self._local_tensor, memo), self._spec)
+        copied = memo[id(self)] = wrap(copy.deepcopy(self._local_tensor, memo), self._spec)
         for name, value in vars(self).items():
             if name not in _OWN:
-                setattr(made, name, copy.deepcopy(value, memo))
-        return made
+                setattr(copied, name, copy.deepcopy(value, memo))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name not in _OWN}
-        local = serialization.alone(self._local_tensor)
-        return _rebuild, (local, *serialization.told(self), self.requires_grad, attributes)
+        local = serialization.compact(self._local_tensor)
+        layout = serialization.layout_to_save(self)
+        return _rebuild, (local, *layout, self.requires_grad, attributes)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise TypeError(
@@ -319,7 +320,7 @@ class DTensor(DTensorBase):
         self.numpy()
 
 
-#: What an instance has of its own, and a copy makes anew.
+#: The fields of an instance, which a copy makes anew.
 _OWN = {"_local_tensor", "_spec", "_grad", "_aliases", "_view_of"}
 
 
@@ -331,12 +332,12 @@ def _rebuild(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> DTensor:
-    """What was saved, on this rank's mesh."""
+    """The saved tensor, on this rank's mesh."""
     spec = serialization.spec_of_saved(local, mesh, layout, coordinate)
-    made = wrap(local.requires_grad_(requires_grad), spec)
+    tensor = wrap(local.requires_grad_(requires_grad), spec)
     for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
+        setattr(tensor, name, value)
+    return tensor
 
 
 # torch.load accepts it with weights_only=True.
@@ -344,14 +345,14 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor where those of the mesh are; a meta tensor as it is."""
+    """The tensor on the mesh's kind of device; a meta tensor as it is."""
     if tensor.device.type in (mesh.device_type, "meta"):
         return tensor
     return tensor.to(mesh.device_type)
 
 
-def nothing(tensor: Tensor) -> Tensor:
-    """What ranks outside a mesh have in place of such a tensor."""
+def empty_local(tensor: Tensor) -> Tensor:
+    """The local tensor of a rank outside the mesh: no elements, the dtype of ``tensor``."""
     return torch.empty(
         0, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
     )

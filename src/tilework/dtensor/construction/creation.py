@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.random.generator import fill_part, next_key
+from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Normal, Uniform
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
@@ -28,16 +28,16 @@ def zeros(
     placements: Sequence[Placement] | None = None,
     order: Sequence[int] | None = None,
 ) -> DTensor:
-    """A DTensor of zeros. Local; each rank makes its part.
+    """A DTensor of zeros. Local; each rank makes its local tensor.
 
     Args:
         size: The global shape: as numbers, or one sequence of them.
-        requires_grad: Whether it is to have a gradient.
+        requires_grad: True for a leaf with a gradient.
         dtype: None: torch's default dtype.
-        layout: torch.strided, the only one there is.
+        layout: torch.strided; there is no other.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.
-        placements: What each axis of the mesh does; None: each rank has it all.
-        order: The axes in the order in which they cut; None: from the first to the last.
+        placements: The placement along each axis of the mesh; None: replicated.
+        order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
         ValueError: Placements do not fit the mesh or the shape.
@@ -53,7 +53,7 @@ def zeros(
         [torch.Size([2, 5]), torch.Size([1, 5])]
     """
     spec = _spec(size, layout, device_mesh, placements, order)
-    return _made(torch.zeros, spec, dtype, requires_grad)
+    return _filled(torch.zeros, spec, dtype, requires_grad)
 
 
 def ones(
@@ -77,7 +77,7 @@ def ones(
         [[1.0, 1.0], [1.0, 1.0]]
     """
     spec = _spec(size, layout, device_mesh, placements, order)
-    return _made(torch.ones, spec, dtype, requires_grad)
+    return _filled(torch.ones, spec, dtype, requires_grad)
 
 
 def empty(
@@ -101,7 +101,7 @@ def empty(
         [24.0, 24.0]
     """
     spec = _spec(size, layout, device_mesh, placements, order)
-    return _made(torch.empty, spec, dtype, requires_grad)
+    return _filled(torch.empty, spec, dtype, requires_grad)
 
 
 def full(
@@ -133,7 +133,9 @@ def full(
     def make(shape: Sequence[int], **kwargs: Any) -> Tensor:
         return torch.full(tuple(shape), fill_value, **kwargs)
 
-    return _made(make, _spec((size,), layout, device_mesh, placements, order), dtype, requires_grad)
+    return _filled(
+        make, _spec((size,), layout, device_mesh, placements, order), dtype, requires_grad
+    )
 
 
 def rand(
@@ -211,23 +213,23 @@ def _spec(
     )
 
 
-def _made(
+def _filled(
     make: Callable[..., Tensor], spec: DTensorSpec, dtype: torch.dtype | None, requires_grad: bool
 ) -> DTensor:
     local = make(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
-    return _finished(local, spec, requires_grad)
+    return _wrapped(local, spec, requires_grad)
 
 
 def _drawn(
     distribution: Distribution, spec: DTensorSpec, dtype: torch.dtype | None, requires_grad: bool
 ) -> DTensor:
     local = torch.empty(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
-    fill_part(local, next_key(spec.mesh), distribution, spec)
-    return _finished(local, spec, requires_grad)
+    fill_local(local, next_key(spec.mesh), distribution, spec)
+    return _wrapped(local, spec, requires_grad)
 
 
-def _finished(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    """The tensor whose value is this, spread where it is to be partial."""
+def _wrapped(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
+    """The tensor of this value; partial where it is to be."""
     if spec.takes_part:
         local = redistribute_local(local, spec.dual, spec)
     return wrap(local.requires_grad_(requires_grad), spec)

@@ -1,4 +1,4 @@
-"""From plain tensors that a rank has whole to DTensors."""
+"""Full tensors distributed over a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.tensor import DTensor, nothing, on_device, wrap
+from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
 from tilework.tiled.tensor import TiledTensor
@@ -30,24 +30,24 @@ def distribute_tensor(
 ) -> DTensor:
     """A plain tensor's values, distributed over a mesh.
 
-    Collective over the mesh; blocks; each rank gets no more than its part. With
+    Collective over the mesh; blocks; each rank receives no more than its shard. With
     ``src_data_rank=None`` it is local. What is wrong on one rank raises on all, and nothing has
     moved then. The result shares no memory with ``tensor``; it requires a gradient if ``tensor``
-    does, and is a leaf: nothing flows back into ``tensor``. A DTensor that lies so already is
-    returned as it is. Of a meta tensor, the parts are meta tensors.
+    does, and is a leaf: nothing flows back into ``tensor``. A DTensor of this layout is returned
+    as it is. A meta tensor gives meta tensors.
 
     Args:
-        tensor: The whole, a leaf of the graph. Its values count on the source rank; on others it
-            must have the same shape, dtype and ``requires_grad``, and may be a meta tensor.
+        tensor: The full tensor, a leaf of the graph. Its values count on the source rank; on others
+            it must have the same shape, dtype and ``requires_grad``, and may be a meta tensor.
         device_mesh: The mesh; None: the innermost of ``with mesh:``. Ranks outside it get a DTensor
             without elements.
-        placements: What each axis does; None: each rank gets it all.
-        src_data_rank: The source's place along each axis. None: each rank cuts its own copy, that
-            all are the same being the caller's word.
-        order: The axes in the order in which they cut; None: from the first to the last.
+        placements: The placement along each axis; None: replicated.
+        src_data_rank: The source's index along each axis. None: each rank takes its shard of its
+            own copy, and nobody checks that all copies are the same.
+        order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
-        ValueError: Placements do not fit, ``tensor`` is a DTensor that lies otherwise, or ranks
+        ValueError: Placements do not fit, ``tensor`` is a DTensor of another layout, or ranks
             differ.
         RuntimeError: It is no leaf, or no mesh is given or active.
         TypeError: It is no tensor, or none with a dense layout.
@@ -63,51 +63,62 @@ def distribute_tensor(
         [[0, 1], [2]]
     """
     mesh = device_mesh or current_mesh()
-    placements = _or_replicated(placements, mesh)
+    placements = (Replicate(),) * mesh.ndim if placements is None else placements
+    spec: DTensorSpec | None = None
 
-    def check() -> tuple[DTensorSpec | None, dict[str, Any], bool]:
-        _check_whole(tensor, mesh, placements)
-        if isinstance(tensor, DTensor):
-            _check_lies_so(tensor, mesh, placements, order)
-            return None, {"type": "DTensor"}, False
-        spec = spec_of(mesh, placements, tensor.shape, order)
-        _source(mesh, src_data_rank)
-        shared = {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype),
-            "requires_grad": tensor.requires_grad,
-            "layout": str(spec),
-            "src_data_rank": src_data_rank,
-        }
-        return spec, shared, tensor.is_meta
+    def checked() -> dict[str, Any]:
+        nonlocal spec
+        spec, facts = _checked(tensor, mesh, placements, order, src_data_rank)
+        return facts
 
     if src_data_rank is None or mesh.size() == 1 or not mesh.here:
-        spec, _, meta = check()
-        source = None
+        source, meta = None, bool(checked()["meta"])
     else:
-        specs: list[DTensorSpec | None] = []
-
-        def facts() -> dict[str, Any]:
-            spec, shared, meta = check()
-            specs.append(spec)
-            return {**shared, "meta": meta}
-
         group = mesh.axes_group(range(mesh.ndim))
-        by_rank = agree_equal(
-            facts, group, "distribute_tensor got different arguments on ranks:", own=("meta",)
+        facts = agree_equal(
+            checked, group, "distribute_tensor got different arguments on ranks:", own=("meta",)
         )
-        spec, source = specs[0], _source(mesh, src_data_rank)
-        meta = bool(by_rank[group.global_ranks.index(source)]["meta"])
+        source = _source(mesh, src_data_rank)
+        meta = bool(facts[group.global_ranks.index(source)]["meta"])
     if spec is None:
         assert isinstance(tensor, DTensor)
         return tensor
     if not spec.takes_part:
-        return wrap(nothing(tensor), spec)
-    local = _part(tensor.detach(), spec, source, meta)
+        return wrap(empty_local(tensor), spec)
+    local = _local_shard(tensor.detach(), spec, source, meta)
     return wrap(local.requires_grad_(tensor.requires_grad), spec)
 
 
-def _check_whole(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+def _checked(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    order: Sequence[int] | None,
+    src_data_rank: int | None,
+) -> tuple[DTensorSpec | None, dict[str, Any]]:
+    """The layout, None for a DTensor that has it; and what ranks must have in common, but "meta".
+
+    Raises:
+        Exception: As :func:`distribute_tensor`.
+    """
+    _check_plain(tensor, mesh, placements)
+    if isinstance(tensor, DTensor):
+        _check_layout(tensor, mesh, placements, order)
+        return None, {"type": "DTensor", "meta": False}
+    spec = spec_of(mesh, placements, tensor.shape, order)
+    if src_data_rank is not None:
+        _source(mesh, src_data_rank)
+    return spec, {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype),
+        "requires_grad": tensor.requires_grad,
+        "layout": str(spec),
+        "src_data_rank": src_data_rank,
+        "meta": tensor.is_meta,
+    }
+
+
+def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
     if not tensor.is_leaf:
@@ -128,7 +139,7 @@ def _check_whole(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         )
 
 
-def _check_lies_so(
+def _check_layout(
     tensor: DTensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -146,37 +157,31 @@ def _check_lies_so(
         )
 
 
-def _source(mesh: DeviceMesh, place: int | None) -> int | None:
-    """The global rank at this place along each axis."""
-    if place is None:
-        return None
-    if not 0 <= place < min(mesh.shape):
+def _source(mesh: DeviceMesh, index: int) -> int:
+    """The global rank at this index along each axis."""
+    if not 0 <= index < min(mesh.shape):
         raise ValueError(
-            f"src_data_rank={place} is to be a place along each axis of a mesh of shape "
+            f"src_data_rank={index} is to be a place along each axis of a mesh of shape "
             f"{mesh.shape}; None: each rank cuts its own copy"
         )
-    return mesh.spec.at((place,) * mesh.ndim)
+    return mesh.spec.at((index,) * mesh.ndim)
 
 
-def _part(whole: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
-    """This rank's part of what the source rank has; of its own, if there is none."""
+def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
+    """This rank's shard of the source rank's tensor; of its own, if there is no source."""
     if meta:
-        return torch.empty(spec.local_shape, dtype=whole.dtype, device="meta")
+        return torch.empty(spec.local_shape, dtype=full.dtype, device="meta")
     dual = spec.dual
     if source is None:
-        local = on_device(whole, spec.mesh)[dual.local_box.slices]
+        local = on_device(full, spec.mesh)[dual.local_box.slices]
         local = local.clone(memory_format=torch.contiguous_format)
     else:
         mesh, rank = spec.mesh, get_rank()
-        local = torch.empty(dual.local_shape, dtype=whole.dtype, device=mesh.device_type)
+        local = torch.empty(dual.local_shape, dtype=full.dtype, device=mesh.device_type)
         run_plan(
             transfer_plan(replicated_tiling(spec.shape, (source,)), dual.tiling, rank),
-            [on_device(whole, mesh)] if rank == source else [],
+            [on_device(full, mesh)] if rank == source else [],
             mesh.axes_group(range(mesh.ndim)),
             out=[local],
         )
     return redistribute_local(local, dual, spec)
-
-
-def _or_replicated(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
-    return (Replicate(),) * mesh.ndim if placements is None else placements

@@ -1,11 +1,10 @@
-"""From what each rank has to the tensor that it is a part of."""
+"""The layout of the tensor that the ranks' local tensors are shards of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from tilework.layout.sharding import infer_splits
 from tilework.mesh import DeviceMesh
 
 
-def joined_spec(
+def spec_from_local(
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -26,53 +25,53 @@ def joined_spec(
     order: Sequence[int] | None,
     run_check: bool,
 ) -> DTensorSpec:
-    """How the tensor lies of which each rank has ``local``.
+    """The layout of the tensor whose local tensor on this rank is ``local``.
 
     Collective over the mesh where the global shape depends on what others have, or with
     ``run_check``.
 
     Raises:
-        ValueError: The parts do not fit together; on every rank if it is collective.
+        ValueError: Local tensors do not fit together; on every rank if it is collective.
     """
     if shape is not None and not run_check:
-        return _told(local, spec_of(mesh, placements, shape, order), shape)
-    cut = any(
-        isinstance(one, Shard) and length > 1
-        for one, length in zip(placements, mesh.shape, strict=False)
+        return _checked(local, spec_of(mesh, placements, shape, order), shape)
+    sharded = any(
+        isinstance(placement, Shard) and length > 1
+        for placement, length in zip(placements, mesh.shape, strict=False)
     )
-    if not mesh.here and cut:
+    if not mesh.here and sharded:
         raise ValueError(
             "this rank is outside the mesh, so it cannot know the shape of a tensor that is cut: "
             "pass shape="
         )
-    if not (cut or run_check) or not mesh.here:
-        return _told(local, spec_of(mesh, placements, shape or local.shape, order), None)
-    said = agree(
+    if not (sharded or run_check) or not mesh.here:
+        return _checked(local, spec_of(mesh, placements, shape or local.shape, order), None)
+    facts = agree(
         lambda: _facts(local, mesh, placements, shape, order, run_check),
         mesh.axes_group(range(mesh.ndim)),
     )
     if run_check:
-        return _joined(said, mesh, placements, shape, order)
-    key = "joined", tuple(placements), None if order is None else tuple(order), tuple(said)
-    found: DTensorSpec | None = mesh.specs.get(key)
-    if found is None:
-        found = mesh.specs[key] = _joined(said, mesh, placements, shape, order)
-    return found
+        return _spec_from_facts(facts, mesh, placements, shape, order)
+    key = "from_local", tuple(placements), None if order is None else tuple(order), tuple(facts)
+    spec: DTensorSpec | None = mesh.specs.get(key)
+    if spec is None:
+        spec = mesh.specs[key] = _spec_from_facts(facts, mesh, placements, shape, order)
+    return spec
 
 
-def _told(local: Tensor, spec: DTensorSpec, shape: Sequence[int] | None) -> DTensorSpec:
-    """The spec, if this rank's part fits it."""
+def _checked(local: Tensor, spec: DTensorSpec, shape: Sequence[int] | None) -> DTensorSpec:
+    """The spec. Raise if this rank's local tensor does not fit it."""
     if spec.takes_part and local.shape != spec.local_shape:
-        given = "" if shape is None else f" of shape {list(shape)}"
+        of_shape = "" if shape is None else f" of shape {list(shape)}"
         raise ValueError(
-            f"of a tensor{given} that lies as {list(spec.placements)}, this rank, at "
+            f"of a tensor{of_shape} that lies as {list(spec.placements)}, this rank, at "
             f"{spec.mesh.get_coordinate()} of the mesh, has a part of shape "
             f"{list(spec.local_shape)}, but the local tensor has shape {list(local.shape)}"
         )
     return spec
 
 
-#: Shape, dtype, whether it requires a gradient, the layout in words, and the values if asked for.
+#: Shape, dtype, requires_grad, the layout as text, and a hash of the values if asked for.
 _Facts = tuple[Ints, str, bool, str, str]
 
 
@@ -84,7 +83,7 @@ def _facts(
     order: Sequence[int] | None,
     run_check: bool,
 ) -> _Facts:
-    layout = _in_words(
+    layout = _layout_text(
         tuple(placements),
         None if order is None else tuple(order),
         None if shape is None else tuple(shape),
@@ -100,15 +99,15 @@ def _facts(
 
 
 @lru_cache(maxsize=1024)
-def _in_words(placements: tuple[Placement, ...], order: Ints | None, shape: Ints | None) -> str:
-    words = f"placements {list(placements)}"
+def _layout_text(placements: tuple[Placement, ...], order: Ints | None, shape: Ints | None) -> str:
+    text = f"placements {list(placements)}"
     if order is not None:
-        words += f" in the order {list(order)}"
-    return words if shape is None else f"{words} and shape {list(shape)}"
+        text += f" in the order {list(order)}"
+    return text if shape is None else f"{text} and shape {list(shape)}"
 
 
-def _joined(
-    said: Sequence[_Facts],
+def _spec_from_facts(
+    facts: Sequence[_Facts],
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: Sequence[int] | None,
@@ -118,18 +117,18 @@ def _joined(
     check_equal(
         [
             {"dtype": dtype, "requires_grad": requires_grad, "layout": layout}
-            for _, dtype, requires_grad, layout, _ in said
+            for _, dtype, requires_grad, layout, _ in facts
         ],
         ranks,
         "parts of one tensor must have the same {name}:",
     )
-    shapes = dict(zip(ranks, (facts[0] for facts in said), strict=True))
+    shapes = dict(zip(ranks, (its[0] for its in facts), strict=True))
     if shape is None:
         spec = _inferred(shapes, mesh, placements, order)
     else:
         spec = spec_of(mesh, placements, shape, order)
-    _check_parts(shapes, spec)
-    _check_copies(dict(zip(ranks, (facts[4] for facts in said), strict=True)), spec)
+    _check_shapes(shapes, spec)
+    _check_replicas(dict(zip(ranks, (its[4] for its in facts), strict=True)), spec)
     return spec
 
 
@@ -139,18 +138,18 @@ def _inferred(
     placements: Sequence[Placement],
     order: Sequence[int] | None,
 ) -> DTensorSpec:
-    """The layout whose parts have these shapes, by rank."""
+    """The layout whose local tensors have these shapes, by rank."""
     ndim = len(next(iter(shapes.values())))
     if any(len(shape) != ndim for shape in shapes.values()):
         raise ValueError(f"parts of one tensor have as many dims, got shapes {_listed(shapes)}")
-    cuts: dict[int, list[int]] = {dim: [] for dim in range(ndim)}
+    axes_of: dict[int, list[int]] = {dim: [] for dim in range(ndim)}
     for axis in order or range(mesh.ndim):
         placement = placements[axis]
         if isinstance(placement, Shard):
-            cuts[placement.dim % ndim].append(axis)
-    found = list(placements)
+            axes_of[placement.dim % ndim].append(axis)
+    inferred = list(placements)
     extents = []
-    for dim, axes in cuts.items():
+    for dim, axes in axes_of.items():
         sizes = sizes_along(shapes, mesh, dim, axes)
         extents.append(sum(sizes))
         splits = infer_splits(sizes, [mesh.shape[axis] for axis in axes])
@@ -161,9 +160,9 @@ def _inferred(
         for axis, parts in zip(axes, splits, strict=True):
             placement = placements[axis]
             assert isinstance(placement, Shard)
-            found[axis] = Shard(dim, placement.sizes or parts)
+            inferred[axis] = Shard(dim, placement.sizes or parts)
     try:
-        return spec_of(mesh, found, extents, order)
+        return spec_of(mesh, inferred, extents, order)
     except ValueError as error:
         raise ValueError(f"{_misfit(shapes, placements)}: {error}") from error
 
@@ -188,20 +187,20 @@ def sizes_along(
     return sizes
 
 
-def _check_parts(shapes: Mapping[int, Ints], spec: DTensorSpec) -> None:
-    """That each rank has what the layout gives it."""
+def _check_shapes(shapes: Mapping[int, Ints], spec: DTensorSpec) -> None:
+    """Raise if a rank's local shape is not the one that the layout gives it."""
     for rank, shape in shapes.items():
-        if spec.box_at(_place(rank, spec)).sizes != shape:
+        if spec.box_at(_coordinate(rank, spec)).sizes != shape:
             raise ValueError(
                 f"{_misfit(shapes, spec.placements)}: of a tensor of shape {list(spec.shape)}, "
-                f"rank {rank} would have {list(spec.box_at(_place(rank, spec)).sizes)}"
+                f"rank {rank} would have {list(spec.box_at(_coordinate(rank, spec)).sizes)}"
             )
 
 
-def _place(rank: int, spec: DTensorSpec) -> Ints:
-    found = spec.mesh.spec.coordinate(rank)
-    assert found is not None
-    return found
+def _coordinate(rank: int, spec: DTensorSpec) -> Ints:
+    coordinate = spec.mesh.spec.coordinate(rank)
+    assert coordinate is not None
+    return coordinate
 
 
 def _misfit(shapes: Mapping[int, Ints], placements: Sequence[Placement]) -> str:
@@ -213,19 +212,19 @@ def _misfit(shapes: Mapping[int, Ints], placements: Sequence[Placement]) -> str:
 
 
 def _listed(shapes: Mapping[int, Ints]) -> str:
-    told = [f"{list(shape)} on rank {rank}" for rank, shape in shapes.items()]
-    return ", ".join(told if len(told) <= 8 else [*told[:8], "…"])
+    texts = [f"{list(shape)} on rank {rank}" for rank, shape in shapes.items()]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:8], "…"])
 
 
-def _check_copies(values: Mapping[int, str], spec: DTensorSpec) -> None:
-    """That ranks which are to have the same have the same."""
-    first: dict[Any, tuple[int, str]] = {}
+def _check_replicas(values: Mapping[int, str], spec: DTensorSpec) -> None:
+    """Raise if ranks that are to have the same local tensor have different values."""
+    first: dict[Ints, tuple[int, str]] = {}
     for rank, value in values.items():
-        place = tuple(
-            0 if one.is_replicate() else at
-            for one, at in zip(spec.placements, _place(rank, spec), strict=True)
+        shard = tuple(
+            0 if placement.is_replicate() else index
+            for placement, index in zip(spec.placements, _coordinate(rank, spec), strict=True)
         )
-        known, expected = first.setdefault(place, (rank, value))
+        known, expected = first.setdefault(shard, (rank, value))
         if value != expected:
             raise ValueError(
                 f"ranks {known} and {rank} are to have the same part of a tensor that lies as "

@@ -5,8 +5,8 @@ A call has four parts:
 1. its *key* (``call_key.py``): function, layouts, dtypes and other arguments. It finds the call's
    sharding in the mesh's cache; the first such call has it propagated (``propagation/``);
 2. the *fast path*, if all tensors are taken as they are: torch's operator on the local tensors;
-3. otherwise the *path with moves*: some tensors are redistributed first, or taken through an alias
-   that reduces their gradient;
+3. otherwise the *path with moves* (``local_inputs.py``): some tensors are redistributed first, or
+   taken through an alias that reduces their gradient;
 4. the *results* (``results.py``), which become DTensors or are written.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients, local_graph, partial_grads
+from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import version_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.call_key import (
@@ -29,9 +29,9 @@ from tilework.dtensor.dispatch.call_key import (
     parameter_names,
 )
 from tilework.dtensor.dispatch.handlers import HANDLERS
+from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import (
     call_with_out,
-    replicated,
     replicated_like,
     result_outside,
     wrapped,
@@ -42,11 +42,8 @@ from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
 from tilework.dtensor.propagation.pytree import Args, Kwargs, with_tensors
 from tilework.dtensor.random.generator import draw_alike
-from tilework.dtensor.redistribution.redistribute import redistribute_local
-from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
-from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import Handler, OpEntry, find
 
 _grad_enabled = torch.is_grad_enabled
@@ -195,7 +192,7 @@ class Operator:
         gathered = sharding.outputs is None
         if explain.watchers:
             explain.begin_operator(self.name, gathered and any(sharding.inputs))
-        locals_ = _local_inputs(sharding, tensors, mesh)
+        locals_ = local_inputs(sharding, tensors, mesh)
         if sharding.rewrite and locals_[0].requires_grad and _grad_enabled():
             # What is kept for its gradient must not be what is then written to.
             locals_[0] = locals_[0].clone()
@@ -270,39 +267,3 @@ def _composed_in_place(composed: Callable[..., Any], args: Args, kwargs: Kwargs)
     kept = target.clone() if target.requires_grad and _grad_enabled() else target
     result = composed(kept, *args[1:], **kwargs)
     return target if result is target else target.copy_(result)
-
-
-# -- local tensors as a sharding wants them --------------------------------------------------
-
-
-def _local_inputs(
-    sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMesh
-) -> list[Tensor]:
-    """This rank's local tensors, redistributed where they must be."""
-    graded = _grad_enabled()
-    locals_ = []
-    for tensor, layout in zip(tensors, sharding.inputs, strict=True):
-        if tensor.__class__ is not DTensor:
-            tensor = replicated(tensor, mesh)
-        assert isinstance(tensor, DTensor)
-        if layout is not None:
-            locals_.append(_moved(tensor, *layout))
-        elif graded and tensor._made_without_grad:
-            locals_.append(local_graph.local_of(tensor))
-        else:
-            locals_.append(tensor._local_tensor)
-    return locals_
-
-
-def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
-    """The local tensor in another layout, or with a gradient that is partial along ``axes``."""
-    source = tensor._spec
-    if target is source or target == source:
-        local = partial_grads.alias(tensor, axes)
-    elif axes:
-        local = partial_grads.redistribute_with_partial_grad(tensor, target, axes)
-    else:
-        local = redistribute_local(local_graph.local_of(tensor), source, target)
-    if explain.watchers:
-        explain.tag_gradient(local)
-    return local

@@ -1,4 +1,4 @@
-"""Functions that are no operators: what a tensor is, where it is in the graph."""
+"""Functions that are no operators: attributes of a tensor, and its place in the graph."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _stride(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def strides_of(tensor: DTensor) -> tuple[int, ...]:
-    """The strides of the whole tensor, with dims in memory ordered as they are in this part."""
+    """The strides of the full tensor, with dims in memory ordered as in the local one."""
     local = tensor._local_tensor
     order = sorted(range(tensor.ndim), key=lambda dim: (local.stride(dim), -dim))
     strides, step = [0] * tensor.ndim, 1
@@ -73,7 +73,7 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device"),
     *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
 )
-def _of_part(func: Any, args: Any, kwargs: Any) -> Any:
+def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*[local_graph.plain(arg) for arg in args], **kwargs)
 
 
@@ -83,9 +83,9 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     if tensor._view_of is None:
         return wrap(tensor._local_tensor.detach(), tensor._spec)
     copied_views.refresh(tensor)
-    made = wrap(tensor._local_tensor.detach(), tensor._spec)
-    copied_views.mark(made, tensor, torch.Tensor.detach, shares=True)
-    return made
+    detached = wrap(tensor._local_tensor.detach(), tensor._spec)
+    copied_views.mark(detached, tensor, Tensor.detach, shares=True)
+    return detached
 
 
 @dtensor_handler("detach_")

@@ -115,22 +115,22 @@ class ShardingPropagator:
             )
             for number, tensor in enumerate(call.tensors)
         ]
-        answer = self._ask_rule(call, args)
-        if isinstance(answer, Decomposition):
-            return OpSharding([], None, composed=answer.run)
+        result = self._ask_rule(call, args)
+        if isinstance(result, Decomposition):
+            return OpSharding([], None, composed=result.run)
         # Meta tensors cost torch slow imports, at times: only where nothing else tells shapes.
         known = not (
-            isinstance(answer, LocalCall) and answer.shapes is None and _lacks_sizes(answer)
+            isinstance(result, LocalCall) and result.shapes is None and _lacks_sizes(result)
         )
         meta_result = None if known and call.mesh.here else _meta_result(call)
-        if isinstance(answer, PlacedCall):
+        if isinstance(result, PlacedCall):
             inputs: list[InputLayout | None] = [
                 None if needed == arg.spec else (needed, ())
-                for needed, arg in zip(answer.inputs, args, strict=True)
+                for needed, arg in zip(result.inputs, args, strict=True)
             ]
-            return OpSharding(inputs, list(answer.outputs), answer.run, meta_result=meta_result)
-        if isinstance(answer, LocalCall):
-            sharding = self._local_call(answer, args, meta_result)
+            return OpSharding(inputs, list(result.outputs), result.run, meta_result=meta_result)
+        if isinstance(result, LocalCall):
+            sharding = self._local_call(result, args, meta_result)
             if sharding is not None:
                 return sharding
         if not self.entry.has_rule or not _is_refused(call):
@@ -166,28 +166,29 @@ class ShardingPropagator:
         return None
 
     def _local_call(
-        self, answer: LocalCall, args: Sequence[DTensorArg], meta_result: Any
+        self, local_call: LocalCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding | None:
-        shapes = answer.shapes
+        """The operator on local tensors in the cheapest layouts; None if there are none."""
+        shapes = local_call.shapes
         if shapes is None and meta_result is not None:
             shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
-            if len(shapes) != len(answer.map.outputs):
+            if len(shapes) != len(local_call.map.outputs):
                 return None
-        if shapes is None and _lacks_sizes(answer):
+        if shapes is None and _lacks_sizes(local_call):
             return None
-        if [len(dims) for dims in answer.map.inputs] != [arg.ndim for arg in args]:
+        if [len(dims) for dims in local_call.map.inputs] != [arg.ndim for arg in args]:
             return None  # a tensor where the rule takes a number
         specs = [arg.spec for arg in args]
         sizes = [arg.dtype.itemsize for arg in args]
         fixed = (0,) if self.in_place else ()
-        strategy = choose(answer.map, specs, sizes, shapes, fixed)
+        strategy = choose(local_call.map, specs, sizes, shapes, fixed)
         rewrite = False
         if strategy is None and self.in_place:
-            strategy, rewrite = choose(answer.map, specs, sizes, shapes), True
+            strategy, rewrite = choose(local_call.map, specs, sizes, shapes), True
         if strategy is None or (self.in_place and strategy.outputs[0].shape != specs[0].shape):
             return None
         inputs = _input_layouts(strategy, specs)
-        run = None if answer.run is None else answer.run(strategy)
+        run = None if local_call.run is None else local_call.run(strategy)
         return OpSharding(
             inputs,
             list(strategy.outputs),
@@ -235,11 +236,11 @@ def _raised_within(error: TypeError, function: Any) -> bool:
     return False
 
 
-def _lacks_sizes(answer: LocalCall) -> bool:
+def _lacks_sizes(call: LocalCall) -> bool:
     """True if the factors do not tell the size of each dim of each result."""
     return any(
         not dim or any(factor.unshardable for factor in dim)
-        for out in answer.map.outputs
+        for out in call.map.outputs
         for dim in out
     )
 

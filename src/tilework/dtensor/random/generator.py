@@ -1,7 +1,7 @@
 """Random numbers for DTensors: the same global values on every mesh and in every layout.
 
 Each draw has a key, which is drawn from torch's default generator and agreed upon; an element's
-value is a function of that key and of its global index. docs/concepts/random.md tells what follows.
+value is a function of that key and of its global index. See docs/concepts/random.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tilework.dtensor.random.philox import Distribution, Key
 from tilework.dtensor.spec import DTensorSpec
 from tilework.mesh import DeviceMesh
 
-#: One thread at a time has torch's default generator for its own.
+#: Held by the thread that uses torch's default generator.
 _default = threading.Lock()
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """``torch.manual_seed`` on every rank of a mesh, once all have said the same seed.
+    """``torch.manual_seed`` on every rank of a mesh, once all have passed the same seed.
 
     Collective over the mesh; blocks. Where all ranks call ``torch.manual_seed`` anyway, that is
     enough: the first rank's generator counts.
@@ -63,7 +63,7 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
 
     Args:
         mesh: The mesh.
-        generator: What to draw from; None: torch's default generator.
+        generator: The generator to draw from; None: torch's default generator.
     """
     if generator is None:
         generator = current_world().generator
@@ -79,8 +79,8 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     return Key(int(drawn), 0)
 
 
-def fill_part(local: Tensor, key: Key, distribution: Distribution, spec: DTensorSpec) -> Tensor:
-    """Draw this rank's part of a tensor that lies as ``spec``, into ``local``. Local.
+def fill_local(local: Tensor, key: Key, distribution: Distribution, spec: DTensorSpec) -> Tensor:
+    """Draw this rank's shard of a tensor of layout ``spec`` into ``local``. Local.
 
     Autograd does not see it.
     """
@@ -91,7 +91,7 @@ def fill_part(local: Tensor, key: Key, distribution: Distribution, spec: DTensor
 
 @contextmanager
 def seeded(key: Key) -> Iterator[torch.Generator]:
-    """A generator that begins as the key says; meanwhile torch's default one does so, too.
+    """A generator seeded with the key; torch's default one is seeded with it meanwhile.
 
     For operators that draw by themselves, so that ranks which compute the same draw the same. Do
     not communicate within: ranks that are threads wait for each other.
@@ -107,10 +107,10 @@ def seeded(key: Key) -> Iterator[torch.Generator]:
 
 
 def draw_alike(mesh: DeviceMesh, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function of whole local tensors gives that draws by itself: alike on every rank.
+    """The result of a function of full tensors that draws random numbers: the same on every rank.
 
     Collective over the mesh; blocks. The function must not communicate. A ``generator`` among the
-    arguments is replaced by one that all ranks have in the same state.
+    arguments is replaced by one in the same state on all ranks.
     """
     key = next_key(mesh, kwargs.get("generator"))
     with seeded(key) as generator:

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the layout.
 
-An element's value is a function of a key and of its row-major index in the global tensor: whoever
-draws a part gets what the whole has there. The core draws on the CPU; without it, and on other
-devices, ``philox_reference`` gives the same bits. See docs/algorithms/random.md.
+An element's value is a function of a key and of its row-major index in the global tensor: a shard
+that is drawn has the values of the full tensor there. The core draws on the CPU; without it, and
+on other devices, ``philox_reference`` gives the same bits. See docs/algorithms/random.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a draw depends on besides the index; integers are taken modulo 2**64.
+    """The key of a draw, on which it depends besides the index; integers modulo 2**64.
 
     Draws that must not be related to each other need different keys: another seed, or another
     stream of the same seed.
@@ -171,15 +171,15 @@ def _check_place(tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How to draw a distribution for a dtype: the core's name and arguments, and what remains."""
+    """A distribution for a dtype: the core's name and arguments, and what remains to be done."""
 
     name: str
     a: float
     b: float
     dtype: torch.dtype
-    """What is drawn, of a complex dtype's parts."""
+    """The dtype that is drawn: of a complex dtype, that of its parts."""
     complex_mean: float | None = None
-    """Of numbers whose parts are drawn: what to add to them."""
+    """Of numbers whose parts are drawn: the mean, to be added afterwards."""
 
 
 @lru_cache(maxsize=1024)

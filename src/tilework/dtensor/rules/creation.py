@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated, write_out
-from tilework.dtensor.random.generator import fill_part, next_key
+from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.op_table import dtensor_handler
@@ -39,7 +39,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
     requires_grad = kwargs.pop("requires_grad", False)
     spec = tensor._spec.dual
     local = torch.empty_like(tensor._local_tensor, **kwargs)
-    fill_part(local, next_key(spec.mesh, generator), distribution, spec)
+    fill_local(local, next_key(spec.mesh, generator), distribution, spec)
     return wrap(local.requires_grad_(requires_grad), spec)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.random.generator import fill_part, next_key
+from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Bernoulli
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
@@ -40,7 +40,7 @@ def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = 
         spec = spec_of(spec.mesh, placements, shape, spec.order)
     key = next_key(spec.mesh)
     local = torch.empty(spec.local_shape, dtype=input.dtype, device=input.device)
-    return wrap(fill_part(local, key, Bernoulli(1 - p, value), spec), spec)
+    return wrap(fill_local(local, key, Bernoulli(1 - p, value), spec), spec)
 
 
 def _check(input: DTensor, p: float, features: bool) -> None:

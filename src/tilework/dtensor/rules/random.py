@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated, write
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
-from tilework.dtensor.random.generator import draw_alike, fill_part, next_key
+from tilework.dtensor.random.generator import draw_alike, fill_local, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import Decomposition, RuleResult
@@ -31,10 +31,10 @@ def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DT
     local = tensor._local_tensor
     graded = torch.is_grad_enabled() and local.requires_grad
     if then is None and not graded and spec is tensor._spec:
-        fill_part(local, key, distribution, spec)
+        fill_local(local, key, distribution, spec)
         return tensor
     dtype = torch.promote_types(local.dtype, torch.float32) if then else local.dtype
-    values = fill_part(
+    values = fill_local(
         torch.empty(spec.local_shape, dtype=dtype, device=local.device), key, distribution, spec
     )
     write(tensor, values if then is None else then(values).to(local.dtype), spec, "a random fill")

@@ -1,0 +1,48 @@
+"""The local tensors that an operator runs on: of its inputs, redistributed where they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.autograd import local_graph, partial_grads
+from tilework.dtensor.debug import explain
+from tilework.dtensor.dispatch.results import replicated
+from tilework.dtensor.propagation.propagation import OpSharding
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.dtensor.tensor import DTensor
+from tilework.mesh import DeviceMesh
+
+
+def local_inputs(sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """The inputs' local tensors in the sharding's layouts. Collective if some have to move."""
+    graded = torch.is_grad_enabled()
+    locals_ = []
+    for tensor, layout in zip(tensors, sharding.inputs, strict=True):
+        if tensor.__class__ is not DTensor:
+            tensor = replicated(tensor, mesh)
+        assert isinstance(tensor, DTensor)
+        if layout is not None:
+            locals_.append(_moved(tensor, *layout))
+        elif graded and tensor._made_without_grad:
+            locals_.append(local_graph.local_of(tensor))
+        else:
+            locals_.append(tensor._local_tensor)
+    return locals_
+
+
+def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
+    """The local tensor in another layout, or with a gradient that is partial along ``axes``."""
+    source = tensor._spec
+    if target is source or target == source:
+        local = partial_grads.alias(tensor, axes)
+    elif axes:
+        local = partial_grads.redistribute_with_partial_grad(tensor, target, axes)
+    else:
+        local = redistribute_local(local_graph.local_of(tensor), source, target)
+    if explain.watchers:
+        explain.tag_gradient(local)
+    return local
