@@ -21,6 +21,7 @@ from tilework.parallel import (
     FSDPModule,
     MixedPrecisionPolicy,
     RowwiseParallel,
+    SyncBatchNorm,
     fully_shard,
     parallelize_module,
     register_fsdp_forward_method,
@@ -485,6 +486,21 @@ def test_one_collective_for_each_module_and_way() -> None:
     assert run_ranks(2, program) == [(4, 3 + 4)] * 2
 
 
+def test_beside_batch_normalisation_over_all_rows() -> None:
+    def program(rank: int) -> None:
+        first = nn.Linear(6, 4, bias=False)  # a bias would have no gradient but rounding
+        plain: Any = nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 5))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.uniform_(0.1, 1.0, generator=generator)
+        model = fully_shard(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)))
+        compare(rank, 2, model, plain)
+        torch.testing.assert_close(model[1].running_var, plain[1].running_var)
+
+    run_ranks(2, program)
+
+
 def test_misuse() -> None:
     def program(rank: int) -> None:
         model = fully_shard(nn.Linear(2, 2))
@@ -492,6 +508,8 @@ def test_misuse() -> None:
             fully_shard(model)
         with pytest.raises(TypeError, match="call fully_shard on each module in it"):
             fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+        with pytest.raises(NotImplementedError, match=r"'0' has sparse gradients"):
+            fully_shard(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
         scalar = nn.Module()
         scalar.register_parameter("p", nn.Parameter(torch.ones(())))
         with pytest.raises(ValueError, match=r"parameter p of shape \[\] cannot be sharded along"):

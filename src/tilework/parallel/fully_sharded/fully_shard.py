@@ -394,6 +394,12 @@ def _check(
             )
         if hasattr(module, "_fsdp_state"):
             raise ValueError(f"{type(module).__name__} was given to fully_shard before")
+        for name, inner in module.named_modules():
+            if getattr(inner, "sparse", False) is True:
+                raise NotImplementedError(
+                    f"{type(inner).__name__} {name!r} has sparse gradients, which cannot be "
+                    f"reduced to shards: make it with sparse=False"
+                )
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a mesh of one axis (shard) or two (replicate, shard), got {mesh}"
