@@ -18,89 +18,89 @@ from tilework.rpc.memory import LEAST_BYTES, MappedBuffers, Probe, SharedBufferP
 SIZE = 2 * LEAST_BYTES
 
 
-def lent(lender: SharedBufferPool, value: int, size: int = SIZE) -> tuple[int, bool]:
-    found = lender.lend(1, [memoryview(bytes([value]) * size)], [0])
+def shared(pool: SharedBufferPool, value: int, size: int = SIZE) -> tuple[int, bool]:
+    found = pool.share(1, [memoryview(bytes([value]) * size)], [0])
     assert found is not None
     return found
 
 
 class Pair:
-    """A lender, and who borrows from it, in one process."""
+    """A pool, and the mappings of its files, in one process."""
 
     def __init__(self) -> None:
-        self.lender, self.borrower = SharedBufferPool(), MappedBuffers(lambda: None)
+        self.pool, self.mapped = SharedBufferPool(), MappedBuffers(lambda: None)
 
-    def borrow(self, value: int) -> Any:
-        fd, returning = lent(self.lender, value)
-        found = self.borrower.borrow(0, os.getpid(), fd, SIZE, returning)
+    def map(self, value: int) -> Any:
+        fd, returning = shared(self.pool, value)
+        found = self.mapped.map(0, os.getpid(), fd, SIZE, returning)
         if not returning:
-            self.lender.taken(fd)
+            self.pool.taken(fd)
         return found
 
     def give_back(self) -> list[bool]:
         agains = []
-        for _, fd, again in self.borrower.given_back():
-            (self.lender.returned if again else self.lender.taken)(fd)
+        for _, fd, again in self.mapped.released():
+            (self.pool.returned if again else self.pool.taken)(fd)
             agains.append(again)
         return agains
 
 
 def test_a_file_is_used_again_when_it_was_given_back() -> None:
     pair = Pair()
-    first = pair.borrow(1)
-    second = pair.borrow(2)
+    first = pair.map(1)
+    second = pair.map(2)
     files = Holdings.now().descriptors
     del second
     assert pair.give_back() == [True]
-    third = pair.borrow(3)
+    third = pair.map(3)
     assert Holdings.now().descriptors == files
     assert (first[0], third[0], third[-1]) == (1, 3, 3)
-    pair.lender.close()
+    pair.pool.close()
 
 
 def test_what_the_receiver_writes_stays_its_own() -> None:
     pair = Pair()
-    first = pair.borrow(1)
+    first = pair.map(1)
     first[:4] = b"mine"
     del first
     pair.give_back()
-    assert pair.borrow(2)[:4] == b"\2\2\2\2"
-    pair.lender.close()
+    assert pair.map(2)[:4] == b"\2\2\2\2"
+    pair.pool.close()
 
 
 def test_a_tensor_keeps_its_file_from_being_written() -> None:
     pair = Pair()
-    tensor = torch.frombuffer(memoryview(pair.borrow(1))[64:128], dtype=torch.uint8)
+    tensor = torch.frombuffer(memoryview(pair.map(1))[64:128], dtype=torch.uint8)
     assert not pair.give_back()
-    assert pair.borrow(2)[70] == 2
+    assert pair.map(2)[70] == 2
     assert tensor.tolist() == [1] * 64
     del tensor
     assert True in pair.give_back()
-    pair.lender.close()
+    pair.pool.close()
 
 
 def test_a_file_that_a_forked_child_has_is_not_written_again() -> None:
     pair = Pair()
-    before = pair.borrow(1)
+    before = pair.map(1)
     fork_and_wait(lambda: 0)
-    after = pair.borrow(2)
+    after = pair.map(2)
     del before, after
     assert sorted(pair.give_back()) == [False, True]
-    pair.lender.close()
+    pair.pool.close()
 
 
 def test_there_is_a_limit_to_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST_FILES", 3)
     pair = Pair()
     files = Holdings.now().descriptors
-    held = [pair.borrow(n) for n in range(10)]
+    held = [pair.map(n) for n in range(10)]
     assert Holdings.now().descriptors <= files + 10 + 3  # each mapping has one of its own
     assert [found[0] for found in held] == list(range(10))
     del held
     assert pair.give_back() == [True] * 3
     monkeypatch.setattr(memory, "_MOST_BYTES", SIZE)
-    assert lent(pair.lender, 1, SIZE + 1)[1] is False  # too large to be kept
-    pair.lender.close()
+    assert shared(pair.pool, 1, SIZE + 1)[1] is False  # too large to be kept
+    pair.pool.close()
 
 
 def test_unused_files_are_let_go_of_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_file_that_vanished_is_an_error_and_no_hang(monkeypatch: pytest.Monkey
         rpc.rpc_sync("w1", identity, args=(1,))
         until(lambda: 1 in this_agent().sender.readers)
         with monkeypatch.context() as patch:
-            patch.setattr(MappedBuffers, "borrow", _cannot)
+            patch.setattr(MappedBuffers, "map", _cannot)
             with pytest.raises(RuntimeError, match="cannot open the sender's memory"):
                 rpc.rpc_sync("w1", identity, args=(torch.ones(SIZE),))
         return rpc.rpc_sync("w1", identity, args=(2,))

@@ -17,13 +17,13 @@ from tilework.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class DistributedBackendOptions:
-    """What a backend is told when it is asked for one group."""
+    """A request for one group, as a backend gets it."""
 
     #: Seen by this group's ranks only; holds nothing yet.
     store: Store
     group_rank: int
     group_size: int
-    #: How long an operation may wait for other ranks, unless it says otherwise.
+    #: The time that an operation may wait for other ranks, unless it has a timeout of its own.
     timeout: timedelta
     #: The group's name, equal on all its ranks.
     group_id: str
@@ -34,7 +34,7 @@ class BackendPlugin(NamedTuple):
     """A registered backend."""
 
     creator_fn: Callable[..., ProcessGroup]
-    #: Whether creator_fn takes (DistributedBackendOptions, pg_options) instead of
+    #: True if creator_fn takes (DistributedBackendOptions, pg_options) instead of
     #: (store, group_rank, group_size, timeout).
     extended_api: bool
 
@@ -125,7 +125,7 @@ class Backend(str):
 
 
 def core_error() -> str | None:
-    """Why the shared-memory core is not usable here; None if it is."""
+    """The reason why the shared-memory core is not usable here; None if it is."""
     if importlib.util.find_spec("tilework._core") is not None:
         return None
     if not sys.platform.startswith("linux"):
@@ -143,7 +143,7 @@ def _engine_available(name: str) -> bool:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether groups with this backend can be made in this installation.
+    """True if groups with this backend can be made in this installation.
 
     Example:
         >>> is_backend_available("threads")
@@ -162,7 +162,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Whether this torch has Gloo.
+    """True if this torch has Gloo.
 
     Example:
         >>> is_gloo_available() == is_backend_available("gloo")
@@ -172,7 +172,7 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether this torch has NCCL.
+    """True if this torch has NCCL.
 
     Example:
         >>> is_nccl_available() == is_backend_available("nccl")
@@ -182,7 +182,7 @@ def is_nccl_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Whether this torch has UCC.
+    """True if this torch has UCC.
 
     Example:
         >>> is_ucc_available() == is_backend_available("ucc")
@@ -192,7 +192,7 @@ def is_ucc_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Whether this torch has MPI.
+    """True if this torch has MPI.
 
     Example:
         >>> is_mpi_available() == is_backend_available("mpi")
@@ -202,7 +202,7 @@ def is_mpi_available() -> bool:
 
 
 def is_shm_available() -> bool:
-    """Whether the shared-memory core is built; ``core_error()`` says why not.
+    """True if the shared-memory core is built; ``core_error()`` says why not.
 
     Example:
         >>> is_shm_available() == is_backend_available("shm")
@@ -212,7 +212,7 @@ def is_shm_available() -> bool:
 
 
 class BackendConfig:
-    """Which backend serves which device type.
+    """The backend of each device type.
 
     Args:
         backend: A name ("shm", "gloo": every device it can serve), or pairs

@@ -10,12 +10,12 @@ from queue import Empty, SimpleQueue
 _Task = Callable[[], None]
 
 
-#: How long a thread without a task is kept.
+#: Seconds that a thread without a task is kept.
 _IDLE_SECONDS = 2.0
 
 
 class _Threads:
-    """As many threads as there are tasks at once; each is kept a while for later ones."""
+    """A thread for each task that runs; it is kept a while for later ones."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Where in the user's program a call came from."""
+"""The place in the user's program that a call came from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TESTING = os.path.join(_LIBRARIES[0], "testing", "")
 
 
 class _Inside(dict[str, bool]):
-    """Whether a file is a library's, by its name; asked once for each."""
+    """True if a file is a library's, by its name; asked once for each."""
 
     def __missing__(self, name: str) -> bool:
         inside = name.startswith(_LIBRARIES) and not name.startswith(_TESTING)

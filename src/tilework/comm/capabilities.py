@@ -1,4 +1,4 @@
-"""What a backend may lack of the contract, said on its class instead of emulated."""
+"""The promises of the contract that a backend may lack: on its class, instead of emulated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Lack(enum.Enum):
     tests of that promise and names it.
     """
 
-    #: What needs it raises NotImplementedError.
+    #: An operation that needs it raises NotImplementedError.
     UNEVEN_SIZES = "tensors of different sizes in all_gather, gather, scatter and reduce_scatter"
     #: Ranks that call different things get wrong data, hang or die.
     COMPARISON = "comparing what ranks are about to do"
@@ -20,7 +20,7 @@ class Lack(enum.Enum):
     RANK_ORDER = "combining the ranks in ascending order"
     #: A sum's bits depend on the operation, the place in the tensor and its size.
     SAME_BITS = "the same bits for the same elements, whatever the operation"
-    #: Which of the two a comparison with NaN gives depends on the order.
+    #: The result of a comparison with NaN depends on the order.
     NAN = "handing on NaN in MIN and MAX"
     #: Sums of 16-bit floats are rounded more than once.
     WIDE_SUMS = "adding 16-bit floats in float32 and rounding once"

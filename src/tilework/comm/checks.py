@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of one call, found before anything moves."""
+"""Checks of the arguments of one call, before anything moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process group and its asynchronous work promise, whichever backend runs them.
+"""The contract of process groups and their asynchronous work, for every backend.
 
 A backend subclasses :class:`ProcessGroup` and overrides the operations that it has. Method
 names and argument shapes are those of torch.distributed's own backend layer, so a backend
@@ -38,15 +38,15 @@ class Work(ABC):
         """
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not. Never blocks."""
+        """True if the operation has ended, well or not. Never blocks."""
         return True
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well."""
+        """True if the operation has ended well."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the operation failed with; None while it runs and when it ended well."""
+        """The error that the operation failed with; None while it runs and if it ended well."""
         return None
 
     def result(self) -> list[Tensor]:
@@ -84,18 +84,18 @@ class CompletedWork(Work):
 
 @dataclass(slots=True)
 class Options:
-    """How an operation is to be run; the fields that an operation does not need are ignored.
+    """The options of an operation; fields that it does not need are ignored.
 
     The names are those that backends for torch.distributed expect on their ``opts``.
     """
 
-    #: How contributions are combined.
+    #: The reduction of contributions.
     reduceOp: AnyReduceOp = ReduceOp.SUM
     #: The root's rank within the group.
     rootRank: int = 0
     #: None: the group's timeout.
     timeout: timedelta | None = None
-    #: Whether to return before the operation is done.
+    #: True if to return before the operation is done.
     asyncOp: bool = False
 
 
@@ -169,16 +169,16 @@ class ProcessGroup:
         'echo'
     """
 
-    #: Whether all_gather, gather and scatter take tensors of different sizes.
+    #: True if all_gather, gather and scatter take tensors of different sizes.
     uneven_sizes: bool = True
-    #: Whether blocking operations that only move data use tensors in rows at one distance (a
+    #: True if blocking operations that only move data use tensors in rows at one distance (a
     #: block of a matrix's columns, say) as they are. Others are copied, which takes memory.
     takes_rows: bool = False
-    #: Whether operations hold copies of all that they move, of whatever size.
+    #: True if operations hold copies of all that they move, of whatever size.
     holds_copies: bool = False
     #: The fast path of blocking operations, tried before the methods below.
     fast_path: FastPath = NO_FAST_PATH
-    #: Which promises of the contract the backend does not keep.
+    #: The promises of the contract that the backend does not keep.
     lacks: ClassVar[frozenset[Lack]] = frozenset()
 
     def __init__(self, rank: int, size: int) -> None:
@@ -215,7 +215,7 @@ class ProcessGroup:
 
     @classmethod
     def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
-        """Whether the backend has the reduction ``op``, defined for ``dtype``, natively."""
+        """True if the backend has the reduction ``op``, defined for ``dtype``, natively."""
         return True
 
     # -- what a group is for: a backend overrides what it can do --------------------------
@@ -362,12 +362,12 @@ class ProcessGroup:
     # -- its life ------------------------------------------------------------------------
 
     def get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has entered on this group."""
+        """The number of collectives that this rank has entered on this group."""
         raise NotImplementedError(f"backend {self.name()!r} counts no sequence numbers")
 
     @property
     def authenticated(self) -> bool:
-        """Whether only ranks of this job can be on the other end (see docs/decisions)."""
+        """True if only ranks of this job can be on the other end (see docs/decisions)."""
         return True
 
     def statistics(self) -> dict[str, Any]:

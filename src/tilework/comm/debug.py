@@ -1,4 +1,4 @@
-"""How much the package tells about itself: TORCH_DISTRIBUTED_DEBUG or TILEWORK_DEBUG."""
+"""The level of the package's own messages: TORCH_DISTRIBUTED_DEBUG or TILEWORK_DEBUG."""
 
 from __future__ import annotations
 

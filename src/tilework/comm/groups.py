@@ -35,7 +35,7 @@ from tilework.errors import CollectiveMismatchError
 from tilework.rendezvous import rendezvous
 from tilework.store import PrefixStore, Store, store_based_barrier
 
-#: How long an operation may wait for other ranks unless told otherwise.
+#: The time that an operation may wait for other ranks unless another is given.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_GROUP_NAME = "default"
 
@@ -150,7 +150,7 @@ def _check_store_arguments(init_method: str | None, rank: int, world_size: int) 
 
 @dataclass(slots=True)
 class _Plan:
-    """One group about to be made on this rank."""
+    """A group about to be made on this rank."""
 
     world: World
     store: Store

@@ -24,7 +24,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, current_world, member
 from tilework.errors import DistBackendError
 
-#: What the restricted loader builds, besides numbers, strings, bytes and containers.
+#: The types that the restricted loader builds, besides numbers, strings, bytes and containers.
 _PLAIN = {
     ("collections", "OrderedDict"),
     ("collections", "deque"),
@@ -91,7 +91,7 @@ def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup 
 
 
 def device_of(pg: ProcessGroup) -> torch.device:
-    """Where the group's tensors must be: cpu wherever it serves that."""
+    """The device that the group's tensors must be on: the CPU if it serves that."""
     record = current_world().records.get(pg)
     devices = record.config.get_device_backend_map() if record else {"cpu": ""}
     return torch.device("cpu" if "cpu" in devices else next(iter(devices)))
@@ -148,7 +148,7 @@ def all_gather_object(
 def all_gather_pickled(
     data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
-    """What each rank pickled, where all know how long it is. Collective; blocks."""
+    """Each rank's unpickled object, where all know its length. Collective; blocks."""
     mine, rooms = _padded(pg, _as_tensor(data), sizes)
     received = [_room(pg, size) for size in rooms]
     collectives.all_gather(received, mine, group=pg)

@@ -152,7 +152,7 @@ def _peer(pg: ProcessGroup, rank: int | None, group_rank: int | None, name: str)
 
 
 class P2POp:
-    """One message for :func:`batch_isend_irecv`.
+    """A message for :func:`batch_isend_irecv`.
 
     Args:
         op: ``isend`` or ``irecv``.

@@ -1,4 +1,4 @@
-"""How contributions are combined.
+"""Reductions of contributions.
 
 ``ReduceOp.SUM`` and its siblings are members of :class:`RedOpType`, plain names that cost
 nothing to compare. ``ReduceOp(name)`` wraps one, with a factor for PREMUL_SUM. Both are
@@ -119,7 +119,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 # torch's name for the enumeration; inside the class body it would hide the real one.
 ReduceOp.RedOpType = RedOpType  # type: ignore[attr-defined]
 
-#: What the operations accept.
+#: The type that operations accept.
 AnyReduceOp = ReduceOp | RedOpType
 
 

@@ -52,7 +52,7 @@ class NonMember:
         return f"<group {self.group_name!r} of ranks {list(self.global_ranks)}, not this one>"
 
 
-#: What operations take as ``group``; None is the default group.
+#: The type of ``group`` in operations; None is the default group.
 AnyGroup = ProcessGroup | NonMember | None
 
 
@@ -75,7 +75,7 @@ class group(metaclass=_GroupMeta):
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What the World knows of one registered group."""
+    """The World's record of one registered group."""
 
     group: ProcessGroup
     store: Store
@@ -86,13 +86,13 @@ class GroupRecord:
 
 @dataclass(eq=False)
 class World:
-    """One rank's groups."""
+    """A rank's groups."""
 
     default_group: ProcessGroup | None = None
     records: dict[ProcessGroup, GroupRecord] = field(default_factory=dict)
     #: Numbers the groups that all ranks make together.
     group_count: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    #: How often a set of ranks made a group by themselves.
+    #: By set of ranks: the number of groups that they made by themselves.
     local_counts: dict[tuple[int, ...], int] = field(default_factory=dict)
     warned: set[tuple[str, str]] = field(default_factory=set)
     #: The store that rendezvous made, closed with the World.
@@ -103,7 +103,7 @@ class World:
     notes: Notes = field(default_factory=Notes)
     #: Stands for torch's default generator where ranks share a process; None: torch's own.
     generator: torch.Generator | None = None
-    #: What higher layers keep of this rank, by its class.
+    #: The state that higher layers keep of this rank, by its class.
     states: dict[type, Any] = field(default_factory=dict)
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
@@ -132,7 +132,7 @@ class World:
         return self.default_group
 
     def record(self, group: ProcessGroup) -> GroupRecord:
-        """What is known of ``group``.
+        """The record of ``group``.
 
         Raises:
             ValueError: It was not made by init_process_group or new_group, or was destroyed.
@@ -232,7 +232,7 @@ atexit.register(_process_world.end)
 
 
 def is_available() -> bool:
-    """Whether the package can make process groups here: always.
+    """True if the package can make process groups here: always.
 
     Example:
         >>> is_available()
@@ -242,7 +242,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether this rank has a default group.
+    """True if this rank has a default group.
 
     Example:
         >>> is_initialized()
@@ -301,7 +301,7 @@ def _warn_outside(group: NonMember, operation: str) -> None:
 
 
 def rank_not_in_group(group: AnyGroup) -> bool:
-    """Whether this rank is outside ``group`` (None: the default group, which has all ranks).
+    """True if this rank is outside ``group`` (None: the default group, which has all ranks).
 
     Example:
         >>> rank_not_in_group(GroupMember.NON_GROUP_MEMBER)
@@ -388,7 +388,7 @@ def get_backend(group: AnyGroup = None) -> str:
 
 
 def get_backend_config(group: AnyGroup = None) -> str:
-    """Which backend serves which device in ``group``, like "cpu:shm,cuda:nccl".
+    """The backend of each device in ``group``, like "cpu:shm,cuda:nccl".
 
     Raises:
         ValueError: This rank is not in the group, or the group is not registered.
@@ -400,7 +400,7 @@ def get_backend_config(group: AnyGroup = None) -> str:
 
 
 def get_pg_count() -> int:
-    """How many groups this rank has."""
+    """The number of this rank's groups."""
     return len(current_world().records)
 
 

@@ -93,11 +93,11 @@ class DeviceMesh:
         self._flat: dict[str, DeviceMesh] = {}
         #: Those made by axes_group(), of the root: by their ranks.
         self._crossing: dict[tuple[int, ...], ProcessGroup] = {}
-        #: What higher layers keep for as long as the mesh: layouts of tensors on it, by content.
+        #: Layouts of tensors on the mesh, by content, which higher layers keep as long as it.
         self.specs: dict[Any, Any] = {}
         #: Likewise: shardings of calls on them, by signature.
         self.op_shardings: dict[Any, Any] = {}
-        #: Whether this rank is in the mesh.
+        #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
@@ -139,11 +139,11 @@ class DeviceMesh:
         return get_rank()
 
     def get_coordinate(self) -> list[int] | None:
-        """Where this rank is along each axis; None if it is not in the mesh."""
+        """This rank's index along each axis; None if it is not in the mesh."""
         return None if self._coordinate is None else list(self._coordinate)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Where this rank is along an axis, which may be left out if there is but one.
+        """This rank's index along an axis, which may be left out if there is but one.
 
         Raises:
             RuntimeError: This rank is not in the mesh, or the axis must be told.

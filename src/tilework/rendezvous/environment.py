@@ -1,4 +1,4 @@
-"""Who started this process, and as which rank: `tilework run`, torchrun, mpirun, srun, a person."""
+"""The launcher of this process and its rank: `tilework run`, torchrun, mpirun, srun, or none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Variables = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a launcher tells a rank about itself."""
+    """A launcher's settings for one rank."""
 
     launcher: str
     """Who set it, for messages: "tilework run", "torchrun", "mpirun", "srun", "RANK"."""
@@ -36,12 +36,12 @@ class Settings:
 
     @property
     def single_host(self) -> bool:
-        """Whether all ranks are known to be on this host."""
+        """True if all ranks are known to be on this host."""
         return self.local_world_size == self.world_size
 
 
 def detect_environment(variables: _Variables | None = None) -> Settings | None:
-    """What the environment says about this rank, or None if no launcher left a word there.
+    """This rank's settings in the environment; None if no launcher left any.
 
     Looks, in this order, for RANK and WORLD_SIZE (`tilework run`, torchrun, or by hand), Open MPI's
     mpirun, MPICH's and Intel MPI's, and SLURM's srun. Does not block.

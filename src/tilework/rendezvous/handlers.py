@@ -19,7 +19,7 @@ from tilework.store import FileStore, PrefixStore, Store, StoreServer, TCPStore,
 
 _Meeting = Iterator[tuple[Store, int, int]]
 
-#: How to set a variable that is missing.
+#: Advice for a variable that is missing.
 _ADVICE: Final = {
     "RANK": "this process's number, from 0",
     "WORLD_SIZE": "how many processes take part",

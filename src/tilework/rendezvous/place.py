@@ -11,7 +11,7 @@ UNSET = -1
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this is, and of how many; -1 where not given."""
+    """A rank and the number of ranks; -1 where not given."""
 
     rank: int = UNSET
     world_size: int = UNSET

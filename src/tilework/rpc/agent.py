@@ -1,4 +1,4 @@
-"""One rank's end of RPC: what it asks of others, and what others ask of it."""
+"""A rank's end of RPC: the calls that it makes, and those that it serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tilework.rpc.in_flight import InFlight
 from tilework.rpc.memory import MappedBuffers, Probe, SharedBufferPool
 from tilework.rpc.message import NO_FILE, Kind, Message, Ref, decode, encode
 from tilework.rpc.options import Timeout, timeout_seconds
-from tilework.rpc.received import Arrived
+from tilework.rpc.received import Received
 from tilework.rpc.rref import RRef, fill
 from tilework.rpc.sender import Sender
 from tilework.rpc.state import current_agent
@@ -37,18 +37,18 @@ from tilework.rpc.workers import Directory, To
 
 _log = logging.getLogger(__name__)
 
-#: What a rank sent before it was gone is read before its calls fail.
+#: Seconds in which messages of a rank that is gone are still read, before its calls fail.
 _GRACE_SECONDS: Final = 0.1
 
 
 class Agent:
-    """One rank's end of RPC.
+    """A rank's end of RPC.
 
     Args:
         rank: This rank.
         workers: All workers.
         transport: The sockets; the agent closes them.
-        lender: This rank's memory files; the agent closes it.
+        shared_buffers: This rank's memory files; the agent closes it.
         probes: By which ranks' memory files are found, by rank.
         rpc_timeout: Seconds that a call may take unless it says so itself.
         idle_threads: How many are kept.
@@ -59,17 +59,17 @@ class Agent:
         rank: int,
         workers: Directory,
         transport: Transport,
-        lender: SharedBufferPool,
+        shared_buffers: SharedBufferPool,
         probes: Sequence[Probe],
         rpc_timeout: float,
         idle_threads: int,
     ) -> None:
         self.rank, self.workers, self.rpc_timeout = rank, workers, rpc_timeout
-        self.sender = Sender(rank, transport, lender, probes)
+        self.sender = Sender(rank, transport, shared_buffers, probes)
         self.references = self.sender.references
         self.gatherings = Gatherings()
-        self._transport, self._lender, self._probes = transport, lender, probes
-        self._borrower = MappedBuffers(transport.wake)
+        self._transport, self._shared_buffers, self._probes = transport, shared_buffers, probes
+        self._mapped_buffers = MappedBuffers(transport.wake)
         self._calls = Calls()
         #: Calls of RPC's own that this rank has not answered yet.
         self._answering = InFlight()
@@ -79,14 +79,14 @@ class Agent:
         self._closing = threading.Lock()
         self._context = contextvars.copy_context()
         me = f"rpc {workers.find(rank).name}"
-        self._crew = ThreadPool(self._next_task, idle_threads, me)
+        self._threads = ThreadPool(self._next_task, idle_threads, me)
         self._watcher = threading.Thread(target=self._watch, name=f"{me} watch", daemon=True)
 
     def start(self, addresses: Sequence[str]) -> None:
         """Begin; the ranks listen at ``addresses``."""
         self._transport.know(addresses, self.sender.hello)
         self._watcher.start()
-        self._crew.start()
+        self._threads.start()
 
     # -- calling ---------------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class Agent:
         """A reference to the result of ``fn`` there."""
         about = self._about(to, fn, timeout)
         entry, ref = self.references.create(about["to"].id)
-        made = RRef.of(self, entry)
-        job: tuple[Any, ...] = (fill, (made, fn, tuple(args), dict(kwargs)), {})
+        rref = RRef.of(self, entry)
+        job: tuple[Any, ...] = (fill, (rref, fn, tuple(args), dict(kwargs)), {})
         self._issue(CreatingCall(**about, entry=entry), job, ref)
-        return made
+        return rref
 
     def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any:
         """Each of the ranks' objects, by rank. Collective over them; blocks."""
@@ -169,10 +169,10 @@ class Agent:
             raise _closed_error(call) if self._closed else call.lost()
         return number
 
-    # -- receiving: on the crew's threads ----------------------------------------------------
+    # -- receiving: on the pool's threads ----------------------------------------------------
 
     def _next_task(self) -> Task | None:
-        """Take messages until one asks for something that may take its time."""
+        """The next task that may take its time; quick messages are handled meanwhile."""
         while not self._stopped:
             task = self._handle(self._transport.receive())
             if task is not None:
@@ -180,7 +180,7 @@ class Agent:
         return None
 
     def _handle(self, frames: Sequence[Any]) -> Task | None:
-        """Take a message. Apart, so that a thread that waits for the next one holds none."""
+        """Handle a message. Apart, so that a thread that waits for the next one holds none."""
         try:
             return self._take(decode(frames))
         except Exception:  # our bug; the others' messages must go on
@@ -188,7 +188,7 @@ class Agent:
             return None
 
     def _take(self, message: Message) -> Task | None:  # noqa: C901, PLR0912
-        """What may be done at once, in the order of the messages; the rest is returned."""
+        """The rest of a message's work, once the quick part is done, in the order of messages."""
         sender, number = message.sender, message.number
         self._transport.contact(sender)
         match message.kind:
@@ -197,16 +197,16 @@ class Agent:
                     self._answering.begin()
                 return partial(self._serve, self._unwrap(message))
             case Kind.RESULT | Kind.ERROR:
-                arrived, call = self._unwrap(message), self._calls.pop(number)
+                received, call = self._unwrap(message), self._calls.pop(number)
                 if call is not None:  # it was neither late nor given up
-                    return self._finish(call, partial(self._outcome, call, arrived))
+                    return self._finish(call, partial(self._outcome, call, received))
             case Kind.HELLO:
                 if number:
                     self.sender.readers.add(sender)
             case Kind.TAKEN:
-                self._lender.taken(number)
+                self._shared_buffers.taken(number)
             case Kind.RETURNED:
-                if self._lender.returned(number):
+                if self._shared_buffers.returned(number):
                     self._transport.wake()
             case Kind.ADD:
                 self.references.add(message.refs[0], sender, number)
@@ -221,35 +221,37 @@ class Agent:
                 return None if freed is None else partial(_let_go, [freed])
         return None
 
-    def _unwrap(self, message: Message) -> Arrived:
+    def _unwrap(self, message: Message) -> Received:
         refs = [
             RRef.of(self, self.references.incoming(ref, message.sender)) for ref in message.refs
         ]
-        return Arrived(message, refs, self._open(message) if message.file != NO_FILE else None)
+        return Received(message, refs, self._open(message) if message.file != NO_FILE else None)
 
     def _open(self, message: Message) -> Any:
-        """What the message's memory file holds; the error if it cannot be opened."""
+        """The contents of the message's memory file; the error if it cannot be opened."""
         sender, (number, returning) = message.sender, message.file
         pid = self._probes[sender].pid
         try:
-            found: Any = self._borrower.borrow(sender, pid, number, message.file_bytes, returning)
+            contents: Any = self._mapped_buffers.map(
+                sender, pid, number, message.file_bytes, returning
+            )
         except OSError as error:
-            found, returning = error, False
+            contents, returning = error, False
         if not returning:
-            self.sender.tell(Kind.TAKEN, sender, number)
-        return found
+            self.sender.notify(Kind.TAKEN, sender, number)
+        return contents
 
-    def _outcome(self, call: Call, arrived: Arrived) -> Any:
+    def _outcome(self, call: Call, received: Received) -> Any:
         """The result of a call that ended, or its exception."""
-        if arrived.lacks_memory and not self._probes[arrived.message.sender].readable():
+        if received.lacks_memory and not self._probes[received.message.sender].readable():
             raise call.lost()  # it answered and died before its memory was opened here
-        result = arrived.load()
-        if arrived.message.kind == Kind.ERROR:
-            raise result.rebuild(self.workers.find(arrived.message.sender))
+        result = received.load()
+        if received.message.kind == Kind.ERROR:
+            raise result.rebuild(self.workers.find(received.message.sender))
         return result
 
     def _finish(self, call: Call, outcome: Callable[[], Any]) -> Task | None:
-        """End a call; what is left to be done for that, if anything."""
+        """End a call; the rest of the work for that, if any."""
         task = call.finish(outcome)
         if task is None:
             self._calls.ended(call)
@@ -265,13 +267,13 @@ class Agent:
 
     # -- serving ---------------------------------------------------------------------------
 
-    def _serve(self, arrived: Arrived) -> None:
-        """Run what another rank asks for, and answer."""
-        message = arrived.message
+    def _serve(self, received: Received) -> None:
+        """Run another rank's call, and answer."""
+        message = received.message
         try:
-            fn, args, kwargs = arrived.load()
+            fn, args, kwargs = received.load()
         except BaseException as error:
-            arrived.fail_new(error)
+            received.fail_new(error)
             self._answer(message, partial(_raise, error))
             return
         try:
@@ -287,7 +289,7 @@ class Agent:
             self._answer(message, lambda: result)
 
     def _answer(self, message: Message, outcome: Callable[[], Any]) -> None:
-        """Answer a call with what ``outcome`` returns or raises."""
+        """Answer a call with the result of ``outcome``, or its exception."""
         to, number = message.sender, message.number
         try:
             kind, (payload, refs) = Kind.RESULT, self.sender.pack(outcome(), to)
@@ -300,10 +302,10 @@ class Agent:
     # -- watching: on a thread of its own ------------------------------------------------------
 
     def _watch(self) -> None:
-        """End the calls that are late, or whose worker is gone; tell what was dropped."""
+        """End calls that are late or whose worker is gone; report dropped references."""
         while not self._closed:
             next_loss = self._losing[0][0] if self._losing else math.inf
-            until = self._calls.sleep_until(min(next_loss, self._lender.tidy()))
+            until = self._calls.sleep_until(min(next_loss, self._shared_buffers.tidy()))
             lost = self._transport.watch(until - time.monotonic())
             now = time.monotonic()
             self._losing += [(now + _GRACE_SECONDS, rank) for rank in lost]
@@ -312,14 +314,14 @@ class Agent:
             for number in self._calls.late(now):
                 self._end(number, Call.late)
             self.references.flush()
-            for rank, file, again in self._borrower.given_back():
-                self.sender.tell(Kind.RETURNED if again else Kind.TAKEN, rank, file)
+            for rank, file, again in self._mapped_buffers.released():
+                self.sender.notify(Kind.RETURNED if again else Kind.TAKEN, rank, file)
 
     def _lose(self, rank: int) -> None:
         self._transport.give_up(rank)
         for number in self._calls.numbers(lambda call: call.to.id == rank):
             self._end(number, Call.lost)
-        self._lender.lost(rank)
+        self._shared_buffers.lost(rank)
         run_soon(partial(_let_go, self.references.lost(rank)))
         run_soon(partial(self.gatherings.lose, rank))
 
@@ -358,7 +360,7 @@ class Agent:
         """Leave. Calls that have not ended fail. Idempotent; waits for nobody.
 
         Args:
-            linger_seconds: How long what was sent may take to leave.
+            linger_seconds: Time that messages in flight may take to leave.
         """
         with self._closing:
             if self._closed:
@@ -370,14 +372,14 @@ class Agent:
         self._transport.wake()
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
-        self._crew.join()
+        self._threads.join()
         self._transport.close(linger_seconds)
-        self._lender.close()
+        self._shared_buffers.close()
         self.references.close()
 
 
 def _arrive(key: Key, rank: int, obj: Any) -> Later:
-    """Runs where a gathering is led."""
+    """Contribute to a gathering; runs on its root."""
     return current_agent().gatherings.arrive(key, rank, obj)
 
 
@@ -395,7 +397,7 @@ def _raise(error: BaseException) -> Any:
 
 
 def _let_go(entries: list[Owned]) -> None:
-    """Drop values where whatever their end sets off may block."""
+    """Drop values on a thread where their finalizers may block."""
     entries.clear()
 
 

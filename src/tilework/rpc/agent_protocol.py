@@ -13,7 +13,7 @@ from tilework.rpc.workers import Directory, To
 
 
 class AgentProtocol(Protocol):
-    """One rank's end of RPC; :class:`~tilework.rpc.agent.Agent` implements it."""
+    """A rank's end of RPC; :class:`~tilework.rpc.agent.Agent` implements it."""
 
     rank: int
     rpc_timeout: float

@@ -1,4 +1,4 @@
-"""What programs call."""
+"""The functions that programs call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.rpc.workers import To, WorkerInfo
 
 T = TypeVar("T")
 
-#: How long what was sent last may take to leave, where everybody waited for it.
+#: Seconds that the last messages may take to leave, where everybody waited for them.
 _LINGER_SECONDS = 2.0
 
 
@@ -194,7 +194,7 @@ def get_worker_infos() -> list[WorkerInfo]:
 
 
 def is_initialized() -> bool:
-    """Whether this rank has called init_rpc, and not shutdown since.
+    """True if this rank has called init_rpc, and not shutdown since.
 
     Example:
         >>> is_initialized()
@@ -204,7 +204,7 @@ def is_initialized() -> bool:
 
 
 def get_rpc_timeout() -> float:
-    """How many seconds a call may take unless it says so itself; infinite for no limit.
+    """The default timeout of calls in seconds; infinite for no limit.
 
     Raises:
         RuntimeError: init_rpc was not called.
@@ -243,8 +243,8 @@ def all_gather(
     ranks = tuple(sorted({agent.workers.find(name).id for name in names}))
     if agent.rank not in ranks:
         raise ValueError(f"this worker is not one of those that gather: {sorted(names)}")
-    found = agent.gather("all_gather", ranks, obj, timeout)
-    return {agent.workers.find(rank).name: found[rank] for rank in ranks}
+    objects = agent.gather("all_gather", ranks, obj, timeout)
+    return {agent.workers.find(rank).name: objects[rank] for rank in ranks}
 
 
 def barrier(

@@ -27,7 +27,7 @@ _LONGEST_SECONDS = 7 * 24 * 3600.0
 def find_store(
     options: RpcBackendOptions, rank: int, world_size: int | None
 ) -> tuple[Store, int, int, bool]:
-    """Where to meet, as which rank, of how many; and whether the store was opened for that."""
+    """The store to meet at, this rank, the size, and True if the store was opened for that."""
     size = -1 if world_size is None else world_size
     world = current_world()
     if options.init_method is None and world.default_group is not None:
@@ -54,19 +54,19 @@ def join(
                 meeting.wait_for_all()  # so that each is told why there are no keys
             transport = Transport(rank, size, keys := agree_on_keys(meeting.store, size))
             undo.callback(transport.close, 0.0)
-            lender = SharedBufferPool()
-            undo.callback(lender.close)
+            shared_buffers = SharedBufferPool()
+            undo.callback(shared_buffers.close)
             host = _host(meeting.store, rank, size)
-            mine = Card(name, keys.proof, host, transport.listen_here(), lender.probe)
-            cards = meeting.exchange(mine)
-            workers = Directory([card.name for card in cards])
+            card = Card(name, keys.proof, host, transport.listen_here(), shared_buffers.probe)
+            cards = meeting.exchange(card)
+            workers = Directory([each.name for each in cards])
             addresses = _addresses(meeting, transport, store, cards, host)
         undo.pop_all()
     agent = Agent(
         rank,
         workers,
         transport,
-        lender,
+        shared_buffers,
         [card.probe for card in cards],
         options.rpc_timeout,
         options.num_worker_threads,
@@ -84,10 +84,10 @@ def _host(store: Store, rank: int, size: int) -> str:
 def _addresses(
     meeting: Meeting, transport: Transport, store: Store, cards: list[Card], host: str
 ) -> list[str]:
-    """Where each rank listens for this one. Collective."""
+    """The address of each rank for this one. Collective."""
     if len({card.host for card in cards}) == 1:
         return [card.address for card in cards]
-    meeting.tell("tcp", transport.listen_on(reachable_address(store)))
+    meeting.publish("tcp", transport.listen_on(reachable_address(store)))
     far = meeting.gather("tcp")
     return [
         card.address if card.host == host else address

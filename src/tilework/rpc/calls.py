@@ -18,14 +18,14 @@ from tilework.rpc.futures import RpcFuture
 from tilework.rpc.in_flight import InFlight
 from tilework.rpc.workers import WorkerInfo
 
-#: How a call ended: gives its result, or raises.
+#: The end of a call: returns its result, or raises.
 Outcome = Callable[[], Any]
 Task = Callable[[], None]
 
 
 @dataclass(eq=False, kw_only=True)
 class Call(ABC):
-    """One call to another rank."""
+    """A call to another rank."""
 
     to: WorkerInfo
     what: str
@@ -35,7 +35,7 @@ class Call(ABC):
     timeout: float
     """Seconds."""
     inner: bool = False
-    """Whether it is for RPC's own purposes."""
+    """True if it is for RPC's own purposes."""
     deadline: float = 0.0
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Call(ABC):
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Task | None:
-        """It has ended. Never blocks: what may block is the task that it returns, if any."""
+        """End the call. Never blocks: the task that it returns, if any, may."""
 
     def lost(self) -> PeerLostError:
         """The error for a worker that is gone."""
@@ -143,7 +143,7 @@ class Calls:
         self.work = InFlight()
 
     def add(self, call: Call) -> tuple[int, bool]:
-        """Its number, and whether who watches the deadlines must be woken for it."""
+        """Its number, and True if the thread that watches deadlines must be woken for it."""
         if not call.inner:
             self.work.begin()
         with self._lock:
@@ -152,12 +152,12 @@ class Calls:
             return number, call.deadline < self._awake_at
 
     def pop(self, number: int) -> Call | None:
-        """The call, once; whoever gets it ends it, and says so."""
+        """The call, for the first who asks, who must end it and call :meth:`ended`."""
         with self._lock:
             return self._calls.pop(number, None)
 
     def ended(self, call: Call) -> None:
-        """The call has ended."""
+        """Note that the call has ended."""
         if not call.inner:
             self.work.end()
 
@@ -171,7 +171,7 @@ class Calls:
         return self.numbers(lambda call: call.deadline <= now)
 
     def sleep_until(self, at_most: float) -> float:
-        """When the next one is late, or ``at_most``: until then nobody need look again."""
+        """The next deadline, or ``at_most``: until then nobody need look again."""
         with self._lock:
             soonest = min((call.deadline for call in self._calls.values()), default=math.inf)
             self._awake_at = min(soonest, at_most)

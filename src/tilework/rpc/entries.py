@@ -1,4 +1,4 @@
-"""What a rank knows of one reference: its value, on its owner; who holds it, elsewhere."""
+"""A rank's entry for one reference: on the owner the value, elsewhere that it is held."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Owned:
 
     def __init__(self, id: RefId, owner: int) -> None:
         self.id, self.owner = id, owner
-        #: How many references each rank was given and has not dropped.
+        #: By rank: the number of references that it was given and has not dropped.
         self.holders: dict[int, int] = {}
         #: Completes, with None, when the value is there; None once it is.
         self.pending: RpcFuture[None] | None = RpcFuture()
@@ -27,12 +27,12 @@ class Owned:
         self._error: BaseException | None = None
 
     def complete(self, value: Any) -> None:
-        """The value is there."""
+        """Set the value."""
         self._value = value
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """There will be no value."""
+        """Set the error that there is instead of a value."""
         self._error = error
         self._end()
 
@@ -58,7 +58,7 @@ class Held:
 
     def __init__(self, id: RefId, owner: int) -> None:
         self.id, self.owner = id, owner
-        #: Whether the owner is known to have counted this rank.
+        #: True if the owner is known to have counted this rank.
         self.confirmed = False
         #: Why there is no value, if so.
         self.error: BaseException | None = None

@@ -20,7 +20,7 @@ class RemoteTraceback(Exception):
 
 
 class Failure(NamedTuple):
-    """What another rank is told of an exception."""
+    """An exception, as it is sent to another rank."""
 
     pickled: bytes | None
     """The exception; None where it cannot be pickled, or is not for others (an interrupt)."""
@@ -30,10 +30,10 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """That of ``error``."""
-        told = traceback.format_exception(type(error), error, _users(error.__traceback__))
+        """The Failure for ``error``."""
+        lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        return cls(_pickled(error), name.removeprefix("builtins."), str(error), "".join(told))
+        return cls(_pickled(error), name.removeprefix("builtins."), str(error), "".join(lines))
 
     def rebuild(self, where: WorkerInfo) -> BaseException:
         """The exception, as it is raised on this rank."""

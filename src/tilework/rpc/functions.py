@@ -27,5 +27,5 @@ def async_execution(fn: _Function) -> _Function:
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` is marked so."""
+    """True if ``fn`` is marked so."""
     return bool(getattr(fn, _MARK, False))

@@ -34,7 +34,7 @@ class RpcFuture(torch.futures.Future[T]):
 
 
 class Later:
-    """What a function returns whose result will be in ``future``."""
+    """The return value of a function whose result will be in ``future``."""
 
     def __init__(self, future: torch._C.Future[Any]) -> None:
         self.future = future

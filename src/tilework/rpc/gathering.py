@@ -9,12 +9,12 @@ from typing import Any
 from tilework.errors import PeerLostError
 from tilework.rpc.futures import Later, RpcFuture
 
-#: What is gathered: its purpose, the ranks, and how many of these there were before.
+#: A gathering: its purpose, the ranks, and its number among those alike.
 Key = tuple[str, tuple[int, ...], int]
 
 
 class _Round:
-    """One gathering, where it is led."""
+    """A gathering, on its root."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
@@ -22,7 +22,7 @@ class _Round:
 
 
 class Gatherings:
-    """One rank's part in gatherings."""
+    """A rank's part in gatherings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class Gatherings:
         return Later(round.future)
 
     def lose(self, rank: int) -> None:
-        """``rank`` will not come."""
+        """Fail the gatherings that need ``rank``, which is gone."""
         with self._lock:
             self._lost.add(rank)
             ended = [key for key in self._rounds if rank in key[1]]

@@ -1,4 +1,4 @@
-"""How many things have begun and not ended."""
+"""A count of things that have begun and not ended."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import time
 
 
 class InFlight:
-    """Counts what begins and ends.
+    """A counter of things in flight.
 
     Example:
-        >>> tally = InFlight()
-        >>> tally.begin()
-        >>> tally.wait_none(time.monotonic() + 0.01), tally.total
+        >>> in_flight = InFlight()
+        >>> in_flight.begin()
+        >>> in_flight.wait_none(time.monotonic() + 0.01), in_flight.total
         (False, 1)
-        >>> tally.end()
-        >>> tally.wait_none(math.inf)
+        >>> in_flight.end()
+        >>> in_flight.wait_none(math.inf)
         True
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._now = 0
-        #: How many have ever begun.
+        #: The number that ever began.
         self.total = 0
 
     def begin(self) -> None:
-        """One has begun."""
+        """Count one more."""
         with self._changed:
             self._now += 1
             self.total += 1
 
     def end(self) -> None:
-        """One has ended."""
+        """Count one less."""
         with self._changed:
             self._now -= 1
             if not self._now:
                 self._changed.notify_all()
 
     def wait_none(self, deadline: float) -> bool:
-        """Wait until all have ended; whether that came before ``deadline`` (time.monotonic())."""
+        """Wait until none is left; True if that came before ``deadline`` (time.monotonic())."""
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         with self._changed:
             return self._changed.wait_for(lambda: not self._now, left)

@@ -1,4 +1,4 @@
-"""Which keys the ranks of a job have, and nobody else.
+"""The keys that the ranks of a job have, and nobody else.
 
 Connections are encrypted and authenticated by CURVE, where each end has a key pair and knows the
 other's public key. All pairs follow from one secret of the job's, so that nothing but a
@@ -34,11 +34,11 @@ class Keys:
         self._size = size
 
     def public(self, rank: int) -> bytes:
-        """What others know of ``rank``, in Z85."""
+        """The public key of ``rank``, in Z85."""
         return bytes(zmq.curve_public(self.private(rank)))
 
     def private(self, rank: int) -> bytes:
-        """What ``rank`` proves to have, in Z85."""
+        """The private key of ``rank``, in Z85."""
         return bytes(z85.encode(self._derived(f"rank {rank}")))
 
     @cached_property

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 _ALIGNMENT: Final = 64
 #: Buffers from this size on are worth a file.
 LEAST_BYTES: Final = 64 << 10
-#: Files that are used again: how many, of how many bytes together, kept unused for how long.
+#: Limits of files that are used again: their number, their bytes, seconds kept unused.
 _MOST_FILES: Final = 32
 _MOST_BYTES: Final = 128 << 20
 _KEPT_SECONDS: Final = 2.0
@@ -36,7 +36,7 @@ class Probe(NamedTuple):
     token: str
 
     def readable(self) -> bool:
-        """Whether this process can open that one's files."""
+        """True if this process can open that one's files."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -55,27 +55,27 @@ class _File(NamedTuple):
 
 
 class SharedBufferPool:
-    """The memory files of one rank: those that others have, and those that nobody has now."""
+    """The memory files of one rank: those that others have mapped, and unused ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Which rank has each.
-        self._lent: dict[int, int] = {}
-        #: Those of them that will come back.
+        #: By file: the rank that has it.
+        self._shared: dict[int, int] = {}
+        #: Those of them that will be returned.
         self._returning: dict[int, _File] = {}
-        #: Those that came back, oldest first, and when.
+        #: Those that were returned and when, oldest first.
         self._unused: deque[tuple[float, _File]] = deque()
         token = secrets.token_hex(16)
         fd = _write_file(None, [memoryview(token.encode())], [0])
         self.probe = Probe(os.getpid(), -1 if fd is None else fd, token)
 
-    def lend(
+    def share(
         self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]
     ) -> tuple[int, bool] | None:
-        """A file with copies of ``parts``, for ``rank``.
+        """Copy ``parts`` to a file for ``rank``.
 
         Returns:
-            Its number, and whether ``rank`` has to give it back; None if there is no room.
+            Its number, and True if ``rank`` has to return it; None if there is no room.
         """
         size = offsets[-1] + parts[-1].nbytes
         with self._lock:
@@ -85,13 +85,13 @@ class SharedBufferPool:
         if fd is None:
             return None
         with self._lock:
-            self._lent[fd] = rank
+            self._shared[fd] = rank
             if room:
                 self._returning[fd] = again or _File(fd, size)
         return fd, room
 
     def _find(self, size: int) -> _File | None:
-        """An unused file in which so much fits, and that is not much too large."""
+        """An unused file that holds ``size`` bytes and is not much too large."""
         fitting = [each for each in self._unused if size <= each[1].size <= 4 * size]
         if not fitting:
             return None
@@ -100,7 +100,7 @@ class SharedBufferPool:
         return best[1]
 
     def _make_room(self, size: int) -> bool:
-        """Whether a new file of ``size`` is within the limits, perhaps instead of unused ones."""
+        """True if a new file of ``size`` is within the limits, perhaps instead of unused ones."""
         taken = sum(file.size for file in self._returning.values())
         if len(self._returning) >= _MOST_FILES or taken + size > _MOST_BYTES:
             return False
@@ -112,31 +112,31 @@ class SharedBufferPool:
         return True
 
     def taken(self, fd: int) -> None:
-        """It was mapped, or never will be, and is not to be used again."""
+        """Close a file that was mapped, or never will be, and is not to be used again."""
         with self._lock:
             self._returning.pop(fd, None)
-            if self._lent.pop(fd, None) is not None:
+            if self._shared.pop(fd, None) is not None:
                 os.close(fd)
 
     def returned(self, fd: int) -> bool:
-        """Nobody has it any more; whether ``tidy`` has something to look at for the first time."""
+        """Keep a file that nobody has any more; True if it is the first unused one."""
         with self._lock:
             file = self._returning.pop(fd, None)
             if file is None:
                 return False
-            del self._lent[fd]
+            del self._shared[fd]
             self._unused.append((time.monotonic(), file))
             return len(self._unused) == 1
 
     def lost(self, rank: int) -> None:
-        """``rank`` has nothing any more."""
+        """Close the files that ``rank`` had, which is gone."""
         with self._lock:
-            its = [fd for fd, whose in self._lent.items() if whose == rank]
-        for fd in its:
+            files = [fd for fd, holder in self._shared.items() if holder == rank]
+        for fd in files:
             self.taken(fd)
 
     def tidy(self) -> float:
-        """Let go of files that have been unused for long; when to look again (monotonic)."""
+        """Close files that have been unused for long; the time to look again (monotonic)."""
         with self._lock:
             limit = time.monotonic() - _KEPT_SECONDS
             while self._unused and self._unused[0][0] <= limit:
@@ -144,10 +144,10 @@ class SharedBufferPool:
             return self._unused[0][0] + _KEPT_SECONDS if self._unused else float("inf")
 
     def close(self) -> None:
-        """Let go of all. Idempotent."""
+        """Close all files. Idempotent."""
         with self._lock:
-            numbers = [*self._lent, *(file.fd for _, file in self._unused), self.probe.fd]
-            self._lent.clear()
+            numbers = [*self._shared, *(file.fd for _, file in self._unused), self.probe.fd]
+            self._shared.clear()
             self._returning.clear()
             self._unused.clear()
             self.probe = self.probe._replace(fd=-1)
@@ -156,73 +156,73 @@ class SharedBufferPool:
                 os.close(fd)
 
 
-class _Loan(weakref.ref[mmap.mmap]):
-    """A mapping of another rank's file, which is to be given back."""
+class _Mapping(weakref.ref[mmap.mmap]):
+    """A mapping of another rank's file, which is to be returned."""
 
     __slots__ = ("fd", "forked", "rank")
 
-    def __init__(self, mapping: mmap.mmap, ended: Callable[[_Loan], None]) -> None:
-        super().__init__(mapping, ended)  # type: ignore[call-arg]
+    def __init__(self, memory: mmap.mmap, ended: Callable[[_Mapping], None]) -> None:
+        super().__init__(memory, ended)  # type: ignore[call-arg]
         self.rank, self.fd = -1, -1
-        #: Whether a forked child has the mapping as well.
+        #: True if a forked child has the mapping as well.
         self.forked = False
 
 
 class MappedBuffers:
-    """One rank's mappings of other ranks' files.
+    """A rank's mappings of other ranks' files.
 
     Args:
-        wake: Called when ``given_back`` should be; from any thread, at any time.
+        wake: Called when ``released`` should be; from any thread, at any time.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._loans: set[_Loan] = set()
-        self._ended: deque[_Loan] = deque()
-        _borrowers.add(self)
+        self._mappings: set[_Mapping] = set()
+        self._ended: deque[_Mapping] = deque()
+        _all_mapped.add(self)
 
-    def borrow(self, rank: int, pid: int, fd: int, size: int, returning: bool) -> mmap.mmap:
-        """The first ``size`` bytes of a file of ``rank``, as memory of this one's.
+    def map(self, rank: int, pid: int, fd: int, size: int, returning: bool) -> mmap.mmap:
+        """The first ``size`` bytes of a file of ``rank``, mapped.
 
         Private, since a tensor must not be shared with the children that this process may fork.
 
         Raises:
             OSError: It cannot be opened.
         """
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            mapping = mmap.mmap(mine, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = mmap.mmap(own_fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
-            os.close(mine)
+            os.close(own_fd)
         if returning:
-            loan = _Loan(mapping, self._end)
-            loan.rank, loan.fd = rank, fd
-            self._loans.add(loan)
-        return mapping
+            mapping = _Mapping(memory, self._end)
+            mapping.rank, mapping.fd = rank, fd
+            self._mappings.add(mapping)
+        return memory
 
-    def _end(self, loan: _Loan) -> None:
-        self._ended.append(loan)
+    def _end(self, mapping: _Mapping) -> None:
+        self._ended.append(mapping)
         self._wake()
 
-    def given_back(self) -> Iterator[tuple[int, int, bool]]:
-        """Rank and number of each file that this rank has dropped; whether it may be used again."""
+    def released(self) -> Iterator[tuple[int, int, bool]]:
+        """Rank and number of each file that this rank has dropped; True if it may be used again."""
         while self._ended:
-            loan = self._ended.popleft()
-            self._loans.discard(loan)
-            yield loan.rank, loan.fd, not loan.forked
+            mapping = self._ended.popleft()
+            self._mappings.discard(mapping)
+            yield mapping.rank, mapping.fd, not mapping.forked
 
     def fork(self) -> None:
-        """A child has whatever is mapped now, and nobody will know when it drops it."""
-        for loan in list(self._loans):
-            loan.forked = True
+        """Note that a child has all mappings, too, which nobody will see it drop."""
+        for mapping in list(self._mappings):
+            mapping.forked = True
 
 
-_borrowers: weakref.WeakSet[MappedBuffers] = weakref.WeakSet()
+_all_mapped: weakref.WeakSet[MappedBuffers] = weakref.WeakSet()
 
 
 def _fork() -> None:
-    for borrower in list(_borrowers):
-        borrower.fork()
+    for buffers in list(_all_mapped):
+        buffers.fork()
 
 
 if hasattr(os, "register_at_fork"):
@@ -245,7 +245,7 @@ def place(sizes: Sequence[int]) -> list[int]:
 
 
 def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
-    """Write into the file ``fd``, or a new one; its number, None if that cannot be done."""
+    """Write to the file ``fd``, or a new one; its number, None if that cannot be done."""
     if not hasattr(os, "memfd_create"):
         return None
     try:

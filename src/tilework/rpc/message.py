@@ -31,7 +31,7 @@ _HERE_BYTES: Final = 64 << 10
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     #: Run a function. The number is the caller's, and the answer's.
     CALL = 1
@@ -60,7 +60,7 @@ class File(NamedTuple):
 
     number: int
     returning: bool
-    """Whether the sender wants it back, RETURNED; otherwise it is to be TAKEN."""
+    """True if the sender wants it back, RETURNED; otherwise it is to be TAKEN."""
 
 
 NO_FILE: Final = File(-1, False)
@@ -120,7 +120,7 @@ class Message:
 
     @property
     def file_bytes(self) -> int:
-        """How much of the memory file there is."""
+        """The size of the memory file."""
         return max(size + place for size, place in self.parts if place >= 0)
 
 

@@ -40,7 +40,7 @@ def timeout_seconds(timeout: Timeout, default: float) -> float:
 
 
 class RpcBackendOptions:
-    """What init_rpc may be told; also called ``TensorPipeRpcBackendOptions``, for torch's sake.
+    """The options of init_rpc; also called ``TensorPipeRpcBackendOptions``, for torch's sake.
 
     Args:
         rpc_timeout: How long a call may take unless it says so itself: seconds, or a timedelta; 0

@@ -48,7 +48,7 @@ class Payload:
         self.data = file.getbuffer()
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether ``buffer`` is to be part of the pickle."""
+        """True if ``buffer`` is to be part of the pickle."""
         view = buffer.raw()
         if view.nbytes < _APART_BYTES:
             return True
@@ -102,7 +102,7 @@ def _nth_ref(number: int) -> RRef[Any]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is nothing but elements in this process's memory."""
+    """True if it is nothing but elements in this process's memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""How the ranks that call init_rpc find each other, through a store."""
+"""Discovery of the ranks that call init_rpc, through a store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tilework.rpc.memory import Probe
 from tilework.store import PrefixStore, Store
 from tilework.store.checks import first_few
 
-#: How often waiting ranks look whether another has found something wrong.
+#: Seconds between looks of waiting ranks whether another has failed.
 _LOOK_SECONDS = 0.1
-#: How long a rank that failed lets the others find out why.
+#: Seconds that a rank which failed lets the others find out why.
 _LEAVING_SECONDS = 1.0
 _RANKS_SHOWN = 16
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank tells the others about itself."""
+    """A rank's description of itself for the others."""
 
     name: str
     proof: str
@@ -36,7 +36,7 @@ class Card:
 
 
 class Meeting:
-    """One rank's part in a meeting of ``size`` at ``store``, within ``seconds``.
+    """A rank's part in a meeting of ``size`` at ``store``, within ``seconds``.
 
     Ranks may meet at one store again and again: each counts how often it came, and how often it
     left, with success or without. A context manager that leaves.
@@ -91,7 +91,7 @@ class Meeting:
             DistStoreError: Some did not come in time.
         """
         text = json.dumps(asdict(card))
-        self.tell("card", text)
+        self.publish("card", text)
         cards = [_card(text) for text in self.gather("card")]
         others = [rank for rank, other in enumerate(cards) if other.proof != cards[0].proof]
         if others:
@@ -104,15 +104,15 @@ class Meeting:
 
     def wait_for_all(self) -> None:
         """Block until all have come."""
-        self.tell("here", "")
+        self.publish("here", "")
         self.gather("here")
 
-    def tell(self, what: str, text: str) -> None:
+    def publish(self, what: str, text: str) -> None:
         """Let the others know, for their ``gather``."""
         self.store.set(f"{what}/{self._rank}", text)
 
     def gather(self, what: str) -> list[str]:
-        """What each rank told. Blocks."""
+        """The texts that the ranks published. Blocks."""
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         while not self._there(keys):
             if time.monotonic() > self._deadline:

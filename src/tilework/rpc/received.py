@@ -1,4 +1,4 @@
-"""Messages with a body, of which everything was taken that must be."""
+"""Received messages: references counted, memory mapped, the pickle not read yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilework.rpc.rref import RRef
 
 
 @dataclass(slots=True, eq=False)
-class Arrived:
+class Received:
     """A message whose references are counted and whose memory file is mapped.
 
     Reading the pickle may run code that takes its time, or fails; dropping it loses nothing.
@@ -22,11 +22,11 @@ class Arrived:
     message: Message
     refs: list[RRef[Any]]
     file: Any
-    """What the memory file holds; why it cannot be opened."""
+    """The contents of the memory file; the error if it cannot be opened."""
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether its memory file could not be opened."""
+        """True if its memory file could not be opened."""
         return isinstance(self.file, OSError)
 
     def load(self) -> Any:
@@ -37,7 +37,7 @@ class Arrived:
         return load(data, buffers, self.refs)
 
     def fail_new(self, error: BaseException) -> None:
-        """The value that it was to make will not come."""
+        """Fail the value that the message was to make."""
         for rref, ref in zip(self.refs, self.message.refs, strict=True):
             if ref.pin == NEW and isinstance(rref.entry, Owned):
                 rref.entry.fail(error)

@@ -1,4 +1,4 @@
-"""Who holds which references: so that a value lives exactly as long as one of them.
+"""Reference counts across ranks: a value lives exactly as long as a reference to it.
 
 The owner of a value counts how many references it was told that each rank has. Where
 the owner itself sends one, it counts it as it sends. Where another rank does, that one holds
@@ -58,7 +58,7 @@ class References:
         #: Values of other ranks that this one refers to, and as how many it is counted there.
         self._held: dict[RefId, _Watch] = {}
         self._counts: dict[RefId, int] = {}
-        #: What must live until the rank that it is for HOLDS it.
+        #: Entries that must live until the rank which they are for HOLDS them.
         self._pinned: dict[int, tuple[int, Held]] = {}
         #: By the number of our ADD: the sender of the reference, its pin, our entry.
         self._asked: dict[int, tuple[int, int, Held]] = {}
@@ -82,7 +82,7 @@ class References:
             return self._hold(id, owner, more=True), Ref(id, owner, NEW)
 
     def outgoing(self, entry: Entry, to: int) -> Ref:
-        """What to put into a message to ``to`` for ``entry``."""
+        """The reference to put into a message to ``to`` for ``entry``."""
         with self._lock:
             if isinstance(entry, Owned):
                 self._owned[entry.id] = entry
@@ -204,7 +204,7 @@ class References:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many values of this rank others refer to, and how many of others this rank does."""
+        """The counts of own values that others refer to, and of others' that this rank does."""
         with self._lock:
             return len(self._owned), len(self._held)
 

@@ -55,14 +55,14 @@ class RRef(Generic[T]):
 
     @classmethod
     def of(cls, agent: AgentProtocol, entry: Entry) -> RRef[Any]:
-        """A reference by what the agent knows of it."""
-        made = cls.__new__(cls)
-        made._agent, made._entry = agent, entry
-        return made
+        """The reference for an agent's entry."""
+        rref = cls.__new__(cls)
+        rref._agent, rref._entry = agent, entry
+        return rref
 
     @property
     def entry(self) -> Entry:
-        """What the agent knows of it."""
+        """The agent's entry for it."""
         return self._entry
 
     @property
@@ -79,11 +79,11 @@ class RRef(Generic[T]):
         return self.owner().name
 
     def is_owner(self) -> bool:
-        """Whether this rank holds the value."""
+        """True if this rank holds the value."""
         return isinstance(self._entry, Owned)
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to know of this reference. Does not wait."""
+        """True if the owner is known to know of this reference. Does not wait."""
         return isinstance(self._entry, Owned) or self._entry.confirmed
 
     def to_here(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> T:
@@ -96,8 +96,8 @@ class RRef(Generic[T]):
             return self.local_value()
         if self._entry.error is not None:
             raise self._entry.error
-        found: T = self._agent.call(self._entry.owner, _fetch, (self,), {}, timeout)
-        return found
+        value: T = self._agent.call(self._entry.owner, _fetch, (self,), {}, timeout)
+        return value
 
     def local_value(self) -> T:
         """The value itself, on its owner. Blocks until it is there.
@@ -111,8 +111,8 @@ class RRef(Generic[T]):
                 f"{self!r} has its value on {self.owner_name()!r}, not here: call local_value() "
                 f"there, or to_here() for a copy"
             )
-        found: T = self._entry.get()
-        return found
+        value: T = self._entry.get()
+        return value
 
     def rpc_sync(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value where it is; blocks."""

@@ -15,13 +15,22 @@ from tilework.rpc.transport import Transport
 
 
 class Sender:
-    """What one rank sends. Never blocks."""
+    """The sending end of a rank. Never blocks."""
 
     def __init__(
-        self, rank: int, transport: Transport, lender: SharedBufferPool, probes: Sequence[Probe]
+        self,
+        rank: int,
+        transport: Transport,
+        shared_buffers: SharedBufferPool,
+        probes: Sequence[Probe],
     ) -> None:
-        self._rank, self._transport, self._lender, self._probes = rank, transport, lender, probes
-        self.references = References(rank, self.tell, transport.wake)
+        self._rank, self._transport, self._shared_buffers, self._probes = (
+            rank,
+            transport,
+            shared_buffers,
+            probes,
+        )
+        self.references = References(rank, self.notify, transport.wake)
         #: Ranks that can open this one's memory files.
         self.readers: set[int] = set()
 
@@ -49,31 +58,31 @@ class Sender:
             raise
 
     def post(self, kind: Kind, to: int, number: int, payload: Payload, refs: list[Ref]) -> bool:
-        """Send a message with a body; whether it may arrive."""
+        """Send a message with a body; True if it may arrive."""
         parts = [payload.data, *payload.buffers]
-        file, places = self._lend(to, parts)
+        file, places = self._share(to, parts)
         sent = self._transport.send(to, encode(kind, self._rank, number, refs, parts, file, places))
         if not sent:
-            self._lender.taken(file.number)
+            self._shared_buffers.taken(file.number)
             self.references.unsent(refs, to)
         return sent
 
-    def _lend(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
+    def _share(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
         """The memory file for the large ones of ``parts``, and the place of each part in it."""
         sizes = [part.nbytes for part in parts]
         large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
         if not large or to not in self.readers:
             return NO_FILE, []
         offsets = memory.place([sizes[i] for i in large])
-        lent = self._lender.lend(to, [parts[i] for i in large], offsets)
-        if lent is None:
+        shared = self._shared_buffers.share(to, [parts[i] for i in large], offsets)
+        if shared is None:
             return NO_FILE, []
         places = [-1] * len(parts)
         for i, offset in zip(large, offsets, strict=True):
             places[i] = offset
-        return File(*lent), places
+        return File(*shared), places
 
-    def tell(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
+    def notify(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
         """Send a message without a body; to a rank that is gone, nothing."""
         self._transport.send(to, encode(kind, self._rank, number, refs))
 

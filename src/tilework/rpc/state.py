@@ -12,7 +12,7 @@ class RpcState:
 
     def __init__(self) -> None:
         self.agent: AgentProtocol | None = None
-        #: Where the ranks met, if it was opened for that.
+        #: The store that the ranks met at, if it was opened for that.
         self.store: Store | None = None
 
     def close(self, linger_seconds: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Threads that receive messages and do what they ask."""
+"""Threads that receive messages and run the tasks in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilework.rpc.calls import Task
 
 
 class ThreadPool:
-    """Threads that take turns at receiving; whoever received does what is asked himself.
+    """Threads that take turns at receiving; the one that received a task runs it.
 
     So no message is handed from thread to thread, and a function that blocks holds up nobody:
     before a task begins, another thread has taken the turn. There are always as many threads as
@@ -18,8 +18,8 @@ class ThreadPool:
 
     Args:
         receive: Waits for the next task; None when there will be none. One thread at a time.
-        idle: How many threads are kept for later.
-        name: What the threads are called.
+        idle: The number of threads that are kept for later.
+        name: The threads' name.
     """
 
     def __init__(self, receive: Callable[[], Task | None], idle: int, name: str) -> None:

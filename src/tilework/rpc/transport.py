@@ -56,7 +56,7 @@ class _Peer:
 
 
 class Transport:
-    """One rank's sockets.
+    """A rank's sockets.
 
     Args:
         rank: This rank.
@@ -117,7 +117,7 @@ class Transport:
         return bound.decode().rstrip("\0")
 
     def know(self, addresses: Sequence[str], hello: Callable[[int], bytes]) -> None:
-        """Where the ranks listen, in their order; and the first message to each."""
+        """Set the addresses of the ranks, in their order, and the first message to each."""
         self._hello = hello
         self._peers = {rank: _Peer(address) for rank, address in enumerate(addresses)}
         self._peers[self._rank].address = _SELF

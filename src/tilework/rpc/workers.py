@@ -1,4 +1,4 @@
-"""Who takes part: names and ranks."""
+"""The workers: names and ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from tilework.store.checks import first_few
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
-#: How many names an error message spells out.
+#: The number of names that an error message spells out.
 _NAMES_SHOWN: Final = 16
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """One rank that takes part in RPC, as the others know it.
+    """A rank that takes part in RPC, as the others know it.
 
     Example:
         >>> WorkerInfo("trainer", 0)
@@ -29,7 +29,7 @@ class WorkerInfo:
     """Its rank."""
 
 
-#: How calls name the worker that they go to: its name, its rank or its WorkerInfo.
+#: A worker, as a call addresses it: its name, its rank or its WorkerInfo.
 To = str | int | WorkerInfo
 
 
@@ -60,12 +60,12 @@ class Directory:
         if isinstance(to, str):
             found = self._by_name.get(to)
             if found is None:
-                raise ValueError(f"Invalid worker name {to!r}: the workers are {self._told()}")
+                raise ValueError(f"Invalid worker name {to!r}: the workers are {self._names()}")
             return found
         if isinstance(to, WorkerInfo):
             if to.id in range(len(self._workers)) and self._workers[to.id] == to:
                 return to
-            raise ValueError(f"{to!r} is not one of the workers {self._told()}")
+            raise ValueError(f"{to!r} is not one of the workers {self._names()}")
         if not isinstance(to, int) or isinstance(to, bool):
             raise TypeError(f"a worker is a name, a rank or a WorkerInfo, got {to!r}")
         if to not in range(len(self._workers)):
@@ -80,7 +80,7 @@ class Directory:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def _told(self) -> str:
+    def _names(self) -> str:
         return first_few([repr(worker.name) for worker in self._workers], _NAMES_SHOWN)
 
 

@@ -1,4 +1,4 @@
-"""Where a store's server is: a TCP host and port, or a Unix socket. Binding and connecting."""
+"""Addresses of a store's server: a TCP host and port, or a Unix socket; bind and connect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Final
 
 from tilework.errors import DistNetworkError
 
-#: What the kernel keeps of a Unix socket's name, its terminator aside.
+#: Bytes that the kernel keeps of a Unix socket's name, its terminator aside.
 _MAX_UNIX_BYTES: Final = 107
 _BACKLOG: Final = 4096
 
 
 class Address(ABC):
-    """Where a server listens."""
+    """The address that a server listens at."""
 
     @abstractmethod
     def listen(self) -> socket.socket:
@@ -29,7 +29,7 @@ class Address(ABC):
 
     @abstractmethod
     def connect(self, timeout_seconds: float) -> socket.socket:
-        """One attempt to connect. Raises OSError."""
+        """Try once to connect. Raises OSError."""
 
     @abstractmethod
     def bound(self, listener: socket.socket) -> Address:
@@ -38,7 +38,7 @@ class Address(ABC):
     @property
     @abstractmethod
     def hint(self) -> str:
-        """What to check when nobody answers here."""
+        """Advice for when nobody answers here."""
 
     def refuses(self, peer: socket.socket) -> str:
         """Why this process will not talk to who is at the other end; empty if it will."""
@@ -66,7 +66,7 @@ class TcpAddress(Address):
 
     @property
     def hint(self) -> str:
-        """What to check when nobody answers here."""
+        """Advice for when nobody answers here."""
         return (
             "Check that rank 0 is running and listens there, that the host name means the same "
             "machine everywhere (not 127.0.1.1 on rank 0), and that no firewall is between."
@@ -154,12 +154,12 @@ class UnixAddress(Address):
 
     @property
     def abstract(self) -> bool:
-        """Whether it is a name that leaves nothing on disk."""
+        """True if it is a name that leaves nothing on disk."""
         return self.name.startswith("@")
 
     @property
     def hint(self) -> str:
-        """What to check when nobody answers here."""
+        """Advice for when nobody answers here."""
         return (
             "Check that the process that serves the store (the launcher, or rank 0) is running, "
             "on this host and in this network namespace, and uses the same address."
@@ -188,7 +188,7 @@ class UnixAddress(Address):
         return listener
 
     def connect(self, timeout_seconds: float) -> socket.socket:
-        """One attempt."""
+        """Try once to connect."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_seconds)
@@ -225,7 +225,7 @@ class UnixAddress(Address):
         return b"\0" + name[1:] if self.abstract else name
 
     def _answers(self) -> bool:
-        """Whether somebody may still use the path: only a socket that refuses is nobody's."""
+        """True if somebody may still use the path: only a socket that refuses is nobody's."""
         try:
             if not stat.S_ISSOCK(os.lstat(self.name).st_mode):
                 return True

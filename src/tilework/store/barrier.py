@@ -13,7 +13,7 @@ from tilework.store.contract import Store
 
 _log = logging.getLogger(__name__)
 
-#: How often a waiting rank looks for what would make waiting useless.
+#: Seconds between looks of a waiting rank for a reason not to wait any longer.
 _LOOK_SECONDS = 1.0
 #: Ranks that an error message spells out.
 _RANKS_SHOWN = 16
@@ -109,7 +109,7 @@ class _Barrier:
         return True
 
     def describe(self) -> str:
-        """Who has come and who has not."""
+        """The ranks that have come and those that have not."""
         came = f"{len(self._arrived)} of {self._count} ranks came"
         expected = range(self._count) if self._ranks is None else self._ranks
         missing = sorted(set(expected) - set(self._arrived))

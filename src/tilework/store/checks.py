@@ -1,4 +1,4 @@
-"""What every store checks and says in the same way: keys, values, durations, time-outs."""
+"""Checks and messages that stores share: keys, values, durations, time-outs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_INTEGER: Final = (1 << 63) - 1
 #: No wait is longer, however large the timeout: poll() counts milliseconds in 32 bits.
 LONGEST_WAIT_SECONDS: Final = 20.0 * 24 * 3600
 
-#: How many keys an error message spells out.
+#: The number of keys that an error message spells out.
 _KEYS_SHOWN: Final = 8
 
 
@@ -119,7 +119,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether no time remains."""
+        """True if no time remains."""
         return time.monotonic() >= self._end
 
 

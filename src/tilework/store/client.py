@@ -76,7 +76,7 @@ class RemoteStore(Store):
         self._ask(Code.APPEND, checks.key_bytes(key), checks.data_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist, without waiting."""
+        """True if all ``keys`` exist, without waiting."""
         runs = wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)])
         return all(self._ask_number(Code.CHECK, *run) for run in runs)
 
@@ -92,7 +92,7 @@ class RemoteStore(Store):
         return bool(self._ask_number(Code.DELETE, checks.key_bytes(key)))
 
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
         return self._ask_number(Code.NUM_KEYS)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class RemoteStore(Store):
 
     @property
     def authenticated(self) -> bool:
-        """Whether the server and this client proved to each other that they know the secret."""
+        """True if the server and this client proved to each other that they know the secret."""
         return self._secret is not None
 
     @property

@@ -12,7 +12,7 @@ from tilework.store import checks
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
 
-#: What a key or value may be; str is stored as UTF-8.
+#: A key or value; str is stored as UTF-8.
 Data = str | bytes
 
 AnyStore = TypeVar("AnyStore", bound="Store")
@@ -40,7 +40,7 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long blocking methods wait unless told otherwise."""
+        """The time that blocking methods wait unless another is given."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -76,7 +76,7 @@ class Store(ABC):
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist, without waiting."""
+        """True if all ``keys`` exist, without waiting."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -88,7 +88,7 @@ class Store(ABC):
 
     @abstractmethod
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """``get`` for several keys, in their order, under one timeout."""
@@ -109,7 +109,7 @@ class Store(ABC):
 
     @property
     def authenticated(self) -> bool:
-        """Whether only holders of the job's secret (or this process or user) can reach the store.
+        """True if only holders of the job's secret (or this process or user) can reach the store.
 
         False unless a store knows better. What decodes to code, such as a pickled object, is
         taken from authenticated stores only.
@@ -118,7 +118,7 @@ class Store(ABC):
 
     @property
     def secret(self) -> bytes | None:
-        """What the holders of this store share and never sent to each other; None if nothing.
+        """The secret that the holders of this store share and never send; None if there is none.
 
         Keys may follow from it: who reads the network does not know it.
         """

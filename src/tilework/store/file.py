@@ -122,7 +122,7 @@ class FileStore(Store):
         self._change(changes)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist, without waiting."""
+        """True if all ``keys`` exist, without waiting."""
         names = checks.keys_bytes(keys)
         return self._look(lambda table: table.has(names))
 
@@ -143,7 +143,7 @@ class FileStore(Store):
         return existed
 
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
         return self._look(lambda table: len(table.values))
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class FileStore(Store):
 
     @property
     def authenticated(self) -> bool:
-        """Whether the file belongs to this user and nobody else may write to it."""
+        """True if the file belongs to this user and nobody else may write to it."""
         with self._log.mutex:
             self._ensure_open()
             return self._log.private

@@ -37,12 +37,12 @@ if sys.platform != "win32":
 
 #: Bytes read at once where a record does not ask for more.
 _CHUNK: Final = 64 << 10
-#: How long to wait for the lock when closing; whoever holds it longer than that is stuck.
+#: Seconds to wait for the lock when closing; a holder of more than that is stuck.
 _CLOSE_SECONDS: Final = 5.0
 
 
 class Log:
-    """One open file and the table that its records make."""
+    """An open file and the table that its records make."""
 
     def __init__(self, path: str, world_size: int, wait_seconds: float) -> None:
         self.path = path
@@ -61,12 +61,12 @@ class Log:
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """True if close() was called."""
         return self._fd < 0
 
     @property
     def private(self) -> bool:
-        """Whether the file is this user's, and nobody else may write to it."""
+        """True if the file is this user's, and nobody else may write to it."""
         info = os.fstat(self._fd)
         return info.st_uid == os.geteuid() and info.st_mode & 0o022 == 0
 

@@ -62,7 +62,7 @@ class HashStore(Store):
         self._locked(lambda table: table.append(name, data))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist, without waiting."""
+        """True if all ``keys`` exist, without waiting."""
         names = checks.keys_bytes(keys)
         return self._locked(lambda table: table.has(names))
 
@@ -81,7 +81,7 @@ class HashStore(Store):
         return self._locked(lambda table: table.delete(name))
 
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
         return self._locked(lambda table: len(table.values))
 
     def close(self) -> None:

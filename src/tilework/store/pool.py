@@ -19,15 +19,15 @@ from tilework.store.wire import Code, GarbageError, Message
 
 _log = logging.getLogger(__name__)
 
-#: How much later than asked the server's "time is up" may come: it has other clients.
+#: Seconds by which the server's "time is up" may be late: it has other clients.
 _GRACE_SECONDS: Final = 5.0
-#: How long to put up with a peer that accepts and hangs up, as a proxy does before its server
+#: Seconds to put up with a peer that accepts and hangs up, as a proxy does before its server
 #: is up.
 _HANG_UP_SECONDS: Final = 10.0
 #: Pauses between attempts to connect, first and longest.
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
-#: When to say for the first time that connecting takes long; then after twice that, and so on.
+#: Seconds after which slow connecting is logged first; then after twice that, and so on.
 _PATIENCE_SECONDS: Final = 10.0
 _READ_BYTES: Final = 256 << 10
 _MAX_IDLE: Final = 8
@@ -38,7 +38,7 @@ class _HungUpError(Exception):
 
 
 class Channel:
-    """One connection, used by one thread at a time."""
+    """A connection, used by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -129,7 +129,7 @@ class Pool:
         watch_forks(self)
 
     def ask(self, request: bytes, wait_seconds: float) -> Message:
-        """One exchange. Raises DistNetworkError, or StoreTimeoutError without an answer."""
+        """The answer to a request. Raises DistNetworkError; StoreTimeoutError if none came."""
         channel = self._take(wait_seconds)
         try:
             answer = channel.ask(request, wait_seconds + _GRACE_SECONDS)

@@ -29,7 +29,7 @@ class PrefixStore(Store):
             )
         super().__init__(store.timeout)
         checks.key_bytes(prefix)
-        #: What every key begins with, the slash aside.
+        #: The beginning of every key, the slash aside.
         self.prefix = prefix
         self._store = store
 
@@ -67,7 +67,7 @@ class PrefixStore(Store):
         self._open_store().append(self._full(key), value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist, without waiting."""
+        """True if all ``keys`` exist, without waiting."""
         return self._open_store().check(self._full_all(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -79,7 +79,7 @@ class PrefixStore(Store):
         return self._open_store().delete_key(self._full(key))
 
     def num_keys(self) -> int:
-        """How many keys exist in the whole underlying store."""
+        """The number of keys in the complete underlying store."""
         return self._open_store().num_keys()
 
     @property

@@ -27,7 +27,7 @@ HEADER_BYTES: Final = _HEADER.size
 
 
 class Kind(IntEnum):
-    """What a record does."""
+    """The kind of a record."""
 
     SET = 1
     APPEND = 2
@@ -38,7 +38,7 @@ class Kind(IntEnum):
 
 
 class Record(NamedTuple):
-    """One change."""
+    """A change."""
 
     kind: Kind
     key: bytes = b""

@@ -1,4 +1,4 @@
-"""What the server does for each request. A handler answers, or parks the request and answers later.
+"""The server's handlers of requests: each answers, or parks the request and answers later.
 
 A request that breaks its own format raises GarbageError, which closes its connection; one that
 is refused (add to what is no integer) raises DistStoreError, which is sent back.

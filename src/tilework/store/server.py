@@ -19,7 +19,7 @@ from tilework.store.service import Service
 if sys.platform != "win32":
     import resource
 
-#: How long closing waits for the server's thread.
+#: Seconds that closing waits for the server's thread.
 _JOIN_SECONDS = 5.0
 
 
@@ -97,7 +97,7 @@ def check_secret(secret: bytes | None) -> None:
 
 
 class _Running:
-    """What must be undone; apart from StoreServer, so that dropping that one undoes it."""
+    """The parts of a server to be undone; apart, so that dropping StoreServer undoes them."""
 
     def __init__(self, listener: socket.socket, where: Address, secret: bytes | None) -> None:
         self._listener = listener

@@ -19,9 +19,9 @@ from tilework.store.wire import Code, GarbageError
 
 _log = logging.getLogger(__name__)
 
-#: How long a new connection may take over its greeting.
+#: Seconds that a new connection may take over its greeting.
 _GREETING_SECONDS: Final = 30.0
-#: How long not to accept when the process is out of file descriptors.
+#: Seconds without accepting when the process is out of file descriptors.
 _ACCEPT_PAUSE_SECONDS: Final = 0.2
 #: Connections accepted per turn, so that a flood does not starve those that are there.
 _ACCEPTS_PER_TURN: Final = 64
@@ -31,7 +31,7 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Service:
-    """One store and its clients. Everything runs in the loop's thread."""
+    """A store and its clients. Everything runs in the loop's thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Service:
         self._where = where
         self._listener = listener
         self._connections: set[Connection] = set()
-        self._told: set[str] = set()
+        self._logged_refusals: set[str] = set()
 
     def open(self) -> None:
         """Start accepting."""
@@ -66,13 +66,13 @@ class Service:
             connection.sock.close()
 
     def forget(self, connection: Connection) -> None:
-        """``connection`` was closed."""
+        """Drop a connection that was closed."""
         self._connections.discard(connection)
 
-    def tell_refusal(self, why: str) -> None:
+    def log_refusal(self, why: str) -> None:
         """Log that a client was refused; each reason aloud once, lest a stranger fill the log."""
-        level = logging.INFO if why in self._told else logging.WARNING
-        self._told.add(why)
+        level = logging.INFO if why in self._logged_refusals else logging.WARNING
+        self._logged_refusals.add(why)
         _log.log(level, "the store server at %s refused a client: %s", self._where, why)
 
     def _accept(self) -> None:
@@ -109,7 +109,7 @@ class Service:
 
 
 class Connection:
-    """One client: its bytes in and out, its greeting, and the request that it waits for."""
+    """A client: its bytes in and out, its greeting, and the request that it waits for."""
 
     def __init__(self, service: Service, sock: socket.socket, why_not: str) -> None:
         self.sock = sock
@@ -251,7 +251,7 @@ class Connection:
 
     def _refuse(self, why: str) -> None:
         self._closing = True
-        self._service.tell_refusal(why)
+        self._service.log_refusal(why)
         self.send(Code.REFUSED, (why.encode(),))
 
     def _welcome(self, fields: Sequence[bytes]) -> None:
@@ -272,5 +272,5 @@ class Connection:
             self.send(Code.ERROR, (str(error).encode(),))
 
     def ok(self, *fields: bytes) -> None:
-        """Answer that all went well."""
+        """Answer a request that succeeded."""
         self.send(Code.OK, fields)

@@ -47,7 +47,7 @@ class Table:
         return total
 
     def sum(self, key: bytes, amount: int) -> int:
-        """What ``add`` would make of ``key``, without doing it."""
+        """The value that ``add`` would give ``key``, without doing it."""
         current = self.values.get(key, b"0")
         try:
             total = int(current) + amount
@@ -68,7 +68,7 @@ class Table:
         return self.values.get(key, expected)
 
     def would_set(self, key: bytes, expected: bytes) -> bool:
-        """Whether ``compare_set`` with ``expected`` would change ``key``."""
+        """True if ``compare_set`` with ``expected`` would change ``key``."""
         return self.values.get(key, b"") == expected
 
     def append(self, key: bytes, value: bytes) -> None:
@@ -94,7 +94,7 @@ class Table:
         return [key for key in keys if key not in self.values]
 
     def has(self, keys: Iterable[bytes]) -> bool:
-        """Whether all ``keys`` exist."""
+        """True if all ``keys`` exist."""
         return all(key in self.values for key in keys)
 
     def park(self, keys: Sequence[bytes], ready: Callable[[], None]) -> Waiter | None:

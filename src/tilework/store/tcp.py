@@ -90,7 +90,7 @@ class TCPStore(RemoteStore):
 
 
 class _Lease:
-    """One store's share of a server; calling it gives the share back. Idempotent."""
+    """A store's share of a server; calling it gives the share back. Idempotent."""
 
     def __init__(self, tenants: _Tenants, server: StoreServer) -> None:
         self.port = server.port
@@ -126,7 +126,7 @@ class _Tenants:
             return _Lease(self, server)
 
     def give_back(self, server: StoreServer) -> None:
-        """One user less; the last one closes the server."""
+        """Give one share back; the last one closes the server."""
         with self._lock:
             self._users[server] -= 1
             if self._users[server]:

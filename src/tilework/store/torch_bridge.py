@@ -101,7 +101,7 @@ class TorchStoreAdapter(Store):
             held = now
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist, without waiting."""
+        """True if all ``keys`` exist, without waiting."""
         checks.keys_bytes(keys)
         return not keys or bool(self._call("check", list(keys)))
 
@@ -124,7 +124,7 @@ class TorchStoreAdapter(Store):
         return bool(self._call("delete_key", key)) and existed
 
     def num_keys(self) -> int:
-        """How many keys exist, torch's own bookkeeping included."""
+        """The number of keys, torch's own bookkeeping included."""
         return int(self._call("num_keys"))
 
     @property

@@ -50,7 +50,7 @@ _NUMBER: Final = struct.Struct("!q")
 
 
 class Code(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -94,7 +94,7 @@ class Code(IntEnum):
 
 
 class Message(NamedTuple):
-    """One message, decoded."""
+    """A message, decoded."""
 
     code: int
     fields: list[bytes]
@@ -179,12 +179,12 @@ class Inbox:
 
 
 def proof(secret: bytes, side: bytes, nonces: Iterable[bytes]) -> bytes:
-    """What ``side`` (``b"client"`` or ``b"server"``) shows to prove that it knows ``secret``."""
+    """The proof by ``side`` (``b"client"`` or ``b"server"``) that it knows ``secret``."""
     return hmac.new(secret, side + b"".join(nonces), hashlib.sha256).digest()
 
 
 def same_proof(mine: bytes, theirs: bytes) -> bool:
-    """Whether both are equal, in a time that does not tell where they differ."""
+    """True if both are equal, in a time that does not tell where they differ."""
     return hmac.compare_digest(mine, theirs)
 
 

@@ -50,7 +50,7 @@ class Listener(Protocol):
 
 
 class ControlChannel:
-    """One rank's connections to all others."""
+    """A rank's connections to all others."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self._sockets = sockets

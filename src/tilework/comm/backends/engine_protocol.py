@@ -47,14 +47,14 @@ class Fault(Exception):
     args: tuple[FaultKind, tuple[int, ...], str]
 
 
-#: One contiguous tensor, or N of them; where N are asked for, one tensor stands for its N equal
-#: parts in memory order.
+#: A contiguous tensor, or N of them; where N are expected, one tensor stands for its N equal parts
+#: in memory order.
 Parts = Tensor | Sequence[Tensor]
 
 
 @dataclass(slots=True)
 class Operation:
-    """One collective on contiguous tensors, as an engine runs it.
+    """A collective on contiguous tensors, as an engine runs it.
 
     Inputs and outputs per kind (N = group size; all_reduce may have its input as its output):
 
@@ -76,7 +76,7 @@ class Operation:
     reduce_op: AnyReduceOp | None = None
     root: int = 0
     timeout: float = 0.0
-    #: What the user knows it as, where that differs ("all_gather_into_tensor").
+    #: The name that the user knows, where that differs ("all_gather_into_tensor").
     title: str = ""
     #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
     copy_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Operation:
 
 
 def split_parts(parts: Parts, size: int) -> list[Tensor]:
-    """One flat tensor for each of ``size`` ranks."""
+    """A flat tensor for each of ``size`` ranks."""
     if not isinstance(parts, Tensor):
         return [part.view(-1) for part in parts]
     return list(torch.tensor_split(parts.view(-1), size)) if size else []
@@ -156,9 +156,9 @@ class Completion(Protocol):
 
 
 class Engine(Protocol):
-    """One rank's end of a native group. See ``tilework/_core.pyi``, which this generalises."""
+    """A rank's end of a native group. See ``tilework/_core.pyi``, which this generalises."""
 
-    #: What its operations raise.
+    #: The class that its operations raise.
     fault_type: type[Exception]
     name: str
 

@@ -7,14 +7,14 @@ from tilework.comm.backends.python_engine import poll
 from tilework.errors import DistError
 from tilework.store import Store
 
-#: How long a rank that fails waits for the others' reports.
+#: Seconds that a rank which fails waits for the others' reports.
 _ASK_SECONDS = 0.3
 #: The same where connections closed: their owner may still be asking.
 _LOST_SECONDS = 0.7
 
 
 class FailureLog:
-    """One rank's side. Where the store is gone nothing is reported, and nothing fails."""
+    """A rank's side. Where the store is gone nothing is reported, and nothing fails."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store

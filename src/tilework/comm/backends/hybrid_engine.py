@@ -1,4 +1,4 @@
-"""One rank's end of a hybrid group: its operations, and the frames from other ranks.
+"""A rank's end of a hybrid group: its operations, and the frames from other ranks.
 
 See :mod:`.hybrid`.
 """
@@ -39,9 +39,9 @@ from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.backends.torch_engines import end_connections
 from tilework.comm.reduce_op import AnyReduceOp
 
-#: How often a rank that waits for another host looks around.
+#: Seconds between looks of a rank that waits for another host.
 LOOK_SECONDS = 0.05
-#: How long a rank that fails waits for other hosts to say why, or who is missing there.
+#: Seconds that a rank which fails waits for other hosts to report why, or who is missing there.
 _ASK_SECONDS = 0.3
 _MISSING_SECONDS = 0.15
 #: A rank whose leader waits for other hosts leaves it to the leader to give up first.
@@ -60,7 +60,7 @@ class Connections:
 
 
 class HybridEngine(PythonEngine):
-    """One rank's end: shared memory on its host, a control channel to all, Gloo to other hosts."""
+    """A rank's end: shared memory on its host, a control channel to all, Gloo to other hosts."""
 
     name = "hybrid"
 

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and what follows for the ways between hosts."""
+"""The hosts of a group: which ranks share one, and which carry data between them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Hosts:
 
     @cached_property
     def lanes(self) -> int:
-        """How many ranks of each host exchange with other hosts in reductions and copies."""
+        """The number of ranks of each host that exchange with other hosts."""
         return min(len(ranks) for ranks in self.ranks)
 
     @property
@@ -107,6 +107,6 @@ def _part(
 
 
 def host_identity(request: DistributedBackendOptions) -> str:
-    """What ranks that could share memory have in common. Only says who should try."""
+    """A string that ranks which could share memory have in common. Only selects who tries."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"

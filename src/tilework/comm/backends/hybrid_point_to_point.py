@@ -55,7 +55,7 @@ class _Announcement:
 
 
 class PointToPoint:
-    """One rank's messages."""
+    """A rank's messages."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

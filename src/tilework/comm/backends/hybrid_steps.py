@@ -1,4 +1,4 @@
-"""How collectives cross hosts: each byte once, and only the bytes that must.
+"""Collectives across hosts: each byte crosses once, and only the bytes that must.
 
 Each step is what one rank does, in two parts: before the ranks meet it says what it will receive
 from other hosts, and once all agree (after its one ``yield``) data moves. Whoever sends then
@@ -39,7 +39,7 @@ class Transfers(Protocol):
 
 
 class Ways(Protocol):
-    """What an engine offers to a step."""
+    """The part of an engine that steps use."""
 
     hosts: Hosts
     size: int

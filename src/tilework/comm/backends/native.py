@@ -34,7 +34,7 @@ from tilework.errors import (
 
 _DEFAULTS = Options()
 _DONE = CompletedWork()
-#: How long a rank that fails waits for the other ranks' reports.
+#: Seconds that a rank which fails waits for the other ranks' reports.
 _REPORT_SECONDS = 0.3
 _ERROR_OF: dict[str, type[DistBackendError]] = {
     "mismatch": CollectiveMismatchError,
@@ -209,7 +209,7 @@ class NativeGroup(ProcessGroup):
         (tensor,) = tensors
         source = plain(tensor)
         self._check_devices(source)
-        title = f"send {told(source)} to rank {self.global_ranks[dst]} tag {tag}"
+        title = f"send {label(source)} to rank {self.global_ranks[dst]} tag {tag}"
         slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
         call = Call(self, title, Effects([], [], []), source, slot)
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
@@ -220,7 +220,7 @@ class NativeGroup(ProcessGroup):
         target = stand_in(tensor, operation)
         self._check_devices(target)
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
-        title = f"recv {told(target)} from {whom} tag {tag}"
+        title = f"recv {label(target)} from {whom} tag {tag}"
         effects = Effects([tensor], [tensor], operation.copy_back)
         peer = ANY_PEER if src < 0 else self.global_ranks[src]
         slot = self.flight.begin(title, peer, tag, 2)
@@ -268,7 +268,7 @@ class NativeGroup(ProcessGroup):
                 )
 
     def _all(self, works: Sequence[Work]) -> Work:
-        """One Work for several, which complete in order."""
+        """A single Work for several, which complete in order."""
         return works[-1] if len(works) == 1 else _Several(works) if works else _DONE
 
     def flight_entries(self) -> list[Entry]:
@@ -292,7 +292,7 @@ class NativeGroup(ProcessGroup):
             if kind == "aborted":
                 return self._aborted_error(place, here, detail)
             self.engine.report_failure(f"#{number} {here}")
-            text = f"{place}: {self._story(kind, ranks, here, detail)}"
+            text = f"{place}: {self._failure_text(kind, ranks, here, detail)}"
             self.engine.abort(kind, _with_ranks(ranks, text))
         except self.engine.fault_type:
             # Closed here meanwhile: there is nobody left to ask or tell.
@@ -300,21 +300,21 @@ class NativeGroup(ProcessGroup):
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 
     def _note_failure(self, slot: Slot, error: DistBackendError) -> None:
-        """Keep in the flight record how an operation failed, and have that written."""
+        """Record the failure of an operation, and have the flight record written."""
         self.flight.end(slot, f"{type(error).__name__}: {error}")
         note_fault(error)
 
     def _note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
-        """This rank leaves in the middle of an operation: the others cannot finish."""
+        """Record an interrupted operation, and abort: the others cannot finish it."""
         self.flight.end(slot, f"{type(error).__name__}: the caller was interrupted")
         self.abort(f"{type(error).__name__} in {title}")
 
-    def _story(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
+    def _failure_text(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
         whom = ", ".join(map(str, ranks))
         if kind == "mismatch":
-            words = self._everyones_words()
+            reports = self._all_reports()
             return (
-                f"ranks called different things ({detail or 'see below'}):\n{words}\n"
+                f"ranks called different things ({detail or 'see below'}):\n{reports}\n"
                 f"Make every rank of the group call the same operations in the same order, "
                 f"with matching arguments."
             )
@@ -326,12 +326,12 @@ class NativeGroup(ProcessGroup):
         )
         return f"{here}: timed out: {detail}. Still missing: rank {whom} ({missing})"
 
-    def _everyones_words(self) -> str:
-        heard = self.engine.failure_reports(_REPORT_SECONDS)
+    def _all_reports(self) -> str:
+        reports = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
         return "\n".join(
-            f"  rank {rank}: {words or entered}"
-            for rank, words, entered in zip(self.global_ranks, heard, last, strict=True)
+            f"  rank {rank}: {report or entered}"
+            for rank, report, entered in zip(self.global_ranks, reports, last, strict=True)
         )
 
     def _aborted_error(self, place: str, here: str, detail: str) -> DistBackendError:
@@ -367,7 +367,7 @@ class NativeGroup(ProcessGroup):
 
 @dataclass(slots=True)
 class Effects:
-    """What a finished operation leaves on this rank."""
+    """The effects of a finished operation on this rank's tensors."""
 
     #: The user's tensors that hold its result.
     outputs: list[Tensor]
@@ -385,7 +385,7 @@ class Effects:
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd: one saved for backward and then overwritten must fail there, not be wrong."""
+    """Raise tensors' versions: one saved for backward and overwritten must fail there."""
     written = [tensor for tensor in tensors if not tensor.is_inference()]
     # A subclass may be a wrapper, whose values another tensor has; a detached alias is that one.
     plain_types = (Tensor, torch.nn.Parameter)
@@ -403,7 +403,7 @@ class Call(Work):
         self._title = title
         self._site = call_site()
         self._effects = effects
-        #: What the engine reads and writes; the engine keeps it alive too.
+        #: The tensors that the engine reads and writes; the engine keeps them alive too.
         self._kept = kept
         self._completion: Completion
         self._lock = threading.Lock()
@@ -412,7 +412,7 @@ class Call(Work):
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def start(self, submit: Callable[[], Completion]) -> Call:
-        """Hand it over; a failure to do so raises at once."""
+        """Submit the operation; a failure to do so raises at once."""
         try:
             self._completion = submit()
         except self._group.engine.fault_type as fault:
@@ -485,7 +485,7 @@ class Call(Work):
             future.set_result(list(self._effects.outputs))
 
     def _finish(self) -> None:
-        """Copy back, or explain the failure; once, on whichever thread comes first."""
+        """Copy back, or explain the failure; once, on the thread that comes first."""
         with self._lock:
             if self._finished:
                 return
@@ -539,6 +539,6 @@ def _without_ranks(text: str) -> tuple[list[int], str]:
     return [int(number[:9]) for number in decimal], rest
 
 
-def told(tensor: Tensor) -> str:
+def label(tensor: Tensor) -> str:
     """A tensor's dtype and shape, for a person."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

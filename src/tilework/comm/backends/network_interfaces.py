@@ -1,4 +1,4 @@
-"""Which of this host's addresses the other hosts can reach."""
+"""This host's address that the other hosts can reach."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def _own_address() -> str:
-    """Where this host's name leads, if that is here."""
+    """The address of this host's name, if that is here."""
     try:
         address = socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
 
-#: How long closing waits for the operation under way to notice.
+#: Seconds that closing waits for the operation in flight to notice.
 _CLOSE_SECONDS = 5.0
 
 

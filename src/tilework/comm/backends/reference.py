@@ -1,4 +1,4 @@
-"""The reductions in plain torch: what the threads backend computes and the core is tested against.
+"""The reductions in plain torch: the threads backend's, which the core is tested against.
 
 Contributions are combined in rank order, so every rank gets the same bits.
 """
@@ -25,7 +25,7 @@ _FOLDS = {
     "bor": or_,
     "bxor": xor,
 }
-#: What a reduction of truth values means.
+#: Reductions of truth values.
 _BOOL = {
     "sum": or_,
     "max": or_,

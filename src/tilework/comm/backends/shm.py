@@ -30,7 +30,7 @@ except ImportError:  # installed without the core: make_backend says so when ask
 
 _HELLO = struct.Struct("=16sI")
 _READY, _GO = b"R", b"G"
-#: How many may be connected that have not said who they are, and for how long if there are more.
+#: Connections that may be open without a greeting, and for how long if there are more.
 _MAX_NEWCOMERS = 256
 _HELLO_SECONDS = 1.0
 # Verdicts: all is well; ranks that cannot share memory; anything else, each with its reason.
@@ -223,7 +223,7 @@ class _Reception:
 
 
 def _is_ready(connection: socket.socket) -> bool:
-    """Whether a rank that did something has mapped the segment; else it has ended."""
+    """True if a rank that did something has mapped the segment; else it has ended."""
     try:
         return connection.recv(1) == _READY
     except OSError:

@@ -21,7 +21,7 @@ from tilework.comm.backends.engine_protocol import (
     op_factor,
     op_type,
 )
-from tilework.comm.backends.native import NativeGroup, told
+from tilework.comm.backends.native import NativeGroup, label
 from tilework.comm.callsite import call_site, in_library
 from tilework.comm.contract import shape_of
 from tilework.comm.flight.ring import (
@@ -41,7 +41,7 @@ except ImportError:  # installed without the core: make_backend says so when ask
 
 
 class ShmEngine:
-    """One rank's end of the core's group, fed with tensors instead of addresses."""
+    """A rank's end of the core's group, fed with tensors instead of addresses."""
 
     name = "shm"
 
@@ -166,9 +166,9 @@ class CoreRing(Ring):
             whom = "any rank" if peer == ANY_PEER else f"rank {peer}"
             direction = "to" if what[0] == "send" else "from"
             what = f"{describe(what)} {direction} {whom} tag {tag}"
-        told = outcome(ended / 1e9 if ended else None, failure if ended else pending)
+        text = outcome(ended / 1e9 if ended else None, failure if ended else pending)
         return Entry(
-            number, describe(what), place, entered / 1e9, ended / 1e9 or None, told, peer, tag
+            number, describe(what), place, entered / 1e9, ended / 1e9 or None, text, peer, tag
         )
 
 
@@ -239,10 +239,10 @@ def _title(
 ) -> str:
     """The operation as the program knows it."""
     if name == "send":
-        return f"send {told(inputs)} to rank {ranks[root]} tag {reduce_op}"
+        return f"send {label(inputs)} to rank {ranks[root]} tag {reduce_op}"
     if name == "recv":
         whom = "any rank" if root < 0 else f"rank {ranks[root]}"
-        return f"recv {told(outputs)} from {whom} tag {reduce_op}"
+        return f"recv {label(outputs)} from {whom} tag {reduce_op}"
     kind = _KIND_OF.get(name, name)
     operation = Operation(kind, _sides(inputs), _sides(outputs), reduce_op, root, title=name)
     return operation.describe()

@@ -78,7 +78,7 @@ def check_overlaps(operation: Operation, rank: int, size: int) -> None:
 
 
 def _belong_together(i: int, o: int, inputs: list[Span], outputs: list[Span], rank: int) -> bool:
-    """Whether input ``i`` and output ``o`` are of the same rank."""
+    """True if input ``i`` and output ``o`` are of the same rank."""
     return (i if len(inputs) > 1 else rank) == (o if len(outputs) > 1 else rank) or (
         len(inputs) == len(outputs) == 1
     )

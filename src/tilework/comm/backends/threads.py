@@ -30,14 +30,14 @@ from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.threads_collectives import COLLECTIVES, copy
 from tilework.errors import DistBackendError
 
-#: How often a waiting rank looks whether its peers are alive.
+#: Seconds between looks of a waiting rank whether its peers are alive.
 _LOOK_SECONDS = 0.1
 _GONE = "its thread ended or left the group"
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """One collective: each rank's operation, and how many ranks have read the others'."""
+    """A collective: each rank's operation, and how many ranks have read the others'."""
 
     operations: list[tuple[Operation, Header] | None]
     arrived: int = 0
@@ -137,7 +137,7 @@ class _ReceiveCompletion(PythonCompletion):
 
 
 class ThreadsEngine(PythonEngine):
-    """One rank's end of a hub."""
+    """A rank's end of a hub."""
 
     name = "threads"
 

@@ -33,7 +33,7 @@ from tilework.store.torch_bridge import as_torch_store
 
 #: torch's engines and their options; absent from builds of torch without them.
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-#: What the messages of failures say if a rank came late, or if connections ended.
+#: Words in messages of failures, where a rank came late and where connections ended.
 _LATE = ("timed out",)
 _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
 #: A tag of which no message is ever sent.
@@ -176,7 +176,7 @@ def _kind_of(op: AnyReduceOp | None) -> RedOpType:
 
 
 class TorchEngine(PythonEngine):
-    """One rank's end of one of torch's backends."""
+    """A rank's end of one of torch's backends."""
 
     def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
         super().__init__(request.group_rank, request.global_ranks_in_group)

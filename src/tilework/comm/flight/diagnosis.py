@@ -20,13 +20,13 @@ _MAX_TOLD: Final = 16
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is worth knowing."""
+    """A conclusion from the records, for a person."""
 
     kind: Kind
     text: str
     """One sentence."""
     details: tuple[str, ...] = ()
-    """One line each."""
+    """A line each."""
     group: str = ""
     number: int = 0
     """Of the operation; 0 for messages, and where it is about none."""
@@ -37,7 +37,7 @@ class Finding:
 
 
 def diagnose(records: Mapping[int, Record]) -> list[Finding]:
-    """What the records of a job tell; at least one finding.
+    """The findings in the records of a job; at least one.
 
     Args:
         records: By rank; some may be missing.
@@ -166,7 +166,7 @@ class _Telling:
         return lines
 
     def _missing(self, absent: Sequence[int]) -> str:
-        """What a headline says of those who are waited for."""
+        """The part of a headline about the ranks that are waited for."""
         lost = [rank for rank in absent if self._is_lost(rank)]
         silent = [rank for rank in absent if self._is_silent(rank)]
         late = [rank for rank in absent if rank not in lost and rank not in silent]
@@ -184,7 +184,7 @@ class _Telling:
         return rank not in self._history.records and rank not in self._history.lost
 
     def _where(self, rank: int, group: Group | None) -> str:
-        """Where a rank is that others wait for."""
+        """The place of a rank that others wait for."""
         if self._is_lost(rank):
             return f"rank {rank} left no record; the others saw it die or leave"
         record = self._history.records.get(rank)
@@ -237,7 +237,7 @@ def _call(entry: Entry) -> str:
 
 
 def _by_call(entries: Mapping[int, Entry]) -> list[str]:
-    """One line for each different call, with the ranks that made it."""
+    """A line for each different call, with the ranks that made it."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in sorted(entries.items()):
         ranks.setdefault(_call(entry), []).append(rank)
@@ -245,7 +245,7 @@ def _by_call(entries: Mapping[int, Entry]) -> list[str]:
 
 
 def _failures(entries: Mapping[int, Entry]) -> list[str]:
-    """How the first of those that failed did; the others only follow."""
+    """The first failure; the others only follow."""
     lines = [
         f'rank {rank} said "{_first_line(entry.outcome.removeprefix(FAILED))}"'
         for rank, entry in sorted(entries.items(), key=lambda item: _causality(item[1]))

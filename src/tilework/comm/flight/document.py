@@ -46,20 +46,20 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a thread was doing."""
+    """The stack of a thread."""
 
     thread: str
     #: ``file:line in function``, innermost first.
     frames: tuple[str, ...]
     #: The innermost of them that is the user's; "" if there is none.
     site: str
-    #: Whether it was inside tilework.
+    #: True if it was inside tilework.
     inside: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLog:
-    """One group as one of its ranks sees it."""
+    """A group as one of its ranks sees it."""
 
     name: str
     backend: str
@@ -71,7 +71,7 @@ class GroupLog:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank has written."""
+    """The flight record of one rank."""
 
     rank: int
     #: 0 if it has no default group yet, or no more.
@@ -80,7 +80,7 @@ class Record:
     pid: int
     #: Equal for ranks that were started together, as far as that can be told; else "".
     job: str
-    #: When, in Unix seconds.
+    #: The time of writing, in Unix seconds.
     written: float
     faults: tuple[Fault, ...]
     #: The rank's own thread first.
@@ -89,7 +89,7 @@ class Record:
 
 
 def file_name(rank: int) -> str:
-    """Where a rank's record is, within the folder of all."""
+    """The file name of a rank's record, within the folder of all."""
     return f"rank-{rank}.json"
 
 

@@ -82,14 +82,14 @@ def _write(rank: int, worlds: Sequence[World], folder: str) -> None:
     path = os.path.join(folder, file_name(rank))
     try:
         record = _record(rank, worlds)
-        if record.groups or not _told_before(path):
+        if record.groups or not _written_before(path):
             _replace(path, document.encode(record))
     except Exception as error:
         _complain(worlds[0], folder, error)
 
 
 def _record(rank: int, worlds: Sequence[World]) -> Record:
-    """One rank's record as of now."""
+    """A rank's record as of now."""
     faults = sorted((f for world in worlds for f in world.notes.faults), key=lambda f: f.time)
     groups = [group for world in worlds for group in list(world.records)]
     return Record(
@@ -105,8 +105,8 @@ def _record(rank: int, worlds: Sequence[World]) -> Record:
     )
 
 
-def _told_before(path: str) -> bool:
-    """Whether this process has left a record there when it still had groups."""
+def _written_before(path: str) -> bool:
+    """True if this process has left a record there when it still had groups."""
     try:
         with open(path, "rb") as file:
             before = document.decode(file.read(document.MAX_FILE_BYTES + 1))

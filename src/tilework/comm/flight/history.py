@@ -24,7 +24,7 @@ _ELEMENTWISE = ("all_reduce", "broadcast")
 
 @dataclass
 class Group:
-    """One group, as its ranks tell of it."""
+    """A group, as its ranks' records have it."""
 
     name: str
     backend: str
@@ -45,7 +45,7 @@ class Group:
         return calls[max(calls)] if calls else None
 
     def at(self, number: int) -> dict[int, Entry]:
-        """What the ranks called as their operation of that number."""
+        """The ranks' calls as their operation of that number."""
         return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
 
     def absent(self, number: int) -> list[int]:
@@ -72,12 +72,12 @@ class Group:
 
 
 def stuck(entry: Entry) -> bool:
-    """Whether it runs, or has failed."""
+    """True if it runs, or has failed."""
     return entry.outcome == RUNNING or failed(entry)
 
 
 def failed(entry: Entry) -> bool:
-    """Whether it has failed."""
+    """True if it has failed."""
     return entry.outcome.startswith(FAILED)
 
 

@@ -1,4 +1,4 @@
-"""What the flight record keeps of a rank besides its groups' operations."""
+"""The flight record's notes on a rank, besides its groups' operations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tilework.comm.flight.document import MAX_FAULTS, Fault
 
 @dataclass(slots=True)
 class Notes:
-    """One rank's; part of its World."""
+    """The notes on one rank; part of its World."""
 
     #: The thread that made its first group: the rank's own.
     thread: threading.Thread | None = None
     #: The first faults: what follows them is rarely the cause.
     faults: deque[Fault] = field(default_factory=deque)
-    #: Whether it was said that no record can be written.
+    #: True if it was reported that no record can be written.
     complained: bool = False
 
     def add(self, fault: Fault) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from tilework.comm.callsite import Site, format_site, in_library
 
-#: How many operations a group remembers on each rank, unless the variable says otherwise.
+#: The number of operations that a group remembers on each rank, unless the variable is set.
 DEFAULT_CAPACITY: Final = 256
 CAPACITY_VARIABLE: Final = "TILEWORK_FLIGHT_ENTRIES"
 _MAX_CAPACITY: Final = 65536
@@ -34,7 +34,7 @@ _getframe, _now = sys._getframe, time.time
 Shapes = Sequence[Sequence[int]]
 
 
-#: What an operation is, as cheap to make as can be: its title, the dtype of its tensors (None
+#: An operation, as cheap to make as can be: its title, the dtype of its tensors (None
 #: without any), the shapes of its inputs and of its outputs (either may be left out where they are
 #: the same), its reduction or None, and its root or None. :func:`describe` makes text of it.
 What = tuple[str, object, Shapes, Shapes, object, "int | None"]
@@ -57,7 +57,7 @@ def describe(what: What | str) -> str:
     words = [title]
     if dtype is not None:
         words.append(str(dtype).removeprefix("torch."))
-    sides = {"in": _told(inputs), "out": _told(outputs)}
+    sides = {"in": _shapes_text(inputs), "out": _shapes_text(outputs)}
     if title in _IN_PLACE and outputs:
         sides["in"] = ""
     given = {side: text for side, text in sides.items() if text}
@@ -69,7 +69,7 @@ def describe(what: What | str) -> str:
     return " ".join(word for word in words if word)
 
 
-def _told(shapes: Shapes) -> str:
+def _shapes_text(shapes: Shapes) -> str:
     texts = [str(list(shape)) for shape in shapes]
     if len(texts) > 1 and len(set(texts)) == 1:
         return f"{len(texts)} x {texts[0]}"
@@ -78,7 +78,7 @@ def _told(shapes: Shapes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One operation of one rank, for a person or for :mod:`.diagnosis`."""
+    """An operation of one rank, for a person or for :mod:`.diagnosis`."""
 
     #: Counts the group's collectives from 1, in the order of calls; 0 for a message.
     number: int
@@ -86,9 +86,9 @@ class Entry:
     what: str
     #: ``file:line in function`` of the caller.
     site: str
-    #: When it was called, in Unix seconds.
+    #: The time of the call, in Unix seconds.
     entered: float
-    #: When it ended; None while it runs, and where nobody waited to see the end.
+    #: The time of its end; None while it runs, and where nobody waited to see the end.
     ended: float | None
     #: "running", "done", or "failed: " and why.
     outcome: str
@@ -102,15 +102,15 @@ class Pending(Protocol):
     """Something that can tell whether an operation is over."""
 
     def done(self) -> bool:
-        """Whether it is. Never blocks."""
+        """True if it has ended. Never blocks."""
         ...
 
     def fault(self) -> tuple[str, tuple[int, ...], str] | None:
-        """What it failed with, once done."""
+        """The fault that it ended with, if any."""
         ...
 
 
-#: What stands for an operation between ``begin`` and ``end``; only its ring knows what it is.
+#: The handle of an operation between ``begin`` and ``end``; only its ring knows its type.
 Slot = Any
 #: Here it is the entry to be: a list, because that is the cheapest to make.
 _Slot = list[Any]
@@ -119,7 +119,7 @@ _EMPTY: Final[_Slot] = [-1, "", None, None, 0.0, 0.0, "", None, 0]
 
 
 def capacity_setting() -> int:
-    """What TILEWORK_FLIGHT_ENTRIES says, within bounds; the default where it says nothing.
+    """The setting of TILEWORK_FLIGHT_ENTRIES, within bounds; the default where there is none.
 
     A diagnostic must not stop a program, so nonsense counts as nothing.
     """
@@ -194,7 +194,7 @@ class Ring:
         slot[_OUTCOME] = pending
 
     def entries(self) -> list[Entry]:
-        """What is remembered, oldest first. Takes no lock, so any thread may ask at any time."""
+        """The operations, oldest first. Takes no lock, so any thread may ask at any time."""
         late = [slot for slot in _copied(self._late) if slot[_ENDED] is None]
         return [_entry(slot) for slot in (*late, *_copied(self._slots)) if slot is not _EMPTY]
 
@@ -210,8 +210,8 @@ def _copied(slots: deque[_Slot]) -> list[_Slot]:
 def _entry(slot: _Slot) -> Entry:
     number, what, code, offset, entered, ended, result, peer, tag = slot
     site: Site | None = None if code is None else (code, offset)
-    told = outcome(ended, result)
-    return Entry(number, describe(what), format_site(site), entered, ended, told, peer, tag)
+    text = outcome(ended, result)
+    return Entry(number, describe(what), format_site(site), entered, ended, text, peer, tag)
 
 
 def outcome(ended: float | None, result: str | Pending | None) -> str:

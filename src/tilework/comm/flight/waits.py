@@ -1,4 +1,4 @@
-"""Who waits for whom: the graph of ranks, and the circles in it."""
+"""The graph of ranks that wait for each other, and the cycles in it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _message_waits(group: Group) -> Iterator[Wait]:
 
 
 def _has_counterpart(group: Group, rank: int, entry: Entry) -> bool:
-    """Whether the peer is at the other end of this message just now."""
+    """True if the peer is at the other end of this message just now."""
     wanted = "recv" if is_send(entry) else "send"
     return any(
         other.what.startswith(wanted)
@@ -68,7 +68,7 @@ def _has_counterpart(group: Group, rank: int, entry: Entry) -> bool:
 
 
 def is_send(entry: Entry) -> bool:
-    """Whether a message is a send; else a receive."""
+    """True if a message is a send; else a receive."""
     return entry.what.startswith("send")
 
 

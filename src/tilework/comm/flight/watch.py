@@ -29,7 +29,7 @@ _USER_SIGNAL: Final[int | None] = getattr(signal, "SIGUSR1", None)
 
 @dataclass(slots=True)
 class _Watch:
-    """What this process holds to be woken. Signals are the process's, not a rank's."""
+    """The means by which this process is woken. Signals are the process's, not a rank's."""
 
     writer: int = -1
     thread: threading.Thread | None = None
