@@ -272,7 +272,7 @@ def _served_by(name: str, text: str) -> list[str]:
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    backends: dict[str, str] = {}
     for pair in text.split(","):
         device, colon, name = pair.partition(":")
         if not (device and colon and name) or ":" in name:
@@ -280,8 +280,8 @@ def _parse_pairs(text: str) -> dict[str, str]:
                 f"cannot read {pair!r} in backend {text!r}; expected one name, or pairs like "
                 f"'cpu:shm,cuda:nccl'"
             )
-        if device in found:
+        if device in backends:
             raise ValueError(f"device {device!r} is named twice in backend {text!r}")
         _served_by(name, text)
-        found[device] = name
-    return found
+        backends[device] = name
+    return backends

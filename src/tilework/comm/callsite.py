@@ -17,8 +17,8 @@ def _folders() -> tuple[str, ...]:
     """Code that is never the user's own: this package's, torch's, and the interpreter's."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     torch = importlib.util.find_spec("torch")
-    found = torch.submodule_search_locations if torch is not None else None
-    return (*(os.path.join(folder, "") for folder in (own, *(found or ()))), "<frozen ")
+    folders = torch.submodule_search_locations if torch is not None else None
+    return (*(os.path.join(folder, "") for folder in (own, *(folders or ()))), "<frozen ")
 
 
 _LIBRARIES = _folders()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 
 
-class Lack(enum.Enum):
-    """One promise of the contract that a backend does not keep.
+class Capability(enum.Enum):
+    """A promise of the contract that a backend need not keep.
 
-    A process group lists its own in ``lacks``; the shipped suite reads them there, skips the
-    tests of that promise and names it.
+    A process group lists those that it does not keep in ``lacks``; the shipped suite skips their
+    tests, and names them.
     """
 
     #: An operation that needs it raises NotImplementedError.

@@ -105,13 +105,13 @@ def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: 
                 f"{name}_split_sizes"
             )
         return []
-    found = [int(split) for split in splits]
-    if len(found) != size or min(found) < 0 or sum(found) != rows:
+    sizes = [int(split) for split in splits]
+    if len(sizes) != size or min(sizes) < 0 or sum(sizes) != rows:
         raise ValueError(
             f"{name}_split_sizes must be {size} numbers that sum to {name}'s {rows} rows, got "
-            f"{found}"
+            f"{sizes}"
         )
-    return found
+    return sizes
 
 
 def group_root(

@@ -262,8 +262,8 @@ def all_gather_coalesced(
                 f"output_tensor_lists[{r}] must have one tensor for each of the "
                 f"{len(input_tensor_list)} inputs, got {len(outputs)}"
             )
-    mine = output_tensor_lists[pg.rank()]
-    for i, (output, source) in enumerate(zip(mine, input_tensor_list, strict=True)):
+    own_outputs = output_tensor_lists[pg.rank()]
+    for i, (output, source) in enumerate(zip(own_outputs, input_tensor_list, strict=True)):
         checks.same_elements(
             source, f"input_tensor_list[{i}]", output, f"output_tensor_lists[{pg.rank()}][{i}]"
         )

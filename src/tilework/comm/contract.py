@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
@@ -101,8 +101,8 @@ class Options:
 
 def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
     """The shape that the arguments of a creation function give: numbers, or one sequence."""
-    given: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    return torch.Size(given)
+    dims: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return torch.Size(dims)
 
 
 class FastPath:
@@ -179,7 +179,7 @@ class ProcessGroup:
     #: The fast path of blocking operations, tried before the methods below.
     fast_path: FastPath = NO_FAST_PATH
     #: The promises of the contract that the backend does not keep.
-    lacks: ClassVar[frozenset[Lack]] = frozenset()
+    lacks: ClassVar[frozenset[Capability]] = frozenset()
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

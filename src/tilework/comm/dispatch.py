@@ -111,9 +111,9 @@ def _device_of(values: Iterable[Any]) -> str | None:
         if isinstance(value, Tensor):
             return value.device.type
         if isinstance(value, (list, tuple)):
-            found = _device_of(value)
-            if found is not None:
-                return found
+            inner = _device_of(value)
+            if inner is not None:
+                return inner
     return None
 
 

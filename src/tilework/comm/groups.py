@@ -20,7 +20,7 @@ from tilework.comm.backends import make_backend
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
-from tilework.comm.init_generation import Visit
+from tilework.comm.init_generation import InitGeneration
 from tilework.comm.world import (
     AnyGroup,
     GroupMember,
@@ -104,11 +104,11 @@ def init_process_group(
         _check_store_arguments(init_method, rank, world_size)
     try:
         store.set_timeout(limit)
-        visit = Visit(store, rank)
+        generation = InitGeneration(store, rank)
         ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
         asked = f"{world_size} ranks, backend {config}"
-        _agree(visit.store, name, asked, rank, ranks, limit, visit.check)
-        plan = _Plan(world, visit.store, ranks, rank, name, limit)
+        _agree(generation.store, name, asked, rank, ranks, limit, generation.check)
+        plan = _Plan(world, generation.store, ranks, rank, name, limit)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
     except BaseException:
         world.close()
@@ -214,14 +214,14 @@ def destroy_process_group(group: AnyGroup = None) -> None:
         False
     """
     world = current_world()
-    found = resolve(group)
-    if isinstance(found, NonMember):
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
         return
-    world.record(found)
-    if found is world.default_group:
+    world.record(resolved)
+    if resolved is world.default_group:
         world.close()
     else:
-        world.forget(found)
+        world.forget(resolved)
 
 
 def abort_process_group(group: AnyGroup = None, reason: str = "abort was called") -> None:
@@ -246,9 +246,9 @@ def abort_process_group(group: AnyGroup = None, reason: str = "abort was called"
         >>> run_ranks(2, program)
         [None, True]
     """
-    found = resolve(group)
-    if isinstance(found, ProcessGroup):
-        found.abort(reason)
+    resolved = resolve(group)
+    if isinstance(resolved, ProcessGroup):
+        resolved.abort(reason)
 
 
 def new_group(
@@ -446,9 +446,9 @@ def new_subgroups_by_enumeration(
     twice = sorted({rank for rank in listed if listed.count(rank) > 1})
     if twice:
         raise ValueError(f"ranks {twice} are in more than one subgroup: {ranks_per_subgroup_list}")
-    made = [
+    groups = [
         new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
         for ranks in ranks_per_subgroup_list
     ]
-    mine = next((g for g in made if isinstance(g, ProcessGroup)), GroupMember.NON_GROUP_MEMBER)
-    return mine, made
+    own = next((g for g in groups if isinstance(g, ProcessGroup)), GroupMember.NON_GROUP_MEMBER)
+    return own, groups

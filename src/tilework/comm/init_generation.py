@@ -1,4 +1,4 @@
-"""Ranks that meet at one store again and again, and processes that take each other's place."""
+"""Generations of the default group at one store, and processes that claim the same rank."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from tilework.errors import CollectiveMismatchError
 from tilework.store import PrefixStore, Store
 
 
-class Visit:
-    """One time that ``rank`` comes to ``store`` to make the default group.
+class InitGeneration:
+    """The generation of the default group that ``rank`` is about to make at ``store``.
 
-    Each rank counts its own visits, so that those who come for the same time meet.
+    Each rank counts how often it came, so that ranks that came for the same group meet.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
-        self._count = f"tilework/visits/{rank}"
+        self._count = f"tilework/generations/{rank}"
         self._rank = rank
         self._number = store.add(self._count, 1)
-        #: Seen by the ranks of this visit only.
+        #: Seen by the ranks of this generation only.
         self.store: Store = self._at(self._number)
 
     def check(self) -> None:

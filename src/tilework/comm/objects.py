@@ -98,9 +98,9 @@ def device_of(pg: ProcessGroup) -> torch.device:
 
 
 def _all_sizes(pg: ProcessGroup, size: int) -> list[int]:
-    mine = torch.tensor([size], dtype=torch.int64, device=device_of(pg))
-    sizes = torch.empty(pg.size(), dtype=torch.int64, device=mine.device)
-    collectives.all_gather_into_tensor(sizes, mine, group=pg)
+    own_size = torch.tensor([size], dtype=torch.int64, device=device_of(pg))
+    sizes = torch.empty(pg.size(), dtype=torch.int64, device=own_size.device)
+    collectives.all_gather_into_tensor(sizes, own_size, group=pg)
     return [int(size) for size in sizes.tolist()]
 
 
@@ -149,9 +149,9 @@ def all_gather_pickled(
     data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
     """Each rank's unpickled object, where all know its length. Collective; blocks."""
-    mine, rooms = _padded(pg, _as_tensor(data), sizes)
+    padded, rooms = _padded(pg, _as_tensor(data), sizes)
     received = [_room(pg, size) for size in rooms]
-    collectives.all_gather(received, mine, group=pg)
+    collectives.all_gather(received, padded, group=pg)
     return [_load(part[:size], weights_only) for part, size in zip(received, sizes, strict=True)]
 
 
@@ -284,14 +284,14 @@ def scatter_object_list(
         sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
     collectives.broadcast(sizes, group=pg, group_src=root)
     rooms = [int(size) for size in sizes.tolist()]
-    mine = rooms[pg.rank()]
+    own_bytes = rooms[pg.rank()]
     if not pg.uneven_sizes:
         parts = [_padded(pg, part, rooms)[0] for part in parts]
         rooms = [max(rooms)] * len(rooms)
     data = _room(pg, rooms[pg.rank()])
     sources = [part.to(data.device) for part in parts] or None
     collectives.scatter(data, sources, group=pg, group_src=root)
-    scatter_object_output_list[0] = _load(data[:mine], weights_only)
+    scatter_object_output_list[0] = _load(data[:own_bytes], weights_only)
 
 
 def send_object_list(

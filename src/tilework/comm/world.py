@@ -157,10 +157,10 @@ class World:
         It is made by ``kind()`` when first asked for, outlives the groups, and is closed with
         the World if it has a method ``close``.
         """
-        found = self.states.get(kind)
-        if found is None:
-            found = self.states.setdefault(kind, kind())
-        return cast(StateT, found)
+        state = self.states.get(kind)
+        if state is None:
+            state = self.states.setdefault(kind, kind())
+        return cast(StateT, state)
 
     def end(self) -> None:
         """Close what higher layers keep, then every group. Idempotent."""
@@ -316,8 +316,8 @@ def get_rank(group: AnyGroup = None) -> int:
     Raises:
         ValueError: There is no default group, and ``group`` is None.
     """
-    found = resolve(group)
-    return -1 if isinstance(found, NonMember) else found.rank()
+    resolved = resolve(group)
+    return -1 if isinstance(resolved, NonMember) else resolved.rank()
 
 
 def get_world_size(group: AnyGroup = None) -> int:
@@ -326,8 +326,8 @@ def get_world_size(group: AnyGroup = None) -> int:
     Raises:
         ValueError: There is no default group, and ``group`` is None.
     """
-    found = resolve(group)
-    return -1 if isinstance(found, NonMember) else found.size()
+    resolved = resolve(group)
+    return -1 if isinstance(resolved, NonMember) else resolved.size()
 
 
 def get_process_group_ranks(group: AnyGroup) -> list[int]:
@@ -381,10 +381,10 @@ def get_backend(group: AnyGroup = None) -> str:
     Raises:
         ValueError: This rank is not in the group, or the group is not registered.
     """
-    found = resolve(group)
-    if isinstance(found, NonMember):
-        raise ValueError(f"Invalid process group specified: this rank is not in {found!r}")
-    return Backend(current_world().record(found).backend)
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
+        raise ValueError(f"Invalid process group specified: this rank is not in {resolved!r}")
+    return Backend(current_world().record(resolved).backend)
 
 
 def get_backend_config(group: AnyGroup = None) -> str:
@@ -393,10 +393,10 @@ def get_backend_config(group: AnyGroup = None) -> str:
     Raises:
         ValueError: This rank is not in the group, or the group is not registered.
     """
-    found = resolve(group)
-    if isinstance(found, NonMember):
-        raise ValueError(f"Invalid process group specified: this rank is not in {found!r}")
-    return str(current_world().record(found).config)
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
+        raise ValueError(f"Invalid process group specified: this rank is not in {resolved!r}")
+    return str(current_world().record(resolved).config)
 
 
 def get_pg_count() -> int:

@@ -180,8 +180,8 @@ class DeviceMesh:
             RuntimeError: This rank is not in the mesh.
         """
         self._here()
-        given = sorted(set(axes))
-        long = [axis for axis in given if self.shape[axis] > 1] or given[:1]
+        distinct = sorted(set(axes))
+        long = [axis for axis in distinct if self.shape[axis] > 1] or distinct[:1]
         if len(long) == 1:
             return self._groups[long[0]]
         ranks = tuple(sorted(self.spec.through(long, get_rank()).ranks))
@@ -237,17 +237,17 @@ class DeviceMesh:
                 f"{name!r} is an axis already, of other ranks: give flatten() another name"
             )
         group = self._groups[0] if self.ndim == 1 else self._new_group(spec.ranks)
-        made = self._related(spec, [group])
+        mesh = self._related(spec, [group])
         if name:
-            self._root._flat[name] = made
-        return made
+            self._root._flat[name] = mesh
+        return mesh
 
     def _related(self, spec: MeshSpec, groups: list[ProcessGroup]) -> DeviceMesh:
-        made = object.__new__(DeviceMesh)
-        made._set(self.device_type, spec, self._root)
-        made._groups = groups
-        current_world().state(_Meshes).known.setdefault((self.device_type, spec), made)
-        return made
+        mesh = object.__new__(DeviceMesh)
+        mesh._set(self.device_type, spec, self._root)
+        mesh._groups = groups
+        current_world().state(_Meshes).known.setdefault((self.device_type, spec), mesh)
+        return mesh
 
     @staticmethod
     def from_group(
@@ -268,26 +268,28 @@ class DeviceMesh:
         Raises:
             ValueError: The groups are not those of the mesh's axes through this rank.
         """
-        given = list(group) if isinstance(group, Sequence) else [resolve(group)]
+        groups_of_axes = list(group) if isinstance(group, Sequence) else [resolve(group)]
         if mesh is None:
-            if len(given) != 1:
-                raise ValueError(f"{len(given)} groups need a mesh that tells how they cross")
-            mesh = get_process_group_ranks(given[0])
+            if len(groups_of_axes) != 1:
+                raise ValueError(
+                    f"{len(groups_of_axes)} groups need a mesh that tells how they cross"
+                )
+            mesh = get_process_group_ranks(groups_of_axes[0])
         _check_device_type(device_type)
         spec = MeshSpec.of(mesh, mesh_dim_names)
-        made = object.__new__(DeviceMesh)
-        made._set(device_type, spec, None)
-        groups = [one for one in given if not isinstance(one, NonMember)]
-        if made._coordinate is not None:
+        device_mesh = object.__new__(DeviceMesh)
+        device_mesh._set(device_type, spec, None)
+        groups = [each for each in groups_of_axes if not isinstance(each, NonMember)]
+        if device_mesh._coordinate is not None:
             lines = [sorted(spec.line(axis, get_rank())) for axis in range(spec.ndim)]
-            found = [sorted(get_process_group_ranks(one)) for one in groups]
-            if found != lines:
+            ranks = [sorted(get_process_group_ranks(each)) for each in groups]
+            if ranks != lines:
                 raise ValueError(
-                    f"the groups have the ranks {found}, but the mesh's axes through rank "
+                    f"the groups have the ranks {ranks}, but the mesh's axes through rank "
                     f"{get_rank()} have {lines}"
                 )
-            made._groups = groups
-        return made
+            device_mesh._groups = groups
+        return device_mesh
 
     # -- Python's own ------------------------------------------------------------------------
 

@@ -98,9 +98,9 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
     yield store, place.rank, place.world_size
 
 
-def _place(given: Place, settings: Settings | None) -> Place:
-    """``given``, completed from the environment."""
-    rank, world_size = given.rank, given.world_size
+def _place(place: Place, settings: Settings | None) -> Place:
+    """``place``, completed from the environment."""
+    rank, world_size = place.rank, place.world_size
     if rank == UNSET:
         rank = _number("RANK", settings.rank if settings else None)
     if world_size == UNSET:

@@ -48,12 +48,12 @@ class Failure(NamedTuple):
         return error
 
 
-def _users(found: TracebackType | None) -> TracebackType | None:
+def _users(frame: TracebackType | None) -> TracebackType | None:
     """Without the frames of this package that only called the user's function."""
-    first = found
-    while found is not None and in_library[found.tb_frame.f_code.co_filename]:
-        found = found.tb_next
-    return found or first
+    first = frame
+    while frame is not None and in_library[frame.tb_frame.f_code.co_filename]:
+        frame = frame.tb_next
+    return frame or first
 
 
 def _pickled(error: BaseException) -> bytes | None:

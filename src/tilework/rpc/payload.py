@@ -132,10 +132,10 @@ def _make_tensor(
     requires_grad: bool,
 ) -> Tensor:
     if buffer is None:
-        made = torch.empty_strided(size, stride, dtype=dtype)
+        tensor = torch.empty_strided(size, stride, dtype=dtype)
     else:
-        made = torch.frombuffer(buffer, dtype=dtype)
-        if made.data_ptr() % dtype.itemsize:
-            made = made.clone()
-        made = made.as_strided(size, stride)
-    return made.requires_grad_() if requires_grad else made
+        tensor = torch.frombuffer(buffer, dtype=dtype)
+        if tensor.data_ptr() % dtype.itemsize:
+            tensor = tensor.clone()
+        tensor = tensor.as_strided(size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor

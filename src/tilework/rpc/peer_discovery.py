@@ -60,8 +60,8 @@ class Meeting:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with contextlib.suppress(DistError):  # whoever serves the store may have gone
             if error is not None and not isinstance(error, DistError):  # which all find out alone
-                told = f"rank {self._rank} raised {type(error).__name__}: {error}"
-                self.store.compare_set("failure", "", told)
+                failure = f"rank {self._rank} raised {type(error).__name__}: {error}"
+                self.store.compare_set("failure", "", failure)
             self._visits.add(f"left/{self._rank}", 1)
             if error is not None:
                 self._let_others_leave()
@@ -78,10 +78,10 @@ class Meeting:
 
     def agree_on_size(self) -> None:
         """Raise CollectiveMismatchError, here and on the others, if another size was given."""
-        mine = f"rank {self._rank} says world_size={self._size}"
-        first = self.store.compare_set("size", "", mine).decode()
+        own = f"rank {self._rank} says world_size={self._size}"
+        first = self.store.compare_set("size", "", own).decode()
         if first.partition("=")[2] != str(self._size):
-            self._disagree(f"ranks disagree on how many workers there are: {mine}, but {first}")
+            self._disagree(f"ranks disagree on how many workers there are: {own}, but {first}")
 
     def exchange(self, card: Card) -> list[Card]:
         """Every rank's card.
@@ -127,17 +127,17 @@ class Meeting:
     def _there(self, keys: Sequence[str]) -> bool:
         try:
             self.store.wait(keys, timedelta(seconds=_LOOK_SECONDS))
-            found = True
+            complete = True
         except StoreTimeoutError:
-            found = False
+            complete = False
         if self.store.check(["disagreement"]):
             raise CollectiveMismatchError(self.store.get("disagreement").decode())
-        if not found and self.store.check(["failure"]):
+        if not complete and self.store.check(["failure"]):
             raise DistError(f"init_rpc failed: {self.store.get('failure').decode()}")
-        if not found and self.store.check(["again"]) and not self.store.check(keys):
+        if not complete and self.store.check(["again"]) and not self.store.check(keys):
             # Nobody comes again before this meeting has ended.
             raise self._twice(int(self.store.get("again")))
-        return found
+        return complete
 
     def _twice(self, rank: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(

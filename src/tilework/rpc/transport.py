@@ -147,30 +147,30 @@ class Transport:
     def _connect(self, rank: int, peer: _Peer) -> None:
         if peer.socket is not None or peer.gone:
             return
-        made: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-        made.set(zmq.SNDHWM, 0)
-        made.set(zmq.RECONNECT_IVL, -1)
+        sender: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        sender.set(zmq.SNDHWM, 0)
+        sender.set(zmq.RECONNECT_IVL, -1)
         if rank != self._rank:
-            made.set(zmq.CURVE_SERVERKEY, self._keys.public(rank))
-            made.set(zmq.CURVE_PUBLICKEY, self._keys.public(self._rank))
-            made.set(zmq.CURVE_SECRETKEY, self._keys.private(self._rank))
-            made.set(zmq.IPV6, 1)
+            sender.set(zmq.CURVE_SERVERKEY, self._keys.public(rank))
+            sender.set(zmq.CURVE_PUBLICKEY, self._keys.public(self._rank))
+            sender.set(zmq.CURVE_SECRETKEY, self._keys.private(self._rank))
+            sender.set(zmq.IPV6, 1)
             for option, value in (_KEEPALIVE | _KEEPALIVE_RETRIES).items():
-                made.set(option, value)
-            self._new_monitors.append((made.get_monitor_socket(_LOSSES), rank))
+                sender.set(option, value)
+            self._new_monitors.append((sender.get_monitor_socket(_LOSSES), rank))
             self.wake()
-        made.connect(peer.address)
-        made.send(self._hello(rank), zmq.NOBLOCK)
-        peer.socket = made
+        sender.connect(peer.address)
+        sender.send(self._hello(rank), zmq.NOBLOCK)
+        peer.socket = sender
 
     def give_up(self, rank: int) -> None:
         """Send nothing to ``rank`` any more."""
         peer = self._peers[rank]
         with peer.lock:
             peer.gone = True
-            made, peer.socket = peer.socket, None
-            if made is not None:
-                made.close(0)
+            sender, peer.socket = peer.socket, None
+            if sender is not None:
+                sender.close(0)
 
     # -- receiving -------------------------------------------------------------------------
 
@@ -221,10 +221,10 @@ class Transport:
         for peer in self._peers.values():
             with peer.lock:
                 peer.gone = True
-                made, peer.socket = peer.socket, None
-                if made is not None:
-                    made.disable_monitor()
-                    made.close(int(linger_seconds * 1000))
+                sender, peer.socket = peer.socket, None
+                if sender is not None:
+                    sender.disable_monitor()
+                    sender.close(int(linger_seconds * 1000))
         for monitor in (*self._monitors, *(monitor for monitor, _ in self._new_monitors)):
             monitor.close(0)
         if not self._context.closed:

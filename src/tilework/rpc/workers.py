@@ -58,10 +58,10 @@ class Directory:
             ValueError: There is none.
         """
         if isinstance(to, str):
-            found = self._by_name.get(to)
-            if found is None:
+            worker = self._by_name.get(to)
+            if worker is None:
                 raise ValueError(f"Invalid worker name {to!r}: the workers are {self._names()}")
-            return found
+            return worker
         if isinstance(to, WorkerInfo):
             if to.id in range(len(self._workers)) and self._workers[to.id] == to:
                 return to

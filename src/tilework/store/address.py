@@ -117,10 +117,10 @@ class TcpAddress(Address):
         return TcpAddress(self.host, listener.getsockname()[1])
 
     def _resolve(self) -> list[tuple[int, tuple[str, int]]]:
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         # IPv4 first on every rank: then "localhost" means one thing to server and clients.
-        found.sort(key=lambda info: info[0] != socket.AF_INET)
-        return [(info[0], info[4]) for info in found]  # type: ignore[misc]
+        infos.sort(key=lambda info: info[0] != socket.AF_INET)
+        return [(info[0], info[4]) for info in infos]  # type: ignore[misc]
 
     def _resolve_or_raise(self) -> list[tuple[int, tuple[str, int]]]:
         try:
@@ -210,8 +210,8 @@ class UnixAddress(Address):
         _, uid, _ = struct.unpack(
             "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         )
-        mine = os.geteuid()
-        return "" if uid == mine else f"it belongs to user {uid}, this process to user {mine}"
+        own = os.geteuid()
+        return "" if uid == own else f"it belongs to user {uid}, this process to user {own}"
 
     def released(self) -> None:
         """Remove the path."""

@@ -74,8 +74,8 @@ class Channel:
         if secret is not None and answer.code == Code.CHALLENGE:
             nonces = (nonce, *answer.fields)
             expected = wire.proof(secret, b"server", nonces)
-            mine = wire.proof(secret, b"client", nonces)
-            answer = self.ask(wire.encode(Code.PROOF, (mine,)), wait_seconds)
+            own_proof = wire.proof(secret, b"client", nonces)
+            answer = self.ask(wire.encode(Code.PROOF, (own_proof,)), wait_seconds)
         _check_welcome(answer, secret is not None, expected)
         self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
 

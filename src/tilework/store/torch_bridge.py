@@ -54,9 +54,9 @@ class TorchStoreAdapter(Store):
 
     @property
     def torch_store(self) -> c10d.Store:
-        """The store that was given."""
-        given: c10d.Store = self._store
-        return given
+        """The adapted store."""
+        store: c10d.Store = self._store
+        return store
 
     def set(self, key: str, value: Data) -> None:
         """Store ``value`` under ``key``, replacing what was there."""

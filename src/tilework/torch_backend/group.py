@@ -378,8 +378,8 @@ def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
     ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
     store = TorchStoreAdapter(request.store, timeout)
     # A store may outlive a group, and torch numbers groups anew after the last was destroyed.
-    visit = store.add(f"tilework/visits/{rank}", 1)
-    shared = PrefixStore(f"tilework/{visit}", store)
+    generation = store.add(f"tilework/generations/{rank}", 1)
+    shared = PrefixStore(f"tilework/{generation}", store)
     choice = os.environ.get("TILEWORK_BACKEND")
     backend = BackendConfig(choice).get_device_backend_map().get("cpu")
     plan = _Plan(world, shared, ranks, rank, str(request.group_id), timeout)

@@ -21,7 +21,7 @@ from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import reachable_address
 from tilework.comm.backends.torch_engines import check_available, make_gloo_backend
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.errors import DistBackendError
 from tilework.store import PrefixStore
 
@@ -29,7 +29,9 @@ from tilework.store import PrefixStore
 class HybridGroup(NativeGroup):
     """A group of ranks on several hosts."""
 
-    lacks: ClassVar[frozenset[Lack]] = frozenset({Lack.RANK_ORDER, Lack.WIDE_SUMS})
+    lacks: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.RANK_ORDER, Capability.WIDE_SUMS}
+    )
 
     def __init__(self, engine: HybridEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)

@@ -81,16 +81,16 @@ def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, NativeGroup
     store, me, size = request.store, request.group_rank, request.group_size
     everyone = range(size)
     store.set(f"host/{me}", host_identity(request))
-    found = store.multi_get([f"host/{rank}" for rank in everyone])
-    candidates = tuple(rank for rank in everyone if found[rank] == found[me])
+    identities = store.multi_get([f"host/{rank}" for rank in everyone])
+    candidates = tuple(rank for rank in everyone if identities[rank] == identities[me])
     try:
         group = create_shm_group(_part(request, candidates, "shared"), None)
     except CannotShareMemoryError:
         candidates = (me,)
         group = create_shm_group(_part(request, candidates, f"alone_{me}"), None)
     store.set(f"shares/{me}", " ".join(map(str, candidates)))
-    told = store.multi_get([f"shares/{rank}" for rank in everyone])
-    hosts = sorted({tuple(int(rank) for rank in text.split()) for text in told})
+    shares = store.multi_get([f"shares/{rank}" for rank in everyone])
+    hosts = sorted({tuple(int(rank) for rank in text.split()) for text in shares})
     return Hosts(tuple(hosts), me), group
 
 

@@ -38,7 +38,7 @@ class Transfers(Protocol):
         ...
 
 
-class Ways(Protocol):
+class StepContext(Protocol):
     """The part of an engine that steps use."""
 
     hosts: Hosts
@@ -91,15 +91,15 @@ def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Te
     return total
 
 
-def _partial(ways: Ways, operation: Operation, shares: list[Tensor], mine: Tensor) -> None:
-    """Into ``mine``, in each lane's rank its share of this host's partial result."""
-    op = _within(operation.reduce_op, mine.dtype, ways.size)
-    ways.local("reduce_scatter", shares, [mine], op)
+def _partial(context: StepContext, operation: Operation, shares: list[Tensor], own: Tensor) -> None:
+    """Reduce this host's shares: into ``own``, on each lane's rank, its partial result."""
+    op = _within(operation.reduce_op, own.dtype, context.size)
+    context.local("reduce_scatter", shares, [own], op)
 
 
-def _blanks(hosts: Hosts, mine: Tensor) -> list[Tensor]:
-    """Room for every host's partial result; this host's is ``mine``."""
-    return [mine if h == hosts.index else torch.empty_like(mine) for h in _all(hosts)]
+def _blanks(hosts: Hosts, own: Tensor) -> list[Tensor]:
+    """Room for every host's partial result; this host's is ``own``."""
+    return [own if h == hosts.index else torch.empty_like(own) for h in _all(hosts)]
 
 
 def _all(hosts: Hosts) -> range:
@@ -113,29 +113,29 @@ def _beside(hosts: Hosts, by_host: Sequence[Tensor]) -> list[tuple[int, Tensor]]
     return [(hosts.peer(h), by_host[h]) for h in hosts.others]
 
 
-def all_reduce(ways: Ways, operation: Operation) -> Step:
+def all_reduce(context: StepContext, operation: Operation) -> Step:
     """Reduce-scatter on each host, all-reduce in each lane, all-gather on each host."""
-    hosts, op = ways.hosts, operation.reduce_op
+    hosts, op = context.hosts, operation.reduce_op
     shares = _shares(operation.inputs[0].view(-1), hosts)
-    mine = torch.empty_like(shares[hosts.local_rank])
-    at_once = len(hosts.ranks) == 2 or mine.nbytes <= _SMALL
-    pieces = [mine] * len(hosts.ranks) if at_once else list(mine.tensor_split(len(hosts.ranks)))
+    own = torch.empty_like(shares[hosts.local_rank])
+    at_once = len(hosts.ranks) == 2 or own.nbytes <= _SMALL
+    pieces = [own] * len(hosts.ranks) if at_once else list(own.tensor_split(len(hosts.ranks)))
     partials = _blanks(hosts, pieces[hosts.index])
-    transfers = ways.transfers()
+    transfers = context.transfers()
     transfers.receive(_beside(hosts, partials))
     yield
-    _partial(ways, operation, shares, mine)
+    _partial(context, operation, shares, own)
     transfers.send(_beside(hosts, pieces))
     transfers.wait()
-    total = _across(partials, op, ways.size)
+    total = _across(partials, op, context.size)
     if not at_once:
-        total = _collected(ways, pieces, total, mine)
-    ways.local("all_gather", [total], _shares(operation.outputs[0].view(-1), hosts))
+        total = _collected(context, pieces, total, own)
+    context.local("all_gather", [total], _shares(operation.outputs[0].view(-1), hosts))
 
 
-def _collected(ways: Ways, pieces: list[Tensor], own: Tensor, whole: Tensor) -> Tensor:
+def _collected(context: StepContext, pieces: list[Tensor], own: Tensor, whole: Tensor) -> Tensor:
     """Each host's combined piece, in ``whole``: the second step, which moves fewer bytes."""
-    hosts, transfers = ways.hosts, ways.transfers()
+    hosts, transfers = context.hosts, context.transfers()
     transfers.receive(_beside(hosts, pieces))
     transfers.send(_beside(hosts, [own] * len(hosts.ranks)))
     transfers.wait()
@@ -143,60 +143,60 @@ def _collected(ways: Ways, pieces: list[Tensor], own: Tensor, whole: Tensor) -> 
     return whole
 
 
-def reduce(ways: Ways, operation: Operation) -> Step:
+def reduce(context: StepContext, operation: Operation) -> Step:
     """Reduce-scatter on each host, each lane to the root's host, gather there."""
-    hosts, home = ways.hosts, ways.hosts.host_of(operation.root)
+    hosts, home = context.hosts, context.hosts.host_of(operation.root)
     shares = _shares(operation.inputs[0].view(-1), hosts)
-    mine = torch.empty_like(shares[hosts.local_rank])
-    partials, transfers = _blanks(hosts, mine), ways.transfers()
+    own = torch.empty_like(shares[hosts.local_rank])
+    partials, transfers = _blanks(hosts, own), context.transfers()
     if hosts.index == home:
         transfers.receive(_beside(hosts, partials))
     yield
-    _partial(ways, operation, shares, mine)
+    _partial(context, operation, shares, own)
     if hosts.index != home:
-        transfers.send([(hosts.peer(home), mine)] if hosts.lane is not None else [])
+        transfers.send([(hosts.peer(home), own)] if hosts.lane is not None else [])
         transfers.wait()
         return
     transfers.wait()
-    total = _across(partials, operation.reduce_op, ways.size)
+    total = _across(partials, operation.reduce_op, context.size)
     at_root = hosts.me == operation.root
     outputs = _shares(operation.outputs[0].view(-1), hosts) if at_root else []
-    ways.local("gather", [total], outputs, root=hosts.local.index(operation.root))
+    context.local("gather", [total], outputs, root=hosts.local.index(operation.root))
 
 
-def reduce_scatter(ways: Ways, operation: Operation) -> Step:
+def reduce_scatter(context: StepContext, operation: Operation) -> Step:
     """Reduce each host's parts here, send each lane's partial results there, combine."""
-    hosts, op = ways.hosts, operation.reduce_op
-    parts, output = split_parts(operation.inputs, ways.size), operation.outputs[0].view(-1)
+    hosts, op = context.hosts, operation.reduce_op
+    parts, output = split_parts(operation.inputs, context.size), operation.outputs[0].view(-1)
     carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
     #: By turn and host: the partial results of the parts that this lane combines.
     partials = [_blanks(hosts, parts[rank]) for rank in carried]
-    transfers = ways.transfers()
+    transfers = context.transfers()
     for of_turn in partials:
         transfers.receive(_beside(hosts, of_turn))
     yield
     for host in hosts.others:
-        leaving = _partials_for(ways, parts, host, op)
+        leaving = _partials_for(context, parts, host, op)
         transfers.send((hosts.peer(host), partial) for partial in leaving)
-    own = _partials_for(ways, parts, hosts.index, op)
+    own = _partials_for(context, parts, hosts.index, op)
     transfers.wait()
     totals = []
     for of_turn, mine in zip(partials, own, strict=True):
         of_turn[hosts.index] = mine
-        totals.append(_across(of_turn, op, ways.size))
-    _hand_out(ways, totals, output)
+        totals.append(_across(of_turn, op, context.size))
+    _hand_out(context, totals, output)
 
 
 def _partials_for(
-    ways: Ways, parts: Sequence[Tensor], host: int, op: AnyReduceOp | None
+    context: StepContext, parts: Sequence[Tensor], host: int, op: AnyReduceOp | None
 ) -> list[Tensor]:
     """This host's partial results of the parts of ``host``: of every L-th, in each of L lanes."""
-    hosts, partials = ways.hosts, []
+    hosts, partials = context.hosts, []
     nothing = parts[0][:0]
     for turn in _turns(hosts, host):
         pieces = [nothing if rank is None else parts[rank] for rank in turn]
         partial = torch.empty_like(pieces[hosts.local_rank])
-        ways.local("reduce_scatter", pieces, [partial], _within(op, partial.dtype, ways.size))
+        context.local("reduce_scatter", pieces, [partial], _within(op, partial.dtype, context.size))
         if turn[hosts.local_rank] is not None:
             partials.append(partial)
     return partials
@@ -210,50 +210,52 @@ def _turns(hosts: Hosts, host: int) -> Iterator[list[int | None]]:
         yield turn + [None] * (len(hosts.local) - len(turn))
 
 
-def _hand_out(ways: Ways, totals: Sequence[Tensor], output: Tensor) -> None:
-    """From each lane to the ranks of this host whose parts it combined."""
-    hosts = ways.hosts
+def _hand_out(context: StepContext, totals: Sequence[Tensor], output: Tensor) -> None:
+    """Scatter each lane's results to the ranks of this host whose parts it combined."""
+    hosts = context.hosts
     if hosts.lane is not None:
         output.copy_(totals[0])
     if len(hosts.local) == hosts.lanes:
         return
     nothing = output[:0]
-    mine = dict(zip(range(hosts.local_rank, len(hosts.local), hosts.lanes), totals, strict=False))
+    carried = dict(
+        zip(range(hosts.local_rank, len(hosts.local), hosts.lanes), totals, strict=False)
+    )
     inputs = [
-        mine[r] if hosts.lane is not None and r in mine and r >= hosts.lanes else nothing
+        carried[r] if hosts.lane is not None and r in carried and r >= hosts.lanes else nothing
         for r in range(len(hosts.local))
     ]
     source = hosts.local_rank % hosts.lanes
     receives = hosts.lane is None
     outputs = [output if receives and r == source else nothing for r in range(len(hosts.local))]
-    ways.local("all_to_all", inputs, outputs)
+    context.local("all_to_all", inputs, outputs)
 
 
 # -- copies ---------------------------------------------------------------------------------
 
 
-def broadcast(ways: Ways, operation: Operation) -> Step:
+def broadcast(context: StepContext, operation: Operation) -> Step:
     """Broadcast on the root's host, then each lane its share along a tree of hosts."""
-    hosts, flat = ways.hosts, operation.outputs[0].view(-1)
+    hosts, flat = context.hosts, operation.outputs[0].view(-1)
     home = hosts.host_of(operation.root)
     shares = _shares(flat, hosts)
     share, in_lane = shares[hosts.local_rank], hosts.lane is not None
     above, below = _tree(hosts, home)
-    coming = ways.transfers()
+    coming = context.transfers()
     coming.receive((hosts.peer(host), share) for host in above if in_lane)
     yield
     if hosts.index == home:
-        ways.local("broadcast", (), [flat], root=hosts.local.index(operation.root))
+        context.local("broadcast", (), [flat], root=hosts.local.index(operation.root))
     coming.wait()
-    leaving = ways.transfers()
+    leaving = context.transfers()
     leaving.send((hosts.peer(host), share) for host in below if in_lane)
     if hosts.index != home:
-        ways.local("all_gather", [share], shares)
+        context.local("all_gather", [share], shares)
     leaving.wait()
 
 
 def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
-    """Whom this host hears from (nobody, at ``home``), and to whom it sends, in that order.
+    """The hosts that this one receives from (none, at ``home``), and those that it sends to.
 
     In each round every host that has the data sends it to one that has not.
     """
@@ -270,17 +272,17 @@ def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
     return above, below
 
 
-def all_gather(ways: Ways, operation: Operation) -> Step:
+def all_gather(context: StepContext, operation: Operation) -> Step:
     """All-gather on each host; each lane exchanges its ranks' tensors; all-gather those."""
-    hosts, source = ways.hosts, operation.inputs[0].view(-1)
-    outputs = split_parts(operation.outputs, ways.size)
-    transfers = ways.transfers()
+    hosts, source = context.hosts, operation.inputs[0].view(-1)
+    outputs = split_parts(operation.outputs, context.size)
+    transfers = context.transfers()
     if hosts.lane is not None:
         for host in hosts.others:
             coming = hosts.ranks[host][hosts.lane :: hosts.lanes]
             transfers.receive((hosts.peer(host), outputs[rank]) for rank in coming)
     yield
-    ways.local("all_gather", [source], [outputs[rank] for rank in hosts.local])
+    context.local("all_gather", [source], [outputs[rank] for rank in hosts.local])
     if hosts.lane is not None:
         for host in hosts.others:
             carried = hosts.local[hosts.lane :: hosts.lanes]
@@ -290,44 +292,44 @@ def all_gather(ways: Ways, operation: Operation) -> Step:
     for host in hosts.others:
         for turn in _turns(hosts, host):
             pieces = [nothing if rank is None else outputs[rank] for rank in turn]
-            ways.local("all_gather", [pieces[hosts.local_rank]], pieces)
+            context.local("all_gather", [pieces[hosts.local_rank]], pieces)
 
 
-def gather(ways: Ways, operation: Operation) -> Step:
+def gather(context: StepContext, operation: Operation) -> Step:
     """Gather on the root's host; the ranks of other hosts send to the root."""
-    hosts, root, source = ways.hosts, operation.root, operation.inputs[0].view(-1)
-    outputs = split_parts(operation.outputs, ways.size) if hosts.me == root else []
-    transfers = ways.transfers()
+    hosts, root, source = context.hosts, operation.root, operation.inputs[0].view(-1)
+    outputs = split_parts(operation.outputs, context.size) if hosts.me == root else []
+    transfers = context.transfers()
     transfers.receive((rank, outputs[rank]) for rank in _remote(hosts) if outputs)
     yield
     if hosts.index != hosts.host_of(root):
         transfers.send([(root, source)])
     else:
-        mine = [outputs[rank] for rank in hosts.local] if outputs else []
-        ways.local("gather", [source], mine, root=hosts.local.index(root))
+        local = [outputs[rank] for rank in hosts.local] if outputs else []
+        context.local("gather", [source], local, root=hosts.local.index(root))
     transfers.wait()
 
 
-def scatter(ways: Ways, operation: Operation) -> Step:
+def scatter(context: StepContext, operation: Operation) -> Step:
     """Scatter on the root's host; the root sends to the ranks of other hosts."""
-    hosts, root, target = ways.hosts, operation.root, operation.outputs[0].view(-1)
-    inputs = split_parts(operation.inputs, ways.size) if hosts.me == root else []
-    transfers, at_home = ways.transfers(), hosts.index == hosts.host_of(root)
+    hosts, root, target = context.hosts, operation.root, operation.outputs[0].view(-1)
+    inputs = split_parts(operation.inputs, context.size) if hosts.me == root else []
+    transfers, at_home = context.transfers(), hosts.index == hosts.host_of(root)
     transfers.receive([] if at_home else [(root, target)])
     yield
     transfers.send((rank, inputs[rank]) for rank in _remote(hosts) if inputs)
     if at_home:
-        mine = [inputs[rank] for rank in hosts.local] if inputs else []
-        ways.local("scatter", mine, [target], root=hosts.local.index(root))
+        local = [inputs[rank] for rank in hosts.local] if inputs else []
+        context.local("scatter", local, [target], root=hosts.local.index(root))
     transfers.wait()
 
 
-def all_to_all(ways: Ways, operation: Operation) -> Step:
+def all_to_all(context: StepContext, operation: Operation) -> Step:
     """All-to-all on each host; between hosts every rank sends to every other."""
-    hosts = ways.hosts
+    hosts = context.hosts
     inputs, outputs = (
-        split_parts(operation.inputs, ways.size),
-        split_parts(operation.outputs, ways.size),
+        split_parts(operation.inputs, context.size),
+        split_parts(operation.outputs, context.size),
     )
     taken = {output.data_ptr() for output in outputs if output.numel()}
     # In place, what comes would overwrite what has not left yet.
@@ -335,11 +337,11 @@ def all_to_all(ways: Ways, operation: Operation) -> Step:
         (rank, inputs[rank].clone() if inputs[rank].data_ptr() in taken else inputs[rank])
         for rank in _remote(hosts)
     ]
-    transfers = ways.transfers()
+    transfers = context.transfers()
     transfers.receive((rank, outputs[rank]) for rank in _remote(hosts))
     yield
     transfers.send(leaving)
-    ways.local("all_to_all", [inputs[r] for r in hosts.local], [outputs[r] for r in hosts.local])
+    context.local("all_to_all", [inputs[r] for r in hosts.local], [outputs[r] for r in hosts.local])
     transfers.wait()
 
 
@@ -348,12 +350,12 @@ def _remote(hosts: Hosts) -> list[int]:
     return [rank for host in hosts.others for rank in hosts.ranks[host]]
 
 
-def barrier(ways: Ways, operation: Operation) -> Step:
+def barrier(context: StepContext, operation: Operation) -> Step:
     """Nothing: when they have met, every rank has come."""
     yield
 
 
-STEPS: dict[Kind, Callable[[Ways, Operation], Step]] = {
+STEPS: dict[Kind, Callable[[StepContext, Operation], Step]] = {
     "barrier": barrier,
     "broadcast": broadcast,
     "all_reduce": all_reduce,

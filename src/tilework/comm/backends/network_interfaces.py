@@ -36,10 +36,10 @@ def address_towards(store: Store) -> str | None:
 
 def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
         return []
-    return [(family, where) for family, _, _, _, where in found]
+    return [(family, where) for family, _, _, _, where in infos]
 
 
 def _own_address() -> str:

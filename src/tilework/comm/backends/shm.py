@@ -284,8 +284,8 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _core
 def _refuse(request: DistributedBackendOptions, identity: str, error: Exception) -> None:
     """Tell rank 0, and so everyone, that this rank cannot share memory with it."""
     ranks = request.global_ranks_in_group
-    mine = _host_identity()
-    where = "on one host" if mine == identity else f"on different hosts ({identity} and {mine})"
+    own = _host_identity()
+    where = "on one host" if own == identity else f"on different hosts ({identity} and {own})"
     try:
         request.store.set(
             "shm/refused",

@@ -25,7 +25,7 @@ from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.torch_completion import TorchCompletion
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
@@ -291,7 +291,7 @@ class EngineGroup(NativeGroup):
 
     uneven_sizes = False
     holds_copies = True
-    lacks: ClassVar[frozenset[Lack]] = frozenset(Lack)
+    lacks: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)

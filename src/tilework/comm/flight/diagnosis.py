@@ -56,22 +56,22 @@ class _Telling:
     def findings(self) -> Iterator[Finding]:
         """Causes before what may follow from them."""
         rings = circles(self._held_up)
-        told = [self._deadlock(ring) for ring in rings]
+        findings = [self._deadlock(ring) for ring in rings]
         in_rings = {(wait.group.name, wait.entry.number) for ring in rings for wait in ring}
         for group in self._history.groups:
             operation = self._operation(group)
             if operation is not None and (group.name, operation.number) not in in_rings:
-                told.append(operation)
+                findings.append(operation)
         in_ring = {id(wait) for ring in rings for wait in ring}
-        told += [
+        findings += [
             self._message(wait)
             for wait in self._waits
             if wait.entry.peer is not None and id(wait) not in in_ring
         ]
         order: tuple[Kind, ...] = ("deadlock", "mismatch", "failed", "waiting", "message", "busy")
-        yield from sorted(told, key=lambda finding: order.index(finding.kind))
-        yield from self._unheard(told)
-        if not told:
+        yield from sorted(findings, key=lambda finding: order.index(finding.kind))
+        yield from self._unheard(findings)
+        if not findings:
             yield self._fine()
 
     # -- kinds of findings ---------------------------------------------------------------
@@ -140,8 +140,8 @@ class _Telling:
         kind: Kind = "failed" if failed(entry) else "message"
         return Finding(kind, text, tuple(details), wait.group.name, 0, (rank,), wait.awaited)
 
-    def _unheard(self, told: Sequence[Finding]) -> Iterator[Finding]:
-        mentioned = {rank for finding in told for rank in finding.awaited}
+    def _unheard(self, findings: Sequence[Finding]) -> Iterator[Finding]:
+        mentioned = {rank for finding in findings for rank in finding.awaited}
         silent = [rank for rank in self._history.unheard if rank not in mentioned]
         if silent:
             text = (
@@ -150,11 +150,11 @@ class _Telling:
             yield Finding("unheard", text, (), ranks=tuple(silent))
 
     def _fine(self) -> Finding:
-        heard = tuple(self._history.records)
-        who = f"{named(heard)} are" if self._history.unheard else "every rank is"
+        recorded = tuple(self._history.records)
+        who = f"{named(recorded)} are" if self._history.unheard else "every rank is"
         text = f"{who} outside of operations: nobody waits for another"
-        details = [self._where(rank, None) for rank in heard[:_MAX_DETAILS]]
-        return Finding("fine", text, tuple(details), ranks=heard)
+        details = [self._where(rank, None) for rank in recorded[:_MAX_DETAILS]]
+        return Finding("fine", text, tuple(details), ranks=recorded)
 
     # -- where ranks are -----------------------------------------------------------------
 

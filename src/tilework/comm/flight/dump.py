@@ -40,9 +40,9 @@ def note_fault(cause: BaseException | str) -> None:
     text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
     fault = Fault(time.time(), text, tuple(getattr(cause, "ranks", ())))
     # A completion may come on a thread of the core, which is no rank's: then all are told.
-    mine = _rank_of(current_world())
+    own_rank = _rank_of(current_world())
     for rank, worlds in _ranks().items():
-        if mine is None or rank == mine:
+        if own_rank is None or rank == own_rank:
             worlds[0].notes.add(fault)
             _write(rank, worlds, folder)
 
@@ -60,15 +60,15 @@ def _ranks() -> dict[int, list[World]]:
 
     Before it has a group, the rank that the environment says this process will be.
     """
-    found: dict[int, list[World]] = {}
+    worlds: dict[int, list[World]] = {}
     for world in sorted(live_worlds(), key=lambda world: world.default_group is None):
         rank = _rank_of(world)
         if rank is not None:
-            found.setdefault(rank, []).append(world)
+            worlds.setdefault(rank, []).append(world)
     text = os.environ.get("RANK", "")
-    if not found and text.isdecimal():
-        found[int(text)] = [current_world()]
-    return found
+    if not worlds and text.isdecimal():
+        worlds[int(text)] = [current_world()]
+    return worlds
 
 
 def _rank_of(world: World) -> int | None:

@@ -60,8 +60,8 @@ def describe(what: What | str) -> str:
     sides = {"in": _shapes_text(inputs), "out": _shapes_text(outputs)}
     if title in _IN_PLACE and outputs:
         sides["in"] = ""
-    given = {side: text for side, text in sides.items() if text}
-    words.append(", ".join(f"{s} {t}" if len(given) > 1 else t for s, t in given.items()))
+    shown = {side: text for side, text in sides.items() if text}
+    words.append(", ".join(f"{s} {t}" if len(shown) > 1 else t for s, t in shown.items()))
     if reduction is not None:
         words.append(str(reduction).upper())
     if root is not None:

@@ -78,29 +78,29 @@ def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     A rank with asynchronous operations under way may be computing meanwhile: where its stack is
     tells which of them, if any, it waits for.
     """
-    found: dict[int, list[Wait]] = {}
+    by_rank: dict[int, list[Wait]] = {}
     for rank, record in history.records.items():
-        mine = [wait for wait in all_waits if wait.rank == rank]
-        timed_out = [w for w in mine if failed(w.entry) and "TimeoutError" in w.entry.outcome]
-        running = [wait for wait in mine if wait.entry.outcome == RUNNING]
+        own = [wait for wait in all_waits if wait.rank == rank]
+        timed_out = [w for w in own if failed(w.entry) and "TimeoutError" in w.entry.outcome]
+        running = [wait for wait in own if wait.entry.outcome == RUNNING]
         stack = record.stacks[0] if record.stacks else None
         if stack is not None and not stack.inside:
             running = []
         elif stack is not None:
             running = [wait for wait in running if wait.entry.site in stack.frames] or running
         if running or timed_out:
-            found[rank] = running or timed_out
-    return found
+            by_rank[rank] = running or timed_out
+    return by_rank
 
 
 def circles(held_up: dict[int, list[Wait]]) -> list[list[Wait]]:
     """Ranks that wait for each other in a circle: each wait, and then that of whom it awaits."""
-    found: dict[frozenset[int], list[Wait]] = {}
+    cycles: dict[frozenset[int], list[Wait]] = {}
     for start in held_up:
         circle = _circle_from(start, held_up)
         if circle:
-            found.setdefault(frozenset(wait.rank for wait in circle), circle)
-    return list(found.values())
+            cycles.setdefault(frozenset(wait.rank for wait in circle), circle)
+    return list(cycles.values())
 
 
 def _circle_from(start: int, held_up: dict[int, list[Wait]]) -> list[Wait]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tilework.testing.groups.base import (
     SHORT,
@@ -26,7 +26,7 @@ from tilework.testing.groups.base import (
 _Call = Callable[[], object]
 
 
-@needs(Lack.COMPARISON)
+@needs(Capability.COMPARISON)
 class MismatchSuite(GroupSuite):
     """Ranks that call different things all raise CollectiveMismatchError, naming both."""
 
@@ -268,7 +268,7 @@ class TimeoutSuite(GroupSuite):
 
         self.run(2, body)
 
-    @needs(Lack.NEW_TIMEOUT)
+    @needs(Capability.NEW_TIMEOUT)
     def test_a_timeout_set_later(self) -> None:
         def body(rank: int) -> None:
             group = inside(dist.new_group())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
@@ -30,7 +30,7 @@ SHORT = timedelta(milliseconds=250)
 LONG = timedelta(seconds=20)
 
 
-def needs(*promises: Lack) -> Callable[[Tests], Tests]:
+def needs(*promises: Capability) -> Callable[[Tests], Tests]:
     """Mark a test, or all of a class, that a backend without one of ``promises`` cannot pass."""
 
     def mark(tests: Tests) -> Tests:
@@ -39,7 +39,7 @@ def needs(*promises: Lack) -> Callable[[Tests], Tests]:
                 if name.startswith("test_"):
                     mark(test)
         else:
-            already: tuple[Lack, ...] = getattr(tests, "needs", ())
+            already: tuple[Capability, ...] = getattr(tests, "needs", ())
             tests.needs = (*already, *promises)  # type: ignore[attr-defined]
         return tests
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.errors import CollectiveMismatchError
 from tilework.testing.groups.base import (
     GroupSuite,
@@ -169,7 +169,7 @@ class MessageSuite(GroupSuite):
 
         assert self.run(2, body)[1] > 0.08
 
-    @needs(Lack.COMPARISON)
+    @needs(Capability.COMPARISON)
     def test_a_message_that_does_not_fit_raises_at_the_receiver(self) -> None:
         outboxes = [Case((2,), _F32), Case((3,), torch.int32)]
 

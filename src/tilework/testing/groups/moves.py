@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.testing.groups.base import GroupSuite, finish, needs, still_works
 from tilework.testing.groups.values import Case, assert_same, pattern
 
@@ -108,7 +108,7 @@ class GatherSuite(GroupSuite):
 
         self.run(n, body)
 
-    @needs(Lack.UNEVEN_SIZES)
+    @needs(Capability.UNEVEN_SIZES)
     def test_all_gather_of_uneven_tensors(self, n: int, async_op: bool) -> None:
         shapes = [(source, 2) for source in range(n)]
 
@@ -123,7 +123,7 @@ class GatherSuite(GroupSuite):
         self.run(n, body)
 
     def test_uneven_tensors_are_refused_where_they_are_lacking(self) -> None:
-        if Lack.UNEVEN_SIZES not in self.group_type.lacks:
+        if Capability.UNEVEN_SIZES not in self.group_type.lacks:
             pytest.skip("this backend has them")
 
         def body(rank: int) -> None:
@@ -187,7 +187,7 @@ class GatherSuite(GroupSuite):
 
         self.run(n, body)
 
-    @needs(Lack.UNEVEN_SIZES)
+    @needs(Capability.UNEVEN_SIZES)
     def test_gather_of_uneven_tensors(self, n: int) -> None:
         def body(rank: int) -> None:
             outputs = [torch.zeros(source, 3) for source in range(n)] if rank == n - 1 else None
@@ -220,7 +220,7 @@ class ScatterSuite(GroupSuite):
 
         self.run(n, body)
 
-    @needs(Lack.UNEVEN_SIZES)
+    @needs(Capability.UNEVEN_SIZES)
     def test_scatter_of_uneven_tensors(self, n: int) -> None:
         def body(rank: int) -> None:
             parts = [pattern(dst, (dst, 2), _F32) for dst in range(n)] if rank == 0 else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Lack
+from tilework.comm.capabilities import Capability
 from tilework.testing.groups.base import GroupSuite, finish, needs, refused, still_works
 from tilework.testing.groups.values import (
     FLOATS,
@@ -193,7 +193,7 @@ class ReduceSuite(GroupSuite):
 
         self.run(n, body)
 
-    @needs(Lack.UNEVEN_SIZES)
+    @needs(Capability.UNEVEN_SIZES)
     def test_reduce_scatter_of_uneven_tensors(self, n: int) -> None:
         def body(rank: int) -> None:
             inputs = [pattern(rank + part, (part, 2), _F32) for part in range(n)]
@@ -264,7 +264,7 @@ class PrecisionSuite(GroupSuite):
         first, *others = self.run(4, body) + self.run(4, body)
         assert all(other == first for other in others)
 
-    @needs(Lack.RANK_ORDER)
+    @needs(Capability.RANK_ORDER)
     def test_sums_are_taken_in_rank_order(self) -> None:
         def body(rank: int) -> None:
             for dtype in (torch.float32, torch.float64, torch.complex64):
@@ -275,7 +275,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(4, body)
 
-    @needs(Lack.WIDE_SUMS)
+    @needs(Capability.WIDE_SUMS)
     def test_short_floats_accumulate_in_float32(self) -> None:
         def body(rank: int) -> None:
             for dtype in (torch.float16, torch.bfloat16):
@@ -286,7 +286,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(5, body)
 
-    @needs(Lack.WIDE_SUMS)
+    @needs(Capability.WIDE_SUMS)
     def test_short_float_sums_do_not_overflow_on_the_way(self) -> None:
         def body(rank: int) -> None:
             tensor = torch.tensor([60000.0 if rank < 2 else -60000.0], dtype=torch.float16)
@@ -295,7 +295,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
-    @needs(Lack.WIDE_SUMS)
+    @needs(Capability.WIDE_SUMS)
     def test_mean_of_short_floats_is_rounded_once(self) -> None:
         def body(rank: int) -> None:
             tensor = noise(rank, (1000,), torch.bfloat16)
@@ -305,7 +305,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
-    @needs(Lack.SAME_BITS)
+    @needs(Capability.SAME_BITS)
     def test_every_reducing_operation_gives_the_same_bits(self) -> None:
         def body(rank: int) -> None:
             for dtype in (torch.float32, torch.bfloat16):
@@ -320,7 +320,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
-    @needs(Lack.SAME_BITS)
+    @needs(Capability.SAME_BITS)
     def test_bits_do_not_depend_on_what_else_is_in_the_tensor(self) -> None:
         def body(rank: int) -> None:
             whole = noise(rank, (300_003,), _F32)
@@ -332,7 +332,7 @@ class PrecisionSuite(GroupSuite):
 
         self.run(3, body)
 
-    @needs(Lack.NAN)
+    @needs(Capability.NAN)
     def test_minimum_and_maximum_hand_on_nan(self) -> None:
         def body(rank: int) -> None:
             for dtype in FLOATS:
