@@ -35,9 +35,10 @@ demo: install
 	    print(max(4, min(usable_cores(), 32)))')}; \
 	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
 
-# Two processes, as many tests wait more than they compute; tests/conftest.py says which share one.
+# Three processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
+# of them share one.
 test: install
-	@$(bin)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(bin)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 check: install
 	@$(bin)/python -m tests.check $(ARGS)

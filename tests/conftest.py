@@ -1,10 +1,11 @@
-"""Two processes run the tests; those that measure time, or end processes, share one of them.
+"""Three processes run the tests; those that measure time, or end processes, share one of them.
 
 Where the core is not built, what needs it is skipped, and says why.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -45,6 +46,12 @@ def pytest_runtest_setup() -> None:
     """Skip what begins after the time budget of ``python -m tests.check``."""
     if time.time() > float(os.environ.get("TILEWORK_TESTS_UNTIL", "inf")):
         pytest.skip("the time budget is spent; `make test` runs all")
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
