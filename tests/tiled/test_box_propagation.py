@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,16 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tilework.tiled.rules  # noqa: F401  # fills the operator table
 from tests.layout.random_tilings import covers, examples
 from tilework.layout import Box, Tile, Tiling, check_boxes
 from tilework.tiled.box_propagation import (
     LocalOp,
     NotLocal,
     Obstacle,
+    TileRanges,
     propagate_boxes,
     within,
 )
 from tilework.tiled.factors import Factor, FactorMap, Pattern, broadcast, dim_factors, factors_of
+from tilework.tiled.op_rules import Arg, LocalCall
+from tilework.tiled.op_table import entry_of
 from tilework.tiled.regroup import regrouped
 
 
@@ -201,6 +206,65 @@ def test_tiles_on_other_ranks_do_not_fit() -> None:
     factor = Factor(2)
     mapped = FactorMap((((factor,),),) * 2, (((factor,),),))
     assert propagate_boxes(mapped, [here, there]) == NotLocal(Obstacle.MISMATCHED, 1, None)
+
+
+_RULED: dict[str, tuple[Any, ...]] = {
+    "permute": ((2, 0, 1),),
+    "transpose": (0, 2),
+    "reshape": ((6, -1),),
+    "flatten": (0, 1),
+    "unflatten": (2, (2, 2)),
+    "expand": ((2, 2, 3, 4),),
+    "unsqueeze": (1,),
+    "squeeze": (1,),
+    "repeat": ((1, 2, 1),),
+    "flip": ((1,),),
+    "cumsum": (1,),
+    "sum": (1,),
+    "mean": ((0, 2),),
+    "tril": (),
+    "relu": (),
+}
+
+
+@examples(200)
+@given(st.data())
+def test_rules_of_the_operator_table(data: st.DataObject) -> None:
+    """A rule's factor map, and what it runs on a tile, for operators of one tensor."""
+    name = data.draw(st.sampled_from(sorted(_RULED)))
+    shape = (2, 3, 4)
+    tiling = data.draw(tilings(shape))
+    input, operator = Arg(0, shape, torch.float64, frozenset()), getattr(Tensor, name)
+    call = cast("Any", entry_of(name).rule)(input, *_RULED[name])
+    assert isinstance(call, LocalCall)
+    tiles = iter(range(len(tiling.tiles)))
+    op = propagate_boxes(call.map, [tiling])
+
+    def local(tile: Tensor, box: Box) -> Tensor:
+        assert isinstance(op, LocalOp)
+        number = next(n for n in tiles if not op.boxes(0, expected)[n].empty)
+        run = None if call.run is None else call.run(TileRanges(op, number))
+        return operator(tile, *_RULED[name]) if run is None else run(tile)  # type: ignore[no-any-return]
+
+    expected = tuple(operator(torch.empty(shape), *_RULED[name]).shape)
+    found = check(call.map, [tiling], lambda x: operator(x, *_RULED[name]), local)
+    if len(tiling.tiles) == 1:
+        assert isinstance(found, LocalOp)
+
+
+def test_the_ranges_of_a_tile() -> None:
+    row, column = Factor(4), Factor(3)
+    mapped = FactorMap((((row,), (column,)),), (((row, column),),), rearranges=True)
+    upper, lower = Tile(Box((0, 0), (1, 3)), (0,)), Tile(Box((1, 0), (3, 3)), (1,))
+    op = propagate_boxes(mapped, [Tiling.of_tiles((4, 3), [upper, lower])])
+    assert isinstance(op, LocalOp)
+    ranges = TileRanges(op, 1)
+    assert (ranges.local_range(row), ranges.local_range(column)) == ((1, 3), (0, 3))
+    assert ranges.local_size((row, column)) == 9
+    assert (ranges.is_sharded(row), ranges.is_sharded(column)) == (True, False)
+    assert not ranges.has_empty_shards
+    assert [(x.shape, x.local_shape) for x in ranges.inputs] == [((4, 3), (3, 3))]
+    assert [(x.shape, x.local_shape) for x in ranges.outputs] == [((12,), (9,))]
 
 
 @pytest.mark.parametrize(

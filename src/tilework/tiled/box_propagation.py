@@ -1,8 +1,7 @@
-"""Factor maps evaluated on boxes: is an operator local to tiles, and which boxes are its results?
+"""Factor maps evaluated on boxes: whether an operator is local to tiles, and its results' boxes.
 
-An operator is local to tiles if each tile of a result is computed from one tile of each input. So
-no factor that a tile lacks a part of may be unshardable, or missing in a result. Values only: no
-ranks' memory, nothing that communicates.
+An operator is local to tiles if each tile of a result is computed from one tile of each input: no
+sharded factor is unshardable, or missing in a result. Pure values: no tensors, no communication.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Ranges = dict[Factor, Range]
 
 
 class Obstacle(Enum):
-    """Why an operator is not local to tiles."""
+    """Reasons for which an operator is not local to tiles."""
 
     UNSHARDABLE = "the dim is sharded, and each tile needs all of it"
     REDUCED = "the dim is sharded, and reduced"
@@ -37,7 +36,7 @@ class NotLocal:
     """An operator cannot run tile by tile.
 
     Args:
-        obstacle: Why.
+        obstacle: The reason.
         input: The number of the input that it is about.
         dim: The first of its dims that is in the way; None if there is no single one.
     """
@@ -52,9 +51,9 @@ class LocalOp:
     """An operator runs tile by tile.
 
     Args:
-        map: What it does to dims.
-        inputs: How its inputs are tiled.
-        tiles: For each tile the ranges of the factors that it has only a part of.
+        map: Its factor map.
+        inputs: The tilings of its inputs.
+        tiles: For each tile the ranges of the factors of which it has only a part.
     """
 
     map: FactorMap
@@ -149,14 +148,14 @@ def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
 
 
 def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | NotLocal:
-    """How an operator runs tile by tile; or why it does not.
+    """The evaluation of an operator's factor map on tilings.
 
     Tiles with one number are computed together, so all inputs must have as many, each on the same
     ranks as those of the first input, and all the same part of a factor.
 
     Args:
-        mapped: What the operator does to dims.
-        inputs: How each of its inputs is tiled, none of them partial.
+        mapped: The factor map.
+        inputs: The tiling of each input, none of them partial.
     """
     ranges: list[list[Ranges]] = []
     for number, tiling in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""Torch's operators on sharded tensors. One table binds them; everything else raises."""
+"""Torch's operators on sharded tensors, by function and by family; everything else raises."""
 
 from tilework.sharded.ops import (
     basic,

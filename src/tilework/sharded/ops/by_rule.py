@@ -1,7 +1,7 @@
-"""Views whose rules are factor maps: the operator table's rules, evaluated on boxes.
+"""Views of all elements, by the operator table's rules: factor maps, evaluated on boxes.
 
-Each tile becomes the box that it is of the result, on the rank where it is; nothing is
-communicated. Sharded dims can be moved and split; they merge with dims that follow them.
+Each tile becomes its box of the result, on the rank where it is; nothing is communicated. Sharded
+dims can be moved and split; they merge with dims that follow them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIASES = {"axis0": "dim0", "axis1": "dim1"}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _View:
-    """A view of tensors that lie alike."""
+    """A view as its rule evaluates it, for all tensors of one layout."""
 
     layout: ResultLayout
     op: LocalOp

@@ -21,7 +21,9 @@ from tilework.tiled.box_propagation import LocalOp, NotLocal, propagate_boxes
 from tilework.tiled.factors import Factor, FactorMap, dim_factors
 from tilework.tiled.rules.reshaping import dim_at
 
-SHARDED_DIM = "it runs along dims that are not cut: reshard to a spec that leaves dim {} whole"
+SHARDED_DIM = (
+    "it runs along dims that are not sharded: reshard to a spec that leaves dim {} unsharded"
+)
 
 
 def options_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -43,12 +45,12 @@ def dims_of(tensor: Tensor, dim: Any) -> tuple[int, ...] | None:
 
 
 def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> FactorMap:
-    """The map of an operator along dims that each tile needs whole.
+    """The factor map of an operator of which each tile needs all of some dims.
 
     Args:
         shape: The tensor's.
         dims: Those dims.
-        kept: Whether the result has them too, of whatever size.
+        kept: True if the result has them too, of any size.
     """
     inputs = [Factor(size, unshardable=dim in dims) for dim, size in enumerate(shape)]
     outputs = [
@@ -61,7 +63,7 @@ def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> F
 
 def _propagate(tensor: ShardedTensor, dims: tuple[int, ...], kept: bool) -> LocalOp | NotLocal:
     make = lambda: propagate_boxes(unsharded(tensor.shape, dims, kept), [tensor.tiling])  # noqa: E731
-    return cached(tensor, ("whole", dims, kept), make)
+    return cached(tensor, ("unsharded", dims, kept), make)
 
 
 def run_along(
@@ -85,7 +87,7 @@ def run_along(
 
 
 def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[int]) -> Tensor:
-    """The tile; for an empty one zeros, which only show what dtypes and extents come out."""
+    """The tile; for an empty one zeros, from which dtypes and extents of results follow."""
     if tile.numel():
         return tile
     sizes = enumerate(zip(tile.shape, tensor.shape, strict=True))
@@ -95,7 +97,7 @@ def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[int]) -> 
 def _wrapped(
     tensor: ShardedTensor, dims: tuple[int, ...], results: Sequence[Tensor]
 ) -> ShardedTensor:
-    """The sharded tensor of what came of each tile."""
+    """The sharded tensor of each tile's result."""
     first = results[0]
     kept = first.dim() == tensor.dim()
     extents = tuple([first.shape[dim] for dim in dims]) if kept else None
@@ -140,7 +142,7 @@ def _dims(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[int, ...] | None:
-    """The dims that each tile needs whole, by the operator's rule; None if it gives none."""
+    """The dims of which each tile needs all, by the operator's rule; None if it has none."""
     if kwargs.get("out") is not None:
         return None
     if name == "normalize":  # it has no rule, and takes p, dim
@@ -163,7 +165,7 @@ _NAMES = """
     normalize glu
 """
 _ALONG = frozenset(_NAMES.split())
-#: Functions without a rule that need the same dims whole as another operator.
+#: Functions without a rule that run along the same dims as another operator.
 _RULED_AS = {"softmin": "softmax", "normalize": "softmax"}
 
 

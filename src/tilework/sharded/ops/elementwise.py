@@ -1,7 +1,7 @@
 """Elementwise operators, and others that keep a tensor's shape: they run on the tiles.
 
-No factor of theirs is reduced or unshardable, so results lie as the operands do, all of which must
-lie alike; nothing is communicated.
+None of their factors is reduced or unshardable, so results have the layout of the operands, which
+must all have the same; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHAPE_KEEPING = frozenset(_KEEP_SHAPE.split())
 
 
 def elementwise(func: Callable[..., Any]) -> Handler:
-    """The handler that runs ``func`` on the tiles of its operands, which must lie alike."""
+    """The handler that runs ``func`` on the tiles of its operands, which must be sharded alike."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
@@ -97,7 +97,7 @@ def _wrapped(
     tiles: list[list[Tensor]],
     results: list[Any],
 ) -> Any:
-    """The sharded tensors of what came of the tiles."""
+    """The sharded tensors of the tiles' results."""
     first = results[0]
     if isinstance(first, Tensor):
         for operand, own in zip(operands, tiles, strict=True):

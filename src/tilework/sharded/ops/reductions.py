@@ -1,9 +1,9 @@
-"""Reductions: over all elements to a plain tensor, over dims that are not cut to a sharded one.
+"""Reductions: over all elements to a plain tensor, over dims that are not sharded to a sharded one.
 
-A reduction over all elements is one small all_gather of what each tile gives (two for argmax,
+A reduction over all elements is one small all_gather of a result per tile (two for argmax,
 argmin and for the gradient of an extremum); every rank then combines the same numbers in the same
-order, so that all get the same bits. The result is one value that all ranks hold: its gradient is
-taken once. 16-bit floats are accumulated in 32 bits.
+order, so that all get the same bits. The result is replicated: its gradient is taken once. 16-bit
+floats are accumulated in 32 bits.
 """
 
 from __future__ import annotations
@@ -24,35 +24,40 @@ from tilework.sharded.ops.gather_tiles import gather_from_tiles
 from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.rules.reduction_args import accumulation_dtype
 
 #: From a tensor with elements, the dtype of the result and the operator's options.
 Reduce = Callable[[ShardedTensor, torch.dtype, dict[str, Any]], Tensor]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _folded(func: Callable[..., Tensor]) -> Reduce:
-    """What gives the same from parts as from all."""
+    """The reduction by a function that gives the same from its results of tiles as from all."""
 
     def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-        wide = _wide(dtype)
-        return func(gather_from_tiles(tensor, lambda tile: func(tile.to(wide)))).to(dtype)
+        kind = accumulation_dtype(dtype)
+        return func(gather_from_tiles(tensor, lambda tile: func(tile.to(kind)))).to(dtype)
 
     return reduce
 
 
 def _sum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return gather_from_tiles(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum().to(dtype)
+    return (
+        gather_from_tiles(tensor, lambda tile: tile.sum(dtype=accumulation_dtype(dtype)))
+        .sum()
+        .to(dtype)
+    )
 
 
 def _nansum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return gather_from_tiles(tensor, lambda tile: tile.nansum(dtype=_wide(dtype))).sum().to(dtype)
+    return (
+        gather_from_tiles(tensor, lambda tile: tile.nansum(dtype=accumulation_dtype(dtype)))
+        .sum()
+        .to(dtype)
+    )
 
 
 def _mean(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    total = gather_from_tiles(tensor, lambda tile: tile.sum(dtype=_wide(dtype))).sum()
+    total = gather_from_tiles(tensor, lambda tile: tile.sum(dtype=accumulation_dtype(dtype))).sum()
     return (total / tensor.numel()).to(dtype)
 
 
@@ -61,14 +66,14 @@ def _count_nonzero(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str,
 
 
 def _logsumexp(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    wide = _wide(dtype)
-    parts = gather_from_tiles(tensor, lambda tile: tile.to(wide).reshape(-1).logsumexp(0))
+    kind = accumulation_dtype(dtype)
+    parts = gather_from_tiles(tensor, lambda tile: tile.to(kind).reshape(-1).logsumexp(0))
     return parts.logsumexp(0).to(dtype)
 
 
 def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
     """The squares around each tile's mean, and those of the means around the mean of all."""
-    wide, n = _wide(dtype), tensor.numel()
+    kind, n = accumulation_dtype(dtype), tensor.numel()
     correction = options.get("correction")
     if correction is None:
         correction = int(options.get("unbiased", True))
@@ -76,7 +81,7 @@ def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> 
         raise unsupported(torch.var, (tensor,), options, "take that of its real and imag")
 
     def moments(tile: Tensor) -> Tensor:
-        values = tile.to(wide)
+        values = tile.to(kind)
         mean = values.mean()
         return torch.stack([values.new_tensor(tile.numel()), mean, (values - mean).square().sum()])
 
@@ -87,7 +92,7 @@ def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> 
 
 
 def _std(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    var = _var(tensor, _wide(dtype), options)
+    var = _var(tensor, accumulation_dtype(dtype), options)
     # The root's slope at 0 is infinite; torch takes 0.
     return torch.where(var == 0, 0, torch.where(var == 0, 1, var).sqrt()).to(dtype)
 
@@ -100,8 +105,8 @@ def _norm(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) ->
     if math.isinf(order):
         absolute: Any = tensor.abs()
         return _extreme(absolute, "amax" if order > 0 else "amin").to(dtype)
-    wide, norm = options.get("dtype") or _wide(tensor.dtype), torch.linalg.vector_norm
-    parts = gather_from_tiles(tensor, lambda tile: norm(tile, order, dtype=wide))
+    kind, norm = options.get("dtype") or accumulation_dtype(tensor.dtype), torch.linalg.vector_norm
+    parts = gather_from_tiles(tensor, lambda tile: norm(tile, order, dtype=kind))
     return (parts.sum() if order == 0 else norm(parts, order)).to(dtype)
 
 
@@ -114,10 +119,10 @@ def _extreme(tensor: ShardedTensor, name: str) -> Tensor:
         return best
     with torch.no_grad():
         shares = gather_from_tiles(tensor, lambda tile: _equal(tile, best).sum()).sum()
-    found: Tensor = _Extreme.apply(  # type: ignore[no-untyped-call]
+    extreme: Tensor = _Extreme.apply(  # type: ignore[no-untyped-call]
         best, shares, *graph_tiles(tensor)
     )
-    return found
+    return extreme
 
 
 def _equal(tile: Tensor, value: Tensor) -> Tensor:
@@ -139,7 +144,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def _arg(tensor: ShardedTensor, name: str) -> Tensor:
-    """Where the extreme is, in row-major order; the first if there are several."""
+    """The place of the extreme in row-major order; the first if there are several."""
     fold, find = getattr(torch, f"a{name}"), getattr(torch, f"arg{name}")
     with torch.no_grad():
         values = gather_from_tiles(tensor, fold)
@@ -151,7 +156,7 @@ def _arg(tensor: ShardedTensor, name: str) -> Tensor:
 
 
 def _place(index: Tensor, box: Box | None, shape: torch.Size) -> Tensor:
-    """From a place in a tile to that in the whole tensor."""
+    """The place in the full tensor, from that in a tile."""
     if box is None or not shape:
         return index
     within = torch.unravel_index(index, box.sizes)
@@ -179,7 +184,7 @@ def _extremes(name: str) -> Reduce:
 
 _DIM = ("dim", "keepdim")
 _SPREAD = ("dim", "unbiased", "keepdim")
-#: How each is reduced over all elements (None: not at all), and its arguments after the tensor.
+#: The reduction over all elements (None: it is refused), and the arguments after the tensor.
 _REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
     "sum": (_sum, _DIM),
     "nansum": (_nansum, _DIM),
@@ -224,7 +229,7 @@ def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str
         if dims is not None and len(dims) < tensor.dim():
             return run_along(func, tensor, dims, args[1:], others)
         if reduce is None:
-            hint = "only along dims that are not cut; full_tensor() makes it a plain one"
+            hint = "only along dims that are not sharded; full_tensor() makes it a plain one"
             raise unsupported(func, args, kwargs, hint)
         member_of(tensor, func.__name__)
         if tensor.numel() == 0 or tensor.is_meta:
@@ -238,8 +243,8 @@ def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str
 
 
 def _first(result: Any) -> Tensor:
-    found: Tensor = result if isinstance(result, Tensor) else result[0]
-    return found
+    first: Tensor = result if isinstance(result, Tensor) else result[0]
+    return first
 
 
 def _shaped(result: Any, shape: torch.Size) -> Any:

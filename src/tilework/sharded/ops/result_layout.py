@@ -1,4 +1,4 @@
-"""Layouts of results, evaluated from factor maps once for tensors that lie alike, and kept."""
+"""Layouts of operators' results, cached by operator, layout of the operand and static arguments."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tilework.sharded.wrap import wrap_shards
 
 T = TypeVar("T")
 
-#: The most results that tensors which were made of one tensor remember together.
-_MOST_KEPT = 1024
+#: The most entries in the cache that tensors computed from one tensor share.
+_MOST_CACHED = 1024
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ResultLayout:
-    """How a result lies whose tiles come from those of another tensor, on the same ranks.
+    """The layout of a result whose tiles are computed from those of a tensor, on the same ranks.
 
     Args:
         size: Its shape.
-        spec: How it is sharded.
+        spec: Its sharding spec.
         shards: All its shards.
-        shard_map: Which rank holds which.
-        numbers: For each tile of the other tensor the number of its result; None if it has none.
+        shard_map: Their owners.
+        numbers: For each tile of the tensor the number of its result; None if it has none.
     """
 
     size: torch.Size
@@ -54,22 +54,22 @@ class ResultLayout:
 
 
 def cached(tensor: ShardedTensor, key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returns, which depends only on the key and on how the tensor lies."""
+    """The result of ``make``, which depends only on the key and on the tensor's layout."""
     shard_map, shards = tensor._shard_map, tensor._metadata.shards_metadata
     entry = shard_map.results.get((shard_map, key))
-    # Placements may differ in tensors of one shard_map: those that were moved to another device.
+    # Tensors of one shard map that were moved to another device have other placements.
     if entry is None or entry[0] is not shards:
-        if len(shard_map.results) >= _MOST_KEPT:
+        if len(shard_map.results) >= _MOST_CACHED:
             shard_map.results.clear()
         entry = shard_map.results[shard_map, key] = shards, make()
-    found: T = entry[1]
-    return found
+    result: T = entry[1]
+    return result
 
 
 def layout_of_boxes(
     tensor: ShardedTensor, size: Sequence[int], boxes: Sequence[Box | None]
 ) -> ResultLayout:
-    """The layout whose shards are these boxes, each on the rank where the tensor's tile is.
+    """The layout of a result with these boxes, each on the rank of the tensor's tile.
 
     Args:
         tensor: The tensor.
@@ -85,10 +85,10 @@ def layout_of_boxes(
         if box is not None:
             shards.append(ShardMetadata(box.offsets, box.sizes, shard.placement))
             owners.append(owner)
-    whole = replace(metadata, shards_metadata=Items(shards), size=torch.Size(size))
-    shard_map = ShardMap(whole, owners, tensor._shard_map.results)
+    result = replace(metadata, shards_metadata=Items(shards), size=torch.Size(size))
+    shard_map = ShardMap(result, owners, tensor._shard_map.results)
     return ResultLayout(
-        whole.size, _spec_of(whole), whole.shards_metadata, shard_map, tuple(numbers)
+        result.size, _spec_of(result), result.shards_metadata, shard_map, tuple(numbers)
     )
 
 
@@ -105,7 +105,7 @@ def boxes_of(tensor: ShardedTensor) -> list[Box]:
 
 
 def _spec_of(metadata: ShardedTensorMetadata) -> ShardingSpec:
-    """Chunks, if they come in that order; else the boxes."""
+    """A chunk spec if the shards are chunks in order; else the boxes."""
     shards = metadata.shards_metadata
     spec = infer_sharding_spec_from_shards_metadata(shards)
     if spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata == shards:
@@ -119,20 +119,20 @@ def of_tiles(
     apply: Callable[[Tensor, int, Ints], Tensor],
     stand_in: Tensor | None = None,
 ) -> ShardedTensor:
-    """A tensor whose tiles are made from this one's, each on the rank where it is. Local.
+    """A tensor whose tiles are computed from those of another, each on its rank. Local.
 
     Args:
         tensor: The tensor.
         layout: The result's.
         apply: From a tile, its number and the size of its result to the result.
-        stand_in: What came of this rank's stand-in, if it has one and the dtype changes.
+        stand_in: The result of this rank's stand-in, if it has one and the dtype changes.
     """
     local = []
     for i, shard in zip(tensor.tiling.of(get_rank()), tensor._local_shards, strict=True):
         number = layout.numbers[i]
         if number is not None:
-            result = layout.shards[number]
-            local.append(Shard(apply(shard.tensor, i, result.shard_sizes), result))
+            described = layout.shards[number]
+            local.append(Shard(apply(shard.tensor, i, described.shard_sizes), described))
     if local:
         first = local[0].tensor
     else:
@@ -142,7 +142,7 @@ def of_tiles(
         tensor._metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
     )
     metadata = ShardedTensorMetadata(layout.shards, layout.size, properties)
-    made = wrap_shards(tensor, layout.spec, metadata, layout.shard_map, local)
+    result = wrap_shards(tensor, layout.spec, metadata, layout.shard_map, local)
     if not local:
-        keep_stand_in(made, first)
-    return made
+        keep_stand_in(result, first)
+    return result

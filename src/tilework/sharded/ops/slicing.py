@@ -1,7 +1,7 @@
 """Ranges and single elements of dims: narrow, select, split, unbind, and indexing.
 
-Each tile becomes what the range has of it, on the rank where it is; nothing is communicated. Factor
-maps know no ranges, so boxes are evaluated here.
+Each tile becomes its part of the range, on the rank where it is; nothing is communicated. Factor
+maps have no ranges, so boxes are evaluated here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _with(numbers: Sequence[int], dim: int, value: int) -> Ints:
 
 
 def alias(tensor: ShardedTensor) -> ShardedTensor:
-    """The same elements, as another tensor."""
+    """A tensor that shares the tensor's tiles."""
     return wrap(tensor, [tile.view_as(tile) for tile in graph_tiles(tensor)])
 
 
@@ -180,10 +180,10 @@ _INDEX = "by numbers, slices of step 1, None and an ellipsis; or index the local
 
 def _getitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = sharded_argument(Tensor.__getitem__, args, kwargs)
-    found = _index(tensor, args[1])
-    if found is None:
+    part = _index(tensor, args[1])
+    if part is None:
         raise unsupported(Tensor.__getitem__, args, kwargs, _INDEX)
-    return found
+    return part
 
 
 def _setitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
@@ -202,8 +202,8 @@ def _setitem(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 
 
 def _both(name: str) -> list[Callable[..., Any]]:
-    found = (getattr(space, name, None) for space in (torch, Tensor))
-    return [func for func in found if func is not None]
+    functions = (getattr(space, name, None) for space in (torch, Tensor))
+    return [func for func in functions if func is not None]
 
 
 _SPLITTING = ("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")

@@ -1,4 +1,4 @@
-"""What every operator is made of: a rank's tiles in, a sharded tensor of their results out."""
+"""Local tiles of operands, and sharded tensors of what is computed from them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilework.sharded.tensor import ShardedTensor
 from tilework.sharded.wrap import wrap_results
 
 OTHER_LAYOUT = (
-    "both must be cut alike, on the same ranks: reshard one to the other's sharding_spec()"
+    "both must be sharded alike, on the same ranks: reshard one to the other's sharding_spec()"
 )
-PLAIN_OPERAND = "a plain operand must be a number or a tensor without dims: shard_tensor cuts it"
+PLAIN_OPERAND = "a plain operand must be a number or a tensor without dims: shard_tensor shards it"
 
 
 def no_elements(tensor: ShardedTensor, ndim: int = 1) -> Tensor:
@@ -45,7 +45,7 @@ def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
 
 
 def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
-    """A tensor cut as ``operand``, of what came of its :func:`graph_tiles`."""
+    """A tensor sharded as ``operand``, of results of its :func:`graph_tiles`."""
     kind = results[0].device.type
     return wrap_results(
         operand, results, None if kind == operand.device.type else torch.device(kind)
@@ -62,8 +62,8 @@ def settle(operand: ShardedTensor) -> ShardedTensor:
     return operand
 
 
-class _Compared:
-    """The layouts of which all ranks of a group have found that they have the same."""
+class _ComparedLayouts:
+    """The layouts that all ranks of a group have compared, and found the same."""
 
     def __init__(self) -> None:
         self.of_group: WeakKeyDictionary[ProcessGroup, set[tuple[int, torch.dtype]]]
@@ -85,7 +85,7 @@ def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
             f"{name}: rank {get_rank()} is not in the tensor's group of ranks "
             f"{list(group.global_ranks)}"
         )
-    known = current_world().state(_Compared).of_group.setdefault(group, set())
+    known = current_world().state(_ComparedLayouts).of_group.setdefault(group, set())
     layout = (tensor.tiling.digest, tensor.dtype)
     if layout not in known:
         agree_equal(lambda: {"layout": checks.describe(tensor.metadata())}, group)
@@ -94,17 +94,20 @@ def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
 
 
 def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
-    """Whether each tile of one has its like in the other, on the same rank."""
+    """True if both tensors have the same tiles on the same ranks."""
     if a is b:
         return True
     if a.process_group is not b.process_group or a.owners != b.owners:
         return False
-    one, two = a._metadata, b._metadata
-    return one.shards_metadata is two.shards_metadata or a.tiling == b.tiling
+    return a._metadata.shards_metadata is b._metadata.shards_metadata or a.tiling == b.tiling
 
 
 def sharded_argument(func: Callable[..., Any], args: Any, kwargs: Any) -> ShardedTensor:
-    """The first argument, which must be the sharded one."""
+    """The first argument of a call.
+
+    Raises:
+        RuntimeError: It is no sharded tensor.
+    """
     tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, args, kwargs)
