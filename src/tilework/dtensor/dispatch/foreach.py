@@ -27,10 +27,10 @@ _FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "s
 
 @dtensor_handler(*_FUSED, *(name for name in dir(torch) if name.startswith("_foreach_")))
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of lists on DTensors.
+    """The result of an operator on lists of DTensors.
 
     Where the tensors at each place of the lists have one layout, as parameters, gradients and
-    states of an optimizer have, it runs on this rank's parts of all; else tensor by tensor.
+    states of an optimizer have, it runs on their local tensors; else tensor by tensor.
     """
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
@@ -54,7 +54,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dtensor_handler("_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients in place, as ``GradScaler`` does; all ranks learn what one rank finds."""
+    """Unscale gradients in place, as ``GradScaler`` does; what one rank finds, all ranks get."""
     grads, found, scale = args
     if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
         raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
@@ -75,7 +75,7 @@ def _is_list(arg: Any) -> bool:
 
 
 def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | None:
-    """The layout at each place of the lists; None if some place has several, or partial values."""
+    """The layout at each place of the lists; None if a place has several, or partial values."""
     found: list[DTensorSpec | None] = [
         one._spec if one.__class__ is DTensor else None for one in lists[0]
     ]
@@ -84,14 +84,14 @@ def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | No
             return None
     for others in lists[1:]:
         if len(others) != len(found):
-            return None  # torch says what is wrong with that
+            return None  # torch raises where it is run
         for spec, one in zip(found, others, strict=True):
             if one.__class__ is DTensor:
                 its = one._spec
                 if its is not spec and its != spec:
                     return None
             elif one.dim():
-                # A plain tensor counts as replicated: that it is one is looked at one by one.
+                # A plain tensor counts as replicated: whether it is, is checked tensor by tensor.
                 return None
     return found
 

@@ -1,4 +1,4 @@
-"""Attention: by batch, heads and queries on this rank's parts; by keys in steps."""
+"""Attention: local for shards of batch, heads and queries; decomposed for shards of keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _attention(
 ) -> RuleResult:
     tensors = [query, key, value]
     if any(one.ndim < 2 + enable_gqa for one in tensors) or (is_causal and attn_mask is not None):
-        return None  # torch says what is wrong
+        return None  # torch raises where it is run
     if dropout_p > 0 or _are_keys_sharded(query, key, value):
         return Decomposition(decomposed_attention)
     leading = _heads(tensors) if enable_gqa else _batch(tensors)
@@ -58,7 +58,7 @@ def _attention(
         inputs[attn_mask] = broadcast_dims(attn_mask.shape, dim_factors([*out, length, keys]))
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
-        # What runs is of one kind on all ranks: their gradients have to come in one order.
+        # All ranks run the same function: their gradients have to come in one order.
         if is_causal and ranges.is_sharded(length):
             offset, size = ranges.local_range(length)
             of_part = decomposed_attention if ranges.has_empty_shards else _attend
@@ -73,7 +73,7 @@ def _attention(
 
 
 def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
-    """Whether keys are cut, and queries are few and whole: they cost less than keys to move."""
+    """True if keys are sharded, and queries, which cost less to move, are not."""
     cutting = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
         not isinstance(query.spec.placements[axis], Shard)
@@ -91,7 +91,7 @@ def _batch(tensors: Sequence[Arg]) -> _Leading:
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
-    """Several heads of the query share one of key and value."""
+    """The leading dims where several heads of the query share one of key and value."""
     out, terms = broadcast([one.shape[:-3] for one in tensors])
     queries, keys, values = (one.shape[-3] for one in tensors)
     if keys != values or keys == 0 or queries % keys:
@@ -103,7 +103,7 @@ def _heads(tensors: Sequence[Arg]) -> _Leading | None:
 
 
 def broadcast_dims(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
-    """What the dims run over of a tensor that is broadcast to ``dims``."""
+    """The factors of the dims of a tensor that is broadcast to ``dims``."""
     last = dims[len(dims) - len(shape) :]
     return [dim if size == volume(dim) else () for size, dim in zip(shape, last, strict=True)]
 
@@ -117,7 +117,7 @@ def _causal(
     value: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of some of the queries, each to the keys up to its own place."""
+    """Causal attention of a range of the queries: each to the keys up to its own place."""
     key, value = key[..., : offset + size, :], value[..., : offset + size, :]
     if offset == 0:
         return attend(query, key, value, is_causal=True, **kwargs)
@@ -136,9 +136,9 @@ def decomposed_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` by operators for each of which parts are enough.
+    """``F.scaled_dot_product_attention``, composed of operators that all run on shards.
 
-    Keys that are cut stay so; and what is dropped does not depend on the layout.
+    Keys that are sharded stay so, and dropout does not depend on the layout.
     """
     length, keys = query.size(-2), key.size(-2)
     if is_causal:
@@ -162,7 +162,7 @@ def decomposed_attention(
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """How much each query takes of each key; nothing where all keys are masked."""
+    """The attention weight of each key for each query; 0 where all keys are masked."""
     scores = query @ key.transpose(-2, -1)
     if mask is None:
         return scores.softmax(-1)

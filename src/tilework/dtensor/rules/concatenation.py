@@ -27,7 +27,7 @@ def _cat(tensors: Sequence[DTensorArg], dim: int = 0, **_: Any) -> RuleResult:
 
 
 def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
-    """Each element goes where it belongs in a result that is cut as the first cut tensor is."""
+    """The concatenation of tensors in the layout of the first sharded one."""
     shape = cat_shape(tensors, dim)
     target = _resharded_like(tensors, shape, dim)
     ends = [*itertools.accumulate(one.shape[dim] for one in tensors)]
@@ -40,7 +40,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
         narrower = min((way[0] for way in ways), key=lambda spec: len(spec.axes_of(dim)))
         if narrower == target:
             break
-        target = narrower  # one axis less cuts the dim
+        target = narrower  # one axis less shards the dim
     dims = {i: i for i in range(len(shape))}
     inputs = [
         resized(target, one.shape, dims, sizes)
@@ -50,7 +50,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
-    """The layout of the first tensor that is cut along ``dim``, for another size of it."""
+    """The layout of the first tensor that is sharded along ``dim``, for another size of it."""
     spec = next(one.spec for one in tensors if one.is_sharded(dim))
     placements: list[Placement] = []
     for axis, one in enumerate(spec.placements):

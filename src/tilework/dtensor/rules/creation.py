@@ -1,4 +1,4 @@
-"""Operators that make tensors like others. Nothing is computed with values, nothing moves."""
+"""Creation of tensors like others. No values are read, and nothing is communicated."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tilework.tiled.op_table import dtensor_handler
 
 @dtensor_handler("zeros_like", "ones_like", "empty_like", "full_like")
 def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """Lies as the other; replicated where that is partial."""
+    """A tensor in the layout of another; replicated where that is partial."""
     tensor, *others = _first(args, kwargs, "input")
     return wrap(func(tensor._local_tensor, *others, **kwargs), tensor._spec.dual)
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[Any]:
-    """The arguments with the tensor in front, however it was given."""
+    """The arguments with the tensor in front, which may have been passed by name."""
     return args if args else (kwargs.pop(name),)
 
 
@@ -45,7 +45,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("new_zeros", "new_ones", "new_empty", "new_full")
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """Lies as the other if it has its shape, else every rank has it all."""
+    """A tensor in the layout of another if it has its shape, else replicated."""
     tensor, *others = args
     size = kwargs.pop("size", None)
     if size is None:
@@ -66,7 +66,7 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
 def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
-    """A creation function with DTensors for numbers or for ``out``."""
+    """The result of a creation function with DTensors as numbers or as ``out``."""
     out = kwargs.pop("out", None)
     if out is not None:
         kwargs["dtype"] = kwargs.get("dtype") or out.dtype

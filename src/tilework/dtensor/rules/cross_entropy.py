@@ -1,6 +1,6 @@
-"""Losses of classes: where classes are cut, no rank has all logits of an element.
+"""Classification losses: where classes are sharded, no rank has all logits of an element.
 
-The mean is weighted by what the target's class weighs, so its denominator is a sum, too.
+The mean is weighted by the weight of the target's class, so its denominator is a sum, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
 
 _nn: Any = torch._C._nn
 _NAMES = {NONE: "none", MEAN: "mean", SUM: "sum"}
-#: Marks the targets that are no class of this rank's.
+#: Stands for targets whose class is on another rank.
 _IGNORED = -100
 
 
@@ -30,13 +30,13 @@ def _class_dim(input: Arg | Tensor) -> int:
 
 
 def _has_indices(input: Arg, target: Arg) -> bool:
-    """Whether targets are classes, one for each element."""
+    """True if targets are class indices, one for each element."""
     at = _class_dim(input)
     return target.shape == (*input.shape[:at], *input.shape[at + 1 :])
 
 
 class _LossFactors:
-    """What a loss of classes runs over."""
+    """The factors of a classification loss."""
 
     def __init__(self, input: Arg) -> None:
         at = _class_dim(input)
@@ -84,7 +84,7 @@ def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
 def _nll_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
 ) -> RuleResult:
-    """The losses' terms on ranks with parts of the classes; of a mean, both sums."""
+    """The rule of the losses as partial sums over shards of classes; of a mean, both its sums."""
     loops = _LossFactors(input)
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
@@ -114,9 +114,9 @@ def _nll_rule(
 def _local_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, span: LocalIndexRange, ignored: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same with targets as numbers of this rank's classes."""
+    """The logits, targets and weights with targets as indices of this rank's classes."""
     numbers, here = span.find(target, ignored)
-    if span.count == 0:  # torch wants a class, if only one that no target is
+    if span.count == 0:  # torch needs at least one class: one that no target is
         at = _class_dim(x)
         x = F.pad(x, (0, 0) * (x.ndim - 1 - at) + (0, 1))
         weight = None if weight is None else F.pad(weight, (0, 1))
@@ -140,7 +140,7 @@ def _loss_and_weight(loss: Tensor, weights: Tensor) -> Tensor:
 def _weights(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What each target's class weighs; 0 for those that are ignored."""
+    """The weight of each target's class; 0 for targets that are ignored."""
     counted = target != ignore_index
     if weight is None:
         return counted.to(dtype)
@@ -178,7 +178,7 @@ def _cross_entropy(
     dims = {input: loops.input, target: loops.elements if indices else loops.input}
     if weight is not None:
         dims[weight] = [loops.classes]
-    given = {
+    arguments = {
         "input": input,
         "target": target,
         "weight": weight,
@@ -186,7 +186,7 @@ def _cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
     }
-    return reduce_loss(_nn.cross_entropy_loss, given, dims, loops.elements)
+    return reduce_loss(_nn.cross_entropy_loss, arguments, dims, loops.elements)
 
 
 def _mean_cross_entropy(
@@ -221,7 +221,7 @@ def _cross_entropy_sums(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The sums of which the quotient is the mean."""
+    """The sum of the losses and the sum of their weights, whose quotient is the mean."""
     loss = F.cross_entropy(
         *(input, target, weight),
         ignore_index=ignore_index,
@@ -233,8 +233,8 @@ def _cross_entropy_sums(
 
 # -- cross entropy where classes are cut -----------------------------------------------------
 #
-# With z the logits less the greatest one, and q what the classes of an element are to be, times
-# their weights, its loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.
+# With z the logits less the greatest one, and q the target distribution of an element times the
+# class weights, its loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.
 
 
 def _sharded_cross_entropy(
@@ -245,7 +245,7 @@ def _sharded_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """From two small reductions over classes: the greatest logit, then all sums together."""
+    """Cross entropy in two small reductions over classes: the greatest logit, then all sums."""
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     top = reduce_partial(x.detach().amax(_class_dim(x), keepdim=True))
     sums = reduce_partial(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
@@ -299,7 +299,7 @@ def _sums_of_indices(
     ignored: Tensor,
     smoothing: float,
 ) -> list[Tensor]:
-    """This rank's terms of sum(q), sum(q * z) and of what the target's class weighs."""
+    """The partial sums of q and q * z on this rank, and of the weight of the target's class."""
     at = _class_dim(z)
     by_class = _along_classes(weight, z)
     x, local, w = _local_classes(z, target, weight, span, ignored)
@@ -354,7 +354,7 @@ def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int
 
 @internal_operator(_class_losses_rule)
 def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
-    """The losses, or their sum, or for a mean the sums of which it is the quotient."""
+    """The losses, or their sum, or for a mean the two sums whose quotient it is."""
     exps, q, qz, *weights = sums.unbind(0)
     loss = q * exps.log() - qz
     if target is not None:

@@ -1,4 +1,4 @@
-"""Dropout: what is kept depends on a key and each element's global index, not on the layout."""
+"""Dropout: the mask depends on a key and each element's global index, not on the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilework.layout import Replicate, Shard
 from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_rule
 
-#: What SELU comes to far below zero, negated; see the paper on self-normalising networks.
+#: SELU's limit far below zero, negated; see the paper on self-normalising networks.
 _ALPHA = 1.7580993408473766
 
 
@@ -25,10 +25,10 @@ def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = 
     """A random tensor that is ``value`` with probability ``1 - p``, else 0. Collective.
 
     Args:
-        input: What it is to be multiplied with.
+        input: The tensor that is to be multiplied with it.
         p: The probability of 0.
-        value: Of what is kept.
-        features: Whether all of a channel (dim 1) is kept or dropped.
+        value: The value of elements that are kept.
+        features: Whether a channel (dim 1) is kept or dropped as one.
     """
     spec = input._spec.dual
     if features:
@@ -66,7 +66,7 @@ def _dropout(features: bool) -> Callable[..., Tensor]:
 
 
 def _alpha_dropout(features: bool) -> Callable[..., Tensor]:
-    """Keeps mean and variance of what SELU gives."""
+    """The function of alpha dropout, which keeps the mean and the variance of SELU's results."""
 
     def run(input: DTensor, p: float, train: bool) -> Tensor:
         if not train or p == 0:

@@ -1,4 +1,4 @@
-"""The greatest and the least, where they are, and gradients that go to them as in plain torch."""
+"""Extrema over sharded dims, their indices, and gradients distributed as in plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
         fold: Callable[..., Tensor] = getattr(torch, name)
         if all(ranges.local_range(factors[dim])[1] for dim in dims):
             return lambda part: fold(part, dims, keepdim)
-        # A part without elements has no extreme, but must not decide.
+        # An empty shard has no extreme: the identity of the reduction.
         worst = _identity_value(input.dtype, least=name == "amax")
         shape = [
             1 if dim in dims else ranges.local_range(factor)[1]
@@ -45,7 +45,7 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
 
 @internal_operator(_extreme_rule)
 def extreme(input: Tensor, name: str, dims: Ints, keepdim: bool) -> Tensor:
-    """``amax`` or ``amin`` whose gradient nobody asks for: of cut dims each rank gives a term."""
+    """``amax`` or ``amin`` without a gradient: partial over the axes that shard reduced dims."""
     return getattr(torch, name)(input, dims, keepdim)  # type: ignore[no-any-return]
 
 
@@ -79,7 +79,7 @@ def _first_index_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
 
 @internal_operator(_first_index_rule)
 def _first_index(input: Tensor, best: Tensor, dim: int) -> Tensor:
-    """Where ``best`` first is along a dim, which is left with a size of one."""
+    """The first index of ``best`` along a dim, which is left with a size of one."""
     return _equals(input, best).max(dim, keepdim=True)[1]
 
 
@@ -109,7 +109,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 @internal_operator(_first_flat_index_rule)
 def _first_flat_index(input: Tensor, best: Tensor, ndim: int) -> Tensor:
-    """Where ``best`` first is in row-major order, with so many dims of size one."""
+    """The first index of ``best`` in row-major order, with ``ndim`` dims of size one."""
     return _equals(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
 
 
@@ -123,7 +123,7 @@ def _equals(part: Tensor, best: Tensor) -> Tensor:
 
 
 class _SharedGradient(torch.autograd.Function):
-    """The extreme of all ranks' parts; its gradient goes to elements of a mask, in equal shares."""
+    """The extreme over all ranks; its gradient goes to the elements of a mask, in equal shares."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, best: Tensor, mask: Tensor, count: Tensor) -> Tensor:
@@ -139,14 +139,14 @@ class _SharedGradient(torch.autograd.Function):
 def _extreme_value(
     input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False
 ) -> Tensor:
-    """The extreme, whose gradient all elements that equal it share.
+    """The extreme, whose gradient is shared by all elements that equal it.
 
     Args:
         input: A DTensor.
         name: "amax" or "amin".
-        dims: Those that are reduced.
+        dims: The dims that are reduced.
         keepdim: Whether they are left with a size of one.
-        nan_too: Whether NaN equals NaN there; plain torch knows both.
+        nan_too: Whether NaN equals NaN there; in plain torch that depends on the operator.
     """
     input = reduce_partial(input)
     if not (input.requires_grad and torch.is_grad_enabled()):
@@ -178,12 +178,12 @@ def _with_gradient(
 
 
 def _drop_dims(tensor: Tensor, dims: Ints) -> Tensor:
-    """The same without dims of size one."""
+    """The tensor without some dims of size one."""
     return tensor.sum(dims, dtype=tensor.dtype)
 
 
 def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """The extreme along a dim, and where it first is; its gradient goes there."""
+    """The extreme along a dim, and its first index, where its gradient goes."""
     input = reduce_partial(input)
     value = input.detach()
     best = reduce_partial(extreme(value, name, (dim,), True))

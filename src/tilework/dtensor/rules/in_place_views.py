@@ -15,7 +15,7 @@ from tilework.tiled.op_table import dtensor_handler
 
 @dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_")
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """Forms in place, which write no element: the tensor itself becomes the view."""
+    """The tensor itself, which becomes the view: no element is written."""
     tensor: DTensor = args[0]
     operator = getattr(Tensor, canonical_name(func)[0])
 

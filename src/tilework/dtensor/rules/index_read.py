@@ -1,6 +1,6 @@
-"""Reading elements by index tensors: index_select, gather, take, and indexing's own operator.
+"""Reading elements by index tensors: index_select, gather, take, and advanced indexing.
 
-Of a cut dim each rank reads what it has, and has zeros for the rest: results are then in terms.
+Of a sharded dim each rank reads its own elements, and has zeros for the others: partial results.
 """
 
 from __future__ import annotations
@@ -21,39 +21,37 @@ from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.reshaping import common_shape, dim_at
 
-#: For each dim the tensor that indexes it, or None for one that is taken as it is.
+#: For each dim its index tensor, or None for a dim that is not indexed.
 Indices = Sequence[Any]
 
 
 def full_value(tensor: Tensor) -> Tensor:
-    """The value on every rank, as a plain tensor."""
+    """The full value, as a plain tensor on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def as_replicated(value: Tensor, like: DTensor) -> DTensor:
-    """What every rank has computed alike, as a DTensor on the mesh of another."""
+    """A plain tensor that is equal on all ranks, as a DTensor on the mesh of another."""
     return replicated(value, like._spec.mesh)
 
 
 def indexed_factors(input: Arg) -> list[Factor]:
-    """A factor for each dim, of which an operator reads elements by index.
+    """A factor for each dim of a tensor whose elements are read by index.
 
-    Zeros stand for what other ranks have: True and False are combined by their maximum.
+    Zeros stand for elements of other ranks: bools are combined by their maximum.
     """
     reduce_op = "max" if input.dtype is torch.bool else "sum"
     return [Factor(size, f"d{i}", reduce_op=reduce_op) for i, size in enumerate(input.shape)]
 
 
 def index_dims_start(indices: Indices) -> int:
-    """Where in a result the dims of the indices are: where the indices are if these are adjacent,
-    else in front.
-    """
+    """The place of the indices' dims in a result: their own if they are adjacent, else in front."""
     at = [dim for dim, index in enumerate(indices) if index is not None]
     return at[0] if at[-1] - at[0] + 1 == len(at) else 0
 
 
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors that index tensors are broadcast to, and what each of them runs over."""
+    """The factors that index tensors are broadcast to, and those of the dims of each."""
     return broadcast([index.shape for index in indices if index is not None])
 
 
@@ -81,12 +79,12 @@ def _take_rule(input: Arg, indices: Indices) -> RuleResult:
 
 @internal_operator(_take_rule)
 def take_at(input: Tensor, indices: Indices) -> Tensor:
-    """``input[indices]``, where there is one index tensor of integers or None for each dim."""
+    """``input[indices]``, with an index tensor of integers or None for each dim."""
     return input[tuple(slice(None) if index is None else index for index in indices)]
 
 
 def _at_indexed_dims(indices: Indices, places: Sequence[Tensor]) -> list[Tensor | None]:
-    """This rank's parts of the index tensors, where they belong."""
+    """The local index tensors at the dims that they index; None for the others."""
     rest = iter(places)
     return [None if index is None else next(rest) for index in indices]
 
@@ -94,7 +92,7 @@ def _at_indexed_dims(indices: Indices, places: Sequence[Tensor]) -> list[Tensor 
 def local_indices(
     places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange]
 ) -> tuple[list[Any], Tensor | None]:
-    """Where elements are within this rank's part, and which of them are in it (None: all)."""
+    """Local indices of elements, and a mask of those that are local (None: all are)."""
     rest = iter(spans)
     at: list[Any] = []
     here: Tensor | None = None
@@ -132,7 +130,7 @@ def _read_local(
 def _index_local(x: Tensor, at: Sequence[Any]) -> Tensor:
     indexed = [dim for dim, place in enumerate(at) if isinstance(place, Tensor)]
     if len(indexed) == 1 and at[indexed[0]].dim() == 1:
-        # The same, with a faster way back.
+        # The same, with a faster backward.
         dim, place = indexed[0], at[indexed[0]]
         if place.numel() == 0 or place.min() >= 0:
             return x.index_select(dim, place)
@@ -226,7 +224,7 @@ def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: An
 
 
 def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: Any) -> Tensor:
-    """Elements of a dim, each as often as ``repeats`` says."""
+    """The elements of a dim, each repeated as often as ``repeats`` has it."""
     if dim is None:
         input, dim = input.flatten(), 0
     counts = repeats.full_tensor() if isinstance(repeats, DTensor) else repeats
@@ -243,7 +241,7 @@ def _nonzero(input: Arg, *, as_tuple: bool = False) -> RuleResult:
 
 
 def _nonzero_indices(input: DTensor, *, as_tuple: bool = False) -> Any:
-    """Where a tensor is not zero; replicated. What moves is a mask."""
+    """The indices of non-zero elements, replicated; only a mask is communicated."""
     mask = input if input.dtype is torch.bool else input != 0
     places = full_value(mask.detach()).nonzero()
     if not as_tuple:
@@ -268,7 +266,7 @@ def _masked_select(input: Arg, mask: Arg) -> RuleResult:
 @dtensor_rule("masked_scatter")
 def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
     if mask.dtype is not torch.bool or source.dtype != input.dtype:
-        return None  # torch tells what is wrong
+        return None  # torch raises where it is run
 
     def compute(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)

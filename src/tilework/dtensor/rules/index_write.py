@@ -1,6 +1,6 @@
 """Writing elements by index tensors: index_put, scatter, index_add, and their like.
 
-Into a cut dim each rank writes what falls into its part; the written tensor stays where it is.
+Into a sharded dim each rank writes the elements of its shard; the written tensor keeps its layout.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _put_local(
         None if isinstance(one, slice) else one.expand(shape).reshape(-1)[mine] for one in at
     ]
     if front == 0 and any(one is None for one in numbers):
-        # The numbers are one dim now, which stands in front only if they are apart.
+        # The indices are one dim now, which stands in front only if they are not adjacent.
         adjacent = index_dims_start(numbers)
         values = values.movedim(0, adjacent)
     return _index_put_(x, numbers, values, accumulate)  # type: ignore[no-any-return]
@@ -117,36 +117,41 @@ def on_mesh(input: Tensor, *others: Any) -> DTensor:
     return replicated(input, first._spec.mesh)
 
 
-def register_writer(name: str, here: Callable[..., RuleResult], body: Callable[..., Any]) -> None:
+def register_writer(
+    name: str, local_rule: Callable[..., RuleResult], write: Callable[..., Any]
+) -> None:
     """Register the rules of an operator that writes elements, and of its form in place.
 
     Args:
         name: The operator.
-        here: Its rule where that is simple, else None; first it gets whether it writes in place.
-        body: Writes to its first argument by other operators.
+        local_rule: Its rule for calls that run on shards as they are, else None; its first argument
+            is whether the call writes in place.
+        write: Writes to its first argument by other operators.
     """
 
     def anew(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made = on_mesh(input, *args, *kwargs.values()).clone()
-        body(made, *args, **kwargs)
-        return made
+        copy = on_mesh(input, *args, *kwargs.values()).clone()
+        write(copy, *args, **kwargs)
+        return copy
 
     def in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        body(input, *args, **kwargs)
+        write(input, *args, **kwargs)
         return input
 
-    dtensor_rule(name)(lambda *args, **named: here(False, *args, **named) or Decomposition(anew))
+    dtensor_rule(name)(
+        lambda *args, **named: local_rule(False, *args, **named) or Decomposition(anew)
+    )
     dtensor_rule(getattr(Tensor, name + "_"))(
-        lambda *args, **named: here(True, *args, **named) or Decomposition(in_place)
+        lambda *args, **named: local_rule(True, *args, **named) or Decomposition(in_place)
     )
 
 
 def no_local_rule(*_: Any, **__: Any) -> None:
-    """For operators that are never simple."""
+    """The local rule of operators that have none."""
 
 
 def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
-    """Write where elements are, counted from the first one."""
+    """Write elements by their index in the flattened tensor."""
     numbers = index.reshape(-1)
     numbers = torch.where(numbers < 0, numbers + input.numel(), numbers)
     places: list[Any] = []
@@ -162,14 +167,14 @@ def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = F
 register_writer("put", no_local_rule, _put_flat)
 
 
-# Along one dim, with an index of one dim.
+# -- along one dim, with an index of one dim -------------------------------------------------
 
 
 def _index_rule(linear: bool) -> Callable[..., RuleResult]:
-    """The rule where the dim is whole on each rank.
+    """The local rule of an operator with an index of one dim, where that dim is not sharded.
 
     Args:
-        linear: Whether the operator is linear in the tensor and what is written, together.
+        linear: Whether the operator is linear in the tensor and the source, together.
     """
 
     def here(
@@ -198,7 +203,7 @@ def _index_rule(linear: bool) -> Callable[..., RuleResult]:
 def _write_along_dim(
     input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
 ) -> None:
-    """Write to what an index of one dim, or a number, names along a dim."""
+    """Write to the places along a dim that an index of one dim, or a number, has."""
     if input.dim() == 0:
         input = input.view(1)
     if source.dim():
@@ -254,7 +259,7 @@ register_writer("index_reduce", _index_rule(False), _index_reduce)
 
 
 def _scatter_rule(name: str) -> Callable[..., RuleResult]:
-    """The rule of scattering where all sizes but that of the dim are the same."""
+    """The local rule of scattering where all sizes but that of the dim are equal."""
     anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
 
     def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +306,7 @@ def _write_with_spare_place(
     span: LocalIndexRange,
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Write to a part that has one more place, for what belongs to other ranks."""
+    """Write to a shard with a spare place, which takes the elements of other ranks."""
     numbers, mine = span.find(places)
     sizes = list(x.shape)
     sizes[dim] = 1
@@ -341,7 +346,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 
 def _copy_to_view_rule(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
-    """The rule of an operator that copies to a view of a copy."""
+    """The rule of an operator that clones a tensor, and copies to a view of the clone."""
 
     def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made = on_mesh(input, src).clone()

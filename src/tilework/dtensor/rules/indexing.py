@@ -26,7 +26,7 @@ def _getitem(input: DTensorArg, index: Any) -> RuleResult:
 
 
 def _is_simple_index(index: Any) -> bool:
-    """Whether there are only tensors of integers, and dims that are taken as they are."""
+    """True if there are only tensors of integers, and full slices."""
     return all(
         (isinstance(item, Arg) and item.ndim > 0 and item.dtype is torch.int64)
         or (isinstance(item, slice) and item == slice(None))
@@ -100,9 +100,9 @@ def _as_values(value: Any, input: Tensor) -> Tensor:
 
 
 def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
-    """Write to ranges: each rank writes to what it has of them.
+    """Write to ranges of dims: each rank to its shard of them.
 
-    A single element of a cut dim is a range of one element.
+    A single element of a sharded dim counts as a range of one element.
     """
     axes_of = input._spec.axes_of
     index: list[Any] = []
@@ -126,7 +126,7 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
 
 
 def _without(value: Tensor, shape: list[int]) -> Tensor:
-    """A value that has more dims than what it is written to: those are of size 1."""
+    """The value without leading dims of size 1, expanded to a shape."""
     return value.reshape(value.shape[value.dim() - len(shape) :]).expand(shape)
 
 
@@ -142,7 +142,7 @@ def _fill(part: Tensor, value: Any) -> None:
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:
-    """The mask, broadcast to the tensor's dims, if the index is nothing but one."""
+    """The mask with the tensor's number of dims, if the index is nothing but a mask."""
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or index.dim() == 0:
@@ -162,10 +162,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
-    """What basic indexing takes, and for each of its dims the tensor that indexes it then.
+    """The result of basic indexing, and for each of its dims the tensor that indexes it then.
 
-    As torch does: numbers and ranges first, then all tensors together; masks are where they are
-    True.
+    As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
+    indices of its True elements.
     """
     given = [_tensor_of(item) for item in _items(index)]
     used = sum(_dims_indexed(item) for item in given)
@@ -211,7 +211,7 @@ def _check(item: Any, dim: int, size: int) -> None:
 def _items(index: Any) -> list[Any]:
     if isinstance(index, tuple):
         return list(index)
-    if isinstance(index, list):  # as a tuple, if there is more in it than numbers
+    if isinstance(index, list):  # counts as a tuple if it has more than numbers
         kinds = (slice, Tensor, type(None), type(Ellipsis))
         if any(isinstance(one, kinds) for one in index):
             return list(index)
@@ -237,7 +237,7 @@ def _tensor_of(item: Any) -> Any:
 
 
 def _dims_indexed(item: Any) -> int:
-    """How many dims an item indexes."""
+    """The number of dims that an item indexes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and _is_mask(item) else 1
@@ -248,12 +248,12 @@ def _is_mask(item: Tensor) -> bool:
 
 
 def _bool_index(value: bool, like: DTensor) -> Tensor:
-    """What indexes the new dim that True or False stands for."""
+    """The index of the new dim that True or False stands for."""
     return as_replicated(torch.zeros(int(value), dtype=torch.long), like)
 
 
 def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
-    """What indexes each dim that a tensor of an index stands for."""
+    """The integer index of each dim that a tensor in an index stands for."""
     if not _is_mask(item):
         if item.dtype.is_floating_point or item.dtype.is_complex:
             raise IndexError(f"tensors used as indices are of whole numbers, not {item.dtype}")

@@ -1,4 +1,4 @@
-"""Operators that torch has not, of which several of torch's are composed."""
+"""Operators of DTensors that torch does not have, of which rules compose torch's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
-    """Make the decorated function an operator on DTensors, with ``answer`` as its rule.
+    """Make the decorated function an operator on DTensors, with a rule.
 
-    It is given plain tensors, and does on whole ones what the operator is meant to do.
+    The function takes plain tensors, and has the operator's meaning for full ones.
     """
 
     def put(function: FunctionT) -> FunctionT:
@@ -36,7 +36,7 @@ def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:
-    """The tensor with all terms combined, for what is used more than once."""
+    """The tensor with partial values reduced, where it is used more than once."""
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
         dual = tensor._spec.dual
         return tensor.redistribute(placements=dual.placements, order=dual.order)

@@ -1,4 +1,4 @@
-"""``F.multi_head_attention_forward`` with heads in a dim of their own, so that they can be cut."""
+"""``F.multi_head_attention_forward`` with a dim for heads, so that they can be sharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> RuleResult:
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """What torch's own gives, which has batch and heads in one dim where heads cannot be cut."""
+    """The result of torch's own function, which has batch and heads in one dim."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
@@ -46,7 +46,7 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
 
 
 def _is_usual(call: SimpleNamespace) -> bool:
-    """Whether nothing is added to keys and values, and all shapes fit; else torch says what not."""
+    """True if nothing is added to keys and values, and all shapes fit; else torch's own runs."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     length, embed, keys = query.size(0), query.size(-1), key.size(0)
     batch = query.size(1) if query.dim() == 3 else 1
@@ -70,7 +70,7 @@ def _is_usual(call: SimpleNamespace) -> bool:
 
 
 def _project(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
-    """What is attended, from inputs of shape (length, batch, …), by batch and head."""
+    """Queries, keys and values by batch and head, from inputs of shape (length, batch, …)."""
     packed, bias, heads = call.in_proj_weight, call.in_proj_bias, call.num_heads
     weights: Sequence[Tensor] | None
     if call.use_separate_proj_weight:
@@ -101,7 +101,7 @@ def _packed_linear_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleRe
 
 @internal_operator(_packed_linear_rule)
 def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
-    """``F.linear`` with a third of packed weights: one operator, so that these get one gradient."""
+    """``F.linear`` with a third of packed weights: one operator, so that they get one gradient."""
     return F.linear(input, _thirds(weight)[part], None if bias is None else _thirds(bias)[part])
 
 
@@ -110,12 +110,12 @@ def _thirds(packed: Tensor) -> Sequence[Tensor]:
 
 
 def _has_sharded_rows(packed: Tensor) -> bool:
-    """Whether ranks have different rows."""
+    """True if rows are sharded."""
     return isinstance(packed, DTensor) and bool(packed._spec.axes_of(0))
 
 
 def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
-    """The three weights of one that is cut along rows, by heads if one axis cuts it."""
+    """The three weights of packed ones with sharded rows, by heads if one axis shards them."""
     assert isinstance(packed, DTensor)
     weights = _thirds(_with_full_rows(packed))
     axis, *others = packed._spec.axes_of(0)
@@ -129,7 +129,7 @@ def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
 
 
 def _with_full_rows(packed: Tensor) -> Tensor:
-    """With all rows on each rank."""
+    """The packed weights with all rows on each rank."""
     if not isinstance(packed, DTensor) or not _has_sharded_rows(packed):
         return packed
     cutting = packed._spec.axes_of(0)
@@ -160,7 +160,7 @@ def _attend(
 
 
 def _mask(call: SimpleNamespace, query: Tensor) -> Tensor | None:
-    """What is added to scores, broadcast to (batch, heads, queries, keys)."""
+    """The mask that is added to scores, broadcast to (batch, heads, queries, keys)."""
     mask: Tensor | None = call.attn_mask
     padding: Tensor | None = call.key_padding_mask
     other = None if mask is None else mask.dtype

@@ -1,4 +1,4 @@
-"""Normalisation: native where what is normalised is whole, else composed of two reductions."""
+"""Normalisation: local if the normalised dims are not sharded, else in two reductions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _local_response_norm(
     input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> RuleResult:
     if input.ndim < 3 or not input.dtype.is_floating_point:
-        return None  # torch gives an empty part of integers back as integers, others as floats
+        return None  # torch's result of an empty shard of integers has integers, of others floats
     n, c, *spatial = factors_of(input.shape)
     dims = [n, Factor(c.size, "c", unshardable=True), *spatial]
     return local_call({input: dims}, [dims])
@@ -103,12 +103,12 @@ def _decomposed_rms_norm(
 
 
 def _accumulated(x: Tensor) -> Tensor:
-    """In the precision in which torch accumulates."""
+    """The tensor in the precision in which torch accumulates."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` with mean 0 and variance 1 over dims; its mean and variance, with dims of size 1."""
+    """The tensor with mean 0 and variance 1 over dims; its mean and variance, dims kept."""
     mean = reduce_partial(x.mean(dims, keepdim=True))
     centred = x - mean
     var = reduce_partial(centred.square().mean(dims, keepdim=True))
@@ -251,7 +251,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         return
     change = reduce_partial(value.detach() * momentum)
     if not isinstance(running, DTensor) and isinstance(change, DTensor):
-        change = change.full_tensor()  # what a plain module keeps is plain on every rank
+        change = change.full_tensor()  # statistics of a plain module are plain on every rank
     running.mul_(1 - momentum).add_(change)
 
 
@@ -282,7 +282,7 @@ def _batch_norm(
     use = training or running_mean is None
     writes = training and running_mean is not None
     over = [dim for dim in range(input.ndim) if dim != 1]
-    # In place only where they lie: what is written to a part that was moved would be lost.
+    # In place only without moves: what is written to a moved copy would be lost.
     if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_distributed, every)))):
         return Decomposition(_decomposed_batch_norm)
     c = Factor(input.shape[1], "c", unshardable=writes or any(map(_has_empty_channels, every)))
@@ -297,7 +297,7 @@ def _is_distributed(arg: DTensorArg) -> bool:
 
 
 def _has_empty_channels(arg: DTensorArg) -> bool:
-    """Whether some rank has no channel, of which torch cannot make anything."""
+    """True if some rank has no channel: torch takes no such tensor."""
     channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
     return arg.is_sharded(channels) and any(
         not arg.spec.box_at(place).sizes[channels] for place in product(*places)

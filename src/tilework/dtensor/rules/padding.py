@@ -27,7 +27,7 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
         if any(min(pair) < 0 for pair in by_dim.values()):
             return Decomposition(_crop_and_pad)
         return _constant_padding(input, by_dim, value or 0)
-    # Elements are repeated at the ends, so each rank has to have padded dims whole.
+    # Elements are repeated at the ends, so padded dims are unshardable.
     factors = [Factor(size, unshardable=dim in by_dim) for dim, size in enumerate(input.shape)]
     out = [
         Factor(factor.size + sum(by_dim[dim]), unshardable=True) if dim in by_dim else factor
@@ -35,7 +35,7 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
     ]
 
     def run(x: Tensor) -> Tensor:
-        # torch pads nothing without elements otherwise.
+        # torch pads empty tensors in no other mode.
         return F.pad(x, widths, mode) if x.numel() else F.pad(x, widths)
 
     return local_call({input: factors}, [out], rearranges=True, run=lambda _: run)
@@ -49,7 +49,7 @@ def _constant_pad(input: Arg, pad: Any, value: Any = 0) -> RuleResult:
 def _constant_padding(
     input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any
 ) -> RuleResult:
-    """Elements put before the first part of a dim and after the last one."""
+    """Padding with a constant: of a sharded dim, the first and the last shard grow."""
     spec = input.spec
     if value != 0:
         spec = spec.dual
@@ -76,7 +76,7 @@ def _grow_ends(before: int, after: int) -> Resize:
 
 
 def _crop_and_pad(input: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
-    """Padding of which some is negative: elements are dropped there first."""
+    """Padding with negative widths, whose elements are dropped first."""
     index: list[Any] = [slice(None)] * input.dim()
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = input.dim() - 1 - i

@@ -33,7 +33,7 @@ def _all_close(input: Tensor, other: Tensor, *options: Any, **named: Any) -> boo
 )
 def _of_one_element(func: Any, args: Any, kwargs: Any) -> Any:
     (tensor,) = args
-    if tensor.numel() != 1:  # torch says what is wrong with that
+    if tensor.numel() != 1:  # torch raises
         return func(torch.zeros(()).expand(tensor.shape))
     with torch.no_grad():
         return func(DTensor.full_tensor(tensor))

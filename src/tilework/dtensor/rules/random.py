@@ -1,4 +1,4 @@
-"""Operators that draw random numbers: each element by its global index, from one key."""
+"""Random operators: each element is drawn by its global index, from one key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
 
-#: What is drawn, and what is then made of it.
+#: A distribution, and the function of its numbers that is drawn; None: the numbers themselves.
 Draw = tuple[Distribution, Callable[[Tensor], Tensor] | None]
 
 
 def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DTensor:
-    """Write to a tensor what its elements draw."""
+    """The tensor, filled with random numbers."""
     distribution, then = drawn
     spec = tensor._spec.dual
     key = next_key(spec.mesh, generator)
@@ -127,14 +127,14 @@ def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _bernoulli_of(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    """1 with these probabilities, else 0."""
+    """Ones with these probabilities, else zeros."""
     with torch.no_grad():
         drawn = torch.rand_like(p.expand(shape), generator=generator)
         return (drawn < p).to(p.dtype)
 
 
 def _with_zero_gradient(found: Tensor, input: Tensor) -> Tensor:
-    """The same at a place in the graph after ``input``, whose gradient is 0, as torch has it."""
+    """The drawn tensor as a function of ``input``, whose gradient is 0, as in torch."""
     if not (input.requires_grad and torch.is_grad_enabled()):
         return found
     return torch.where(torch.ones_like(input, dtype=torch.bool), found, input)
@@ -155,7 +155,7 @@ def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResul
 @dtensor_rule("normal")
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResult:
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
-        like = mean + std  # of the shape and the layout that both broadcast to
+        like = mean + std  # has the shape and the layout that both broadcast to
         with torch.no_grad():
             found = mean + std * torch.randn_like(like, generator=generator)
         return _with_zero_gradient(found, like)
@@ -164,7 +164,7 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResul
 
 
 def _without_checks(func: Any, args: Any, kwargs: Any) -> Any:
-    """What torch.nn.init does, with operators on DTensors."""
+    """The result of a function of torch.nn.init, by its operators on DTensors."""
     body = without_override_checks(func)
     assert body is not None
     return body(*args, **kwargs)
@@ -174,7 +174,7 @@ dtensor_handler("kaiming_uniform_", "constant_")(_without_checks)
 
 
 def _register_full_draw(name: str) -> None:
-    """Register an operator that draws by itself: on whole tensors, from one state everywhere."""
+    """Register an operator that draws by itself: on full tensors, from one state on all ranks."""
     operator = getattr(torch, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _register_full_draw(name: str) -> None:
 for _name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
     _register_full_draw(_name)
 
-# Functions in Python that draw as plain tensors: on full tensors, from one state everywhere.
+# Functions in Python that draw as plain tensors: on full tensors, from one state on all ranks.
 for _name in (
     *("svd_lowrank", "pca_lowrank"),
     *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),

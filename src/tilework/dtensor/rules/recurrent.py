@@ -1,4 +1,4 @@
-"""Recurrent layers: cut along the batch; time, features and weights are needed whole."""
+"""Recurrent layers: sharded along the batch; time, features and weights are unshardable."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _as_list(states: Any) -> list[Any]:
 
 
 def _layers_rule(kind: str, *args: Any) -> RuleResult:
-    """``(input, states, weights, …)``, or for packed sequences ``(data, sizes, states, …)``."""
+    """The rule for ``(input, states, weights, …)``, or packed ``(data, sizes, states, …)``."""
     packed = isinstance(args[3], _SEQUENCES)
     given, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
     if dropout > 0 and train and count > 1:
         return Decomposition(partial(_layer_by_layer, getattr(_vf, kind), packed))
-    if packed:  # whole, as packing left them
+    if packed:  # replicated, as packing left them
         return None
     batch = Factor(_as_list(states)[0].shape[1], "batch")
     state: Dims = [None, batch, None]
@@ -48,7 +48,7 @@ def _layers_rule(kind: str, *args: Any) -> RuleResult:
 
 
 def _layer_by_layer(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
-    """One layer after the other: what is dropped between them does not depend on the layout."""
+    """All layers, one after the other: dropout between them does not depend on the layout."""
     (x, *sizes), (states, weights, biases, count, dropout, train, both, *first) = (
         args[: 1 + packed],
         args[1 + packed :],
@@ -96,7 +96,7 @@ def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
 
 
 def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
-    """Sequences on every rank; their sizes are plain numbers, which torch reads on the host."""
+    """The result for full sequences; their sizes are plain numbers, which torch reads."""
     if not isinstance(first, DTensor):
         assert isinstance(sizes, DTensor)
         return function(first, sizes.full_tensor(), *args)

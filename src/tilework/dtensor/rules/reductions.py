@@ -73,6 +73,6 @@ def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
     found = torch.bincount(input, weights, size)
     if weights is None:
         return found
-    # A part without elements has no weights to take the dtype from.
+    # The counts of an empty shard do not have the dtype of the weights.
     dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
     return keep_inputs_in_graph(found.to(dtype), weights)

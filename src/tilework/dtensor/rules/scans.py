@@ -1,4 +1,4 @@
-"""Running sums and products: along a cut dim ranks exchange what their parts come to, no more."""
+"""Cumulative sums and products along a sharded dim: ranks exchange only their shards' totals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import dims_of
 
-#: Of a running operator, what a part comes to, and what combines that with the parts after it.
+#: The total of a shard, and its combination with the shards after it.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "cumsum": (torch.sum, torch.add),
     "cumprod": (torch.prod, torch.mul),
@@ -26,7 +26,7 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 
 
 def _shard_number(strategy: LocalRanges, factor: Factor) -> int:
-    """Which of the parts of a factor this rank has, in their order."""
+    """The number of this rank's shard of a factor, in their order."""
     assert isinstance(strategy, Strategy)
     coordinate, place = strategy.mesh.get_coordinate(), 0
     for axis in strategy.axes(factor):
@@ -56,7 +56,7 @@ def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
 
 @internal_operator(_shard_totals_rule)
 def _shard_totals(input: Tensor, name: str, dim: int) -> Tensor:
-    """What the parts of ranks come to, along the dim; of a whole tensor there is one."""
+    """The totals of ranks' shards, one for each along the dim; of a full tensor there is one."""
     return _KINDS[name][0](input, dim, keepdim=True)
 
 
@@ -81,7 +81,7 @@ def _scan_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
 
 @internal_operator(_scan_rule)
 def _scan(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
-    """The running sums or products, from what all parts come to."""
+    """The cumulative sums or products, from the totals of all shards."""
     found: Tensor = getattr(torch, name)(input, dim)
     return found
 

@@ -1,6 +1,6 @@
-"""Ranges and single elements of dims: narrow, select, split, chunk, unbind, and basic indexing.
+"""Ranges and single elements of sharded dims: narrow, select, split, diagonal, basic indexing.
 
-What is taken of a cut dim stays on the ranks that have it; the result is then cut unevenly.
+A range of a sharded dim stays on the ranks that have it: the result is unevenly sharded.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.reshaping import dim_at
 from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
 
-#: What basic indexing does to one dim: takes a range, takes one element, or makes a new dim.
+#: An item of basic indexing: a range of a dim, an element of it, or None for a new dim.
 Item = slice | int | None
 
 
 def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> slice:
-    """Which elements of a part a range takes."""
-    # The first of the range that is not before the part.
+    """The slice of a shard, at an offset and of a size, that a range has."""
+    # The first element of the range that is not before the shard.
     first = max(start, start + -(-(offset - start) // step) * step)
     end = min(stop, offset + size)
     return slice(first - offset, max(end, first) - offset, step) if first < end else slice(0, 0)
 
 
 def slice_length(one: slice) -> int:
-    """How many elements a range has that starts at 0 or later."""
+    """The number of elements of a slice that starts at 0 or later."""
     return len(range(one.start, one.stop, one.step or 1))
 
 
 def resize_to_range(start: int, stop: int, step: int) -> Resize:
-    """For parts of a dim how much of a range they have."""
+    """The sizes of shards of a dim in a range of it."""
     return lambda parts: [slice_length(local_slice(start, stop, step, *part)) for part in parts]
 
 
 def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
-    """Basic indexing that takes single elements only of dims that are not cut.
+    """The call of basic indexing that takes single elements only of dims that are not sharded.
 
     Args:
         input: The tensor.
-        items: For all dims, in order, what is taken; and where new dims are.
+        items: The items of all dims, in order, and of new dims.
     """
-    # An axis of one rank cuts nothing.
+    # An axis of one rank shards nothing.
     spec = unsharded(
         input.spec, [dim for dim, item in _items_by_dim(items) if isinstance(item, int)]
     )
@@ -75,7 +75,7 @@ def _items_by_dim(items: Sequence[Item]) -> list[tuple[int, Item]]:
 def _result_shape(
     items: Sequence[Item], spans: dict[int, tuple[int, int, int]]
 ) -> tuple[Ints, dict[int, int]]:
-    """The shape of what is taken, and where dims are in it."""
+    """The shape of the result, and the dims of the result by those of the tensor."""
     shape: list[int] = []
     dims: dict[int, int] = {}
     dim = 0
@@ -96,7 +96,7 @@ def _slice_local(
     changed: dict[int, tuple[int, int, int]],
     source: DTensorSpec,
 ) -> Callable[[Tensor], Tensor]:
-    """Basic indexing of this rank's part."""
+    """The function that indexes the local tensor."""
     box = source.local_box
     index: list[Any] = []
     dim = 0
@@ -116,20 +116,20 @@ def _slice_local(
 
 
 def unshard_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
-    """The same with these dims whole on each rank. Collective; differentiable."""
+    """The tensor with these dims unsharded. Collective; differentiable."""
     spec = tensor._spec
     return tensor.redistribute(placements=unsharded(spec, dims).placements, order=spec.order)
 
 
 def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
-    """Any basic indexing, where a call's arguments are the tensor and the index."""
+    """The call of basic indexing whose arguments are the tensor and the index."""
     if any(isinstance(item, int) and input.is_sharded(dim) for dim, item in _items_by_dim(items)):
         return Decomposition(_elements_of_sharded_dims)
     return slice_call(input, items)
 
 
 def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
-    """Elements of cut dims: they stay where they are at first, then all ranks get them."""
+    """Single elements of sharded dims: first ranges of one element, then all ranks get them."""
     items = basic_items(index, input.shape)
     assert items is not None
     single = [
@@ -154,12 +154,12 @@ def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
 
 
 def _dim_places(items: Sequence[Item]) -> list[int]:
-    """Where in an index the items are that stand for a dim."""
+    """The places in an index of the items that stand for a dim."""
     return [place for place, item in enumerate(items) if item is not None]
 
 
 def basic_items(index: Any, shape: Sequence[int]) -> list[Item] | None:
-    """What each dim's item is; None if this is not basic indexing, or does not fit the shape."""
+    """The item of each dim; None if this is not basic indexing, or does not fit the shape."""
     given = list(index) if isinstance(index, tuple) else [index]
     count = sum(item is not None and item is not Ellipsis for item in given)
     if count > len(shape) or sum(item is Ellipsis for item in given) > 1:
@@ -198,7 +198,7 @@ def _item(item: Any, size: int) -> Item:
 
 
 def _full_slices(ndim: int) -> list[Any]:
-    """Of each dim everything."""
+    """The items that take all of each dim."""
     return [slice(None)] * ndim
 
 
@@ -235,7 +235,7 @@ def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
 
 
 def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, with lists in place of tensors that tell it where to cut."""
+    """The operator, with lists in place of tensors of lengths."""
 
     def told(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -286,7 +286,7 @@ def _diagonal(
         return None
     rows, columns = input.shape[dim1], input.shape[dim2]
     start, stop = max(0, -offset), max(min(rows, columns - offset), max(0, -offset))
-    # Elements stay where they are along one of the two dims; the other one has to be whole.
+    # One of the two dims stays sharded; the other one must not be.
     along, other = (
         (dim1, dim2) if input.is_sharded(dim1) or not input.is_sharded(dim2) else (dim2, dim1)
     )

@@ -1,4 +1,4 @@
-"""Operators that put tensors together: cat, stack, and what is composed of them."""
+"""Concatenation: cat, stack, and operators composed of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
 
 
 def composed_rule(compute: Callable[..., Any]) -> Callable[..., RuleResult]:
-    """The rule of an operator that others make up."""
+    """The rule of an operator that is composed of others."""
     return lambda *_, **__: Decomposition(compute)
 
 
@@ -131,7 +131,7 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
     if indexing == "xy" and len(out) > 1:
         out[0], out[1] = out[1], out[0]
     dims = {one: [factor] * one.ndim for one, factor in zip(given, factors, strict=True)}
-    # Without a word on indexing torch warns; it is said here once, where the rule is asked.
+    # torch warns without an indexing: here once, where the rule is asked, not in each call.
     how = indexing or "ij"
     return local_call(
         dims, [out] * len(given), run=lambda _: lambda *parts: torch.meshgrid(*parts, indexing=how)

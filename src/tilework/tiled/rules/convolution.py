@@ -1,6 +1,6 @@
-"""Convolutions: cut along the batch, groups, channels, and where windows do not overlap in space.
+"""Convolutions: sharded along batch, groups, channels, and spatial dims without overlap.
 
-A spatial dim whose windows overlap is gathered, that dim alone.
+A spatial dim whose windows overlap is unshardable.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ _nn: Any = torch._C._nn
 
 def guard_empty_shards(
     function: Callable[..., Any],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     dtypes: Sequence[torch.dtype | None] = (None,),
     local: Callable[[LocalRanges], Mapping[str, Any]] = lambda ranges: {},
     bias: str = "",
 ) -> MakeRun:
-    """Runs an operator on parts of its tensors, of which torch takes none that is empty.
+    """Makes the run of an operator on shards, where torch itself takes no empty ones.
 
     Args:
         function: The operator.
-        given: Its arguments by name.
-        dtypes: Of its results; None: that of its first tensor.
-        local: What is to be given instead, for a way in which it is run.
-        bias: The argument, if it is given, that an empty sum is added to along dim -1 - spatial.
+        arguments: Its arguments by name.
+        dtypes: The dtypes of its results; None: that of its first tensor.
+        local: The arguments that differ on shards.
+        bias: The argument that is added, along the channels, to a sum over an empty shard.
     """
 
     def make(ranges: LocalRanges) -> Callable[..., Any]:
-        here = {**given, **local(ranges)}
+        local_arguments = {**arguments, **local(ranges)}
         specs = ranges.outputs
 
         def run(*tensors: Tensor) -> Any:
             values = {
                 name: tensors[value.number] if isinstance(value, Arg) else value
-                for name, value in here.items()
+                for name, value in local_arguments.items()
             }
             needed = [
                 values[name]
-                for name, value in here.items()
+                for name, value in local_arguments.items()
                 if isinstance(value, Arg) and name != bias
             ]
             if not any(
                 _is_emptied(tensors[value.number], value)
-                for name, value in here.items()
+                for name, value in local_arguments.items()
                 if isinstance(value, Arg) and name != bias
             ):
-                return function(**values)  # where all is empty torch says whether that may be
+                return function(**values)  # of empty full tensors, torch decides
             empty = [
                 torch.zeros(
                     spec.local_shape, dtype=dtype or needed[0].dtype, device=needed[0].device
@@ -79,7 +79,7 @@ def _is_emptied(part: Tensor, arg: Arg) -> bool:
 
 
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
-    """A parameter for each of so many dims; None if it is not one."""
+    """The parameter of each of ``count`` dims; None if it does not fit them."""
     if isinstance(value, int):
         return (value,) * count
     if not isinstance(value, (tuple, list)) or len(value) not in (1, count):
@@ -90,7 +90,7 @@ def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
 def window_factors(
     sizes: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[tuple[Dim, Dim]]:
-    """What each spatial dim runs over, and the dim of the windows on it."""
+    """The factors of each spatial dim, and of the dim of the windows on it."""
     count = len(sizes)
     known = [per_dim(one, count) or (0,) * count for one in (kernel, stride, padding, dilation)]
     return [_window_factors(*one) for one in zip(sizes, *known, strict=True)]
@@ -110,13 +110,13 @@ def _window_factors(
 
 
 def _register_convolution(function: Any, spatial: int, names: str) -> None:
-    """Register a convolution, or a transposed one, whose parameters after the bias are these."""
+    """Register a convolution, or a transposed one, with the names of parameters after the bias."""
     defaults = {name: int(name not in ("padding", "output_padding")) for name in names.split()}
     transposed = "output_padding" in defaults
 
     def answer(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> RuleResult:
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-        groups = given["groups"]
+        arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        groups = arguments["groups"]
         lead = input.ndim - spatial - 1
         many = weight.shape[0] if transposed else input.shape[lead]
         if lead not in (0, 1) or weight.ndim != spatial + 2 or groups < 1 or many % groups:
@@ -124,7 +124,7 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
         group = Factor(groups, "group")
         i = Factor(input.shape[lead] // groups, "i")
         o = Factor(weight.shape[1] if transposed else weight.shape[0] // groups, "o")
-        dims = _spatial_factors(input, weight, given, transposed)
+        dims = _spatial_factors(input, weight, arguments, transposed)
         batch = factors_of(input.shape[:lead])
         kernel = [None] * spatial
         inputs: dict[Arg, Sequence[Any]] = {
@@ -140,7 +140,7 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
             addends=[bias],
             run=guard_empty_shards(
                 function,
-                {"input": input, "weight": weight, "bias": bias, **given},
+                {"input": input, "weight": weight, "bias": bias, **arguments},
                 local=lambda ranges: {"groups": ranges.local_range(group)[1]},
                 bias="bias",
             ),
@@ -150,15 +150,15 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
 
 
 def _spatial_factors(
-    input: Arg, weight: Arg, given: Mapping[str, Any], transposed: bool
+    input: Arg, weight: Arg, arguments: Mapping[str, Any], transposed: bool
 ) -> list[tuple[Dim, Dim]]:
     kernel = weight.shape[2:]
     sizes = input.shape[input.ndim - len(kernel) :]
-    padding = 0 if given["padding"] == "valid" else given["padding"]
-    parameters = kernel, given["stride"], padding, given["dilation"]
+    padding = 0 if arguments["padding"] == "valid" else arguments["padding"]
+    parameters = kernel, arguments["stride"], padding, arguments["dilation"]
     if not transposed:
         return window_factors(sizes, *parameters)
-    if given["output_padding"] not in (0, (0,) * len(kernel), [0] * len(kernel)):
+    if arguments["output_padding"] not in (0, (0,) * len(kernel), [0] * len(kernel)):
         return [((), ())] * len(kernel)
     grown = [size * one for size, one in zip(sizes, kernel, strict=True)]
     return [(before, after) for after, before in window_factors(grown, *parameters)]
@@ -177,11 +177,11 @@ for _n in (1, 2, 3):
 
 
 def _register_columns(function: Any, names: str, back: bool) -> None:
-    """Register what makes a column of each window, or the sum of such columns."""
+    """Register the operator that makes a column of each window, or the one that sums columns."""
 
     def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
-        given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
-        kernel = per_dim(given.get("kernel_size"), 2)
+        arguments = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+        kernel = per_dim(arguments.get("kernel_size"), 2)
         lead = input.ndim - (2 if back else 3)
         if kernel is None or lead not in (0, 1):
             return None
@@ -193,7 +193,7 @@ def _register_columns(function: Any, names: str, back: bool) -> None:
         batch = factors_of(input.shape[:lead])
         ends = [*batch, c, None, None], [*batch, column, None]
         before, after = ends[::-1] if back else ends
-        run = guard_empty_shards(function, {"input": input, **given})
+        run = guard_empty_shards(function, {"input": input, **arguments})
         return local_call({input: before}, [after], linear=[[input]], run=run)
 
     rule(function)(answer)

@@ -1,4 +1,4 @@
-"""Sorting, selecting, accumulating: a row along the dim is needed whole, other dims stay cut."""
+"""Sorting, selection and accumulation along a dim, which is unshardable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dim
 
 
 def _factors_but(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
-    """A factor for each dim that may be cut."""
+    """A factor for each dim but some."""
     return _all_but(factors_of(shape), whole)
 
 
@@ -26,7 +26,7 @@ def _all_but(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | None
 
 
 def _along(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleResult:
-    """Rows along ``dim`` become others, of whatever length."""
+    """The call of an operator along ``dim``, whose results may have any length there."""
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
@@ -128,7 +128,7 @@ def _register_quantile(name: str) -> None:
                 for at, one in enumerate(factors)
                 if keepdim or at not in dims
             ]
-            if 0 in sizes:  # torch takes no tensor without elements
+            if 0 in sizes:  # torch takes no empty tensor
                 several = q.shape if isinstance(q, Arg) else ()
                 return lambda part, *q: keep_inputs_in_graph(part.reshape(*several, *sizes), *q)
             return lambda part, q=q: quantile(part, q, dim, keepdim, interpolation=interpolation)
@@ -171,7 +171,7 @@ def _integral(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
     dims = dims_of(y.ndim, dim)
     if dims is None:
         return None
-    # One point for each place along the dim, or one for each element.
+    # The points of x: one for each place along the dim, or one for each element.
     for_each = isinstance(x, Arg) and x.ndim != 1
     if for_each and x.ndim > y.ndim:
         return None
@@ -210,7 +210,7 @@ def _searchsorted(
     side: Any = None,
     sorter: Any = None,
 ) -> RuleResult:
-    # Sequences in a row for each row of values, or one for all.
+    # A sorted sequence for each row of values, or one for all.
     rows = _factors_but(sorted_sequence.shape[:-1])
     given = {sorted_sequence: [*rows, None]}
     if isinstance(sorter, Arg):

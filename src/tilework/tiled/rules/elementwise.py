@@ -1,4 +1,4 @@
-"""Operators that treat each element on its own, with broadcasting; which ones, torch says."""
+"""Elementwise operators, with broadcasting: those that torch tags as pointwise, and more."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _UNTAGGED = """
 """
 #: Linear in their one tensor.
 _LINEAR = "conj conj_physical deg2rad imag neg rad2deg real resolve_conj resolve_neg zero"
-#: The same elements again.
+#: Their results have the same elements.
 _SAME = "clone contiguous cpu positive"
-#: Tagged, but they have a rule of their own, here or in another family.
+#: Tagged, but with a rule of their own, here or in another family.
 _OTHERS = """
     add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max min mul neg positive
     rad2deg rrelu rsub sub true_divide where
@@ -42,7 +42,7 @@ _CASTS = {
     "long": torch.int64,
     "short": torch.int16,
 }
-#: Sums of these wrap around, so that their terms cannot be cast, scaled or divided one by one.
+#: Sums of these wrap around, so that partial sums cannot be cast, scaled or divided.
 _NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
@@ -58,18 +58,19 @@ def pointwise(
     rearranges: bool = False,
     results: int = 1,
 ) -> RuleResult:
-    """The answer of an operator on these tensors that only broadcasts.
+    """The call of an operator that only broadcasts its tensors.
 
     Args:
-        given: All tensors of the call.
-        linear: As for :func:`native`; sets that contain something else than tensors do not count.
-        rearranges: As for :func:`native`.
-        results: How many tensors it gives.
+        args: All tensors of the call.
+        linear: As for :func:`~tilework.tiled.op_rules.local_call`; sets that contain something
+            else than tensors do not count.
+        rearranges: As for :func:`~tilework.tiled.op_rules.local_call`.
+        results: The number of results.
     """
     shapes = [arg.shape for arg in given]
     try:
         broadcast_shape(shapes)
-    except ValueError:  # torch will say so of the whole tensors
+    except ValueError:  # torch raises for the full tensors
         return None
     factors, terms = broadcast(shapes)
     sets = [one for one in linear if all(map(_may_be_partial, one))]
@@ -87,7 +88,7 @@ def _may_be_partial(value: Any) -> bool:
     is_elementwise=True,
 )
 def elementwise(*args: Any, **kwargs: Any) -> RuleResult:
-    """Any operator that only broadcasts."""
+    """The rule of any operator that only broadcasts."""
     return pointwise(tensors(*args, *kwargs.values()))
 
 
@@ -157,12 +158,12 @@ def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> RuleResult:
 
 
 def _cast(input: Arg, dtype: torch.dtype) -> RuleResult:
-    # Rounding the terms of a sum is not rounding the sum.
+    # Rounding partial sums is not rounding the sum.
     return pointwise([input], rearranges=_keeps_sums(dtype, input.dtype))
 
 
 def _keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a sum in ``dtype`` of what were terms in ``other`` is the same sum, cast."""
+    """True if partial sums may be cast from ``other`` to ``dtype`` before they are reduced."""
     if dtype is other:
         return True
     if other in _NARROW or torch.promote_types(dtype, other) is not dtype:

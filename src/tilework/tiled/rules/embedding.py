@@ -1,6 +1,6 @@
-"""Tables that are looked up by index: cut along features, or along rows with a masked look-up.
+"""Embeddings: tables sharded along features, or along rows with a masked look-up.
 
-Gradients are dense: ``sparse=True`` changes no value, and is not followed.
+Gradients are dense: ``sparse=True`` changes no value, and is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _embedding(
 ) -> RuleResult:
     if weight.ndim != 2:
         return None
-    # How often a row was looked up counts over all indices.
+    # The frequency of a row counts over all indices.
     rows = Factor(weight.shape[0], "rows", unshardable=scale_grad_by_freq)
     features = Factor(weight.shape[1], "features")
     places = [Factor(size, unshardable=scale_grad_by_freq) for size in indices.shape]
@@ -102,7 +102,7 @@ def _embedding_bag(
     flat = input.ndim == 1
     if not known or weight.ndim != 2 or input.ndim not in (1, 2) or flat != (offsets is not None):
         return None
-    # Of maxima those of parts of the rows could be combined, but a bag may have none here.
+    # Maxima over shards of rows could be combined, but a bag may have no row in a shard.
     rows = Factor(weight.shape[0], "rows", unshardable=scale_grad_by_freq or mode == "max")
     features = Factor(weight.shape[1], "features")
     last = Factor(input.shape[-1], unshardable=True)
@@ -156,12 +156,12 @@ def _embedding_bag(
 
 
 def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What each row that is looked up is multiplied by: 0 for those that do not count here."""
+    """The factor of each row that is looked up: 0 for rows of other ranks."""
     return here.to(dtype) if factors is None else factors.masked_fill(~here, 0)
 
 
 def _counts(counted: Tensor, starts: Tensor | None) -> Tensor:
-    """For each place, how many of its bag's count; at least 1."""
+    """For each index the number of indices that count in its bag; at least 1."""
     if starts is None:
         return counted.sum(1, keepdim=True).clamp(min=1)
     places = torch.arange(len(counted), device=counted.device)

@@ -1,4 +1,4 @@
-"""Parts without elements, for operators that torch cannot do on them."""
+"""Empty shards: for operators that torch cannot run on them, and for the autograd graph."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tilework.tiled.op_rules import LocalRanges
 def allow_empty_shards(
     function: Callable[..., Any],
 ) -> Callable[[LocalRanges], Callable[..., Any] | None]:
-    """For ``op_table.native``: ``function`` of any parts of a whole.
+    """Makes the run of ``function``, which takes no empty tensors, on shards that may be empty.
 
-    It is called with the local tensors. Dims that are cut have the same places in all results as
-    in the first tensor.
+    It is called with the local tensors. Sharded dims have the same places in all results as in
+    the first tensor.
     """
 
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:
@@ -29,7 +29,7 @@ def allow_empty_shards(
 
 
 def _with_row_for_empty(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """One row stands for none, which then is left out of the results."""
+    """The results for tensors of which empty ones get a row of zeros, which results then lack."""
     empty = [dim for dim, size in enumerate(tensors[0].shape) if size == 0]
     result = function(*[_zero_row(one) if one.numel() == 0 else one for one in tensors])
 
@@ -42,16 +42,17 @@ def _with_row_for_empty(function: Callable[..., Any], *tensors: Tensor) -> Any:
 
 
 def _zero_row(tensor: Tensor) -> Tensor:
-    """Zeros, at the tensor's place in the graph."""
+    """Zeros as a function of an empty tensor, at its place in the autograd graph."""
     return tensor.new_zeros([max(size, 1) for size in tensor.shape]) + tensor.sum(
         dtype=tensor.dtype
     )
 
 
 def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
-    """``result`` as a function of inputs that it does not depend on.
+    """The result as a function of inputs that it does not depend on.
 
-    A rank with nothing to compute has to be in the graph nevertheless: others wait for it there.
+    A rank with nothing to compute has to be in the autograd graph nevertheless: the other ranks
+    wait for it in backward.
     """
     for one in inputs:
         if one is not None:

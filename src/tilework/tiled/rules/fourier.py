@@ -1,4 +1,4 @@
-"""Fourier transforms: dims that are transformed are needed whole, others are cut."""
+"""Fourier transforms: the transformed dims are unshardable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _as_list(given: Any) -> Sequence[int]:
 
 
 def _transform(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> RuleResult:
-    """Dims keep their places; how large they become is what torch says."""
+    """The call of a transform, whose results have the same dims, in sizes that torch tells."""
     factors = factors_of(input.shape)
     for dim in dims:
         factors[dim].unshardable = True

@@ -9,7 +9,7 @@ from tilework.tiled.op_rules import LocalRanges
 
 
 class LocalIndexRange:
-    """The part of a factor that this rank has, for look-ups by index."""
+    """The local range of a factor, for look-ups by global index."""
 
     def __init__(self, ranges: LocalRanges, factor: Factor) -> None:
         self.start, self.count = ranges.local_range(factor)
@@ -17,19 +17,19 @@ class LocalIndexRange:
         self.all = not ranges.is_sharded(factor)
 
     def place(self, index: int | None) -> int | None:
-        """Where an index is within the part; None if it is elsewhere."""
+        """The local index of a global one; None if it is not local."""
         here = index is not None and self.start <= index < self.start + self.count
         return index - self.start if here and index is not None else None
 
     def find(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Where indices are within the part (0 for those elsewhere), and which are in it.
+        """Local indices (0 for those that are not local), and the mask of those that are.
 
         Args:
-            indices: Global ones.
-            ignored: Which of them stand for none.
+            indices: Global indices.
+            ignored: The mask of those that count as none.
 
         Raises:
-            IndexError: One is in no rank's part.
+            IndexError: An index is out of the global range.
         """
         outside = (indices < 0) | (indices >= self.total)
         if ignored is not None:

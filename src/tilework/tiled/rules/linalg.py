@@ -1,4 +1,4 @@
-"""Decompositions and what is solved with them: matrices are needed whole, batches are cut."""
+"""Linear algebra: matrices are unshardable, batches and right-hand sides are not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tilework.tiled.rules.empty_shards import allow_empty_shards
 
 
 def _register_batched(names: str, text: str) -> None:
-    """Register operators whose tensors are taken in the order in which they are given.
+    """Register operators by a pattern of their tensors, in the order in which they are passed.
 
-    Sizes are those of the arguments only; those of results are what torch says.
+    Sizes in it are those of the arguments only; those of results are told by torch.
     """
 
     def answer(*args: Any, **kwargs: Any) -> RuleResult:
@@ -100,7 +100,7 @@ def _solution(
     missing = A.ndim - B.ndim
 
     def run(A: Tensor, B: Tensor) -> Any:
-        """One matrix for a batch is no batch of vectors, whatever the size of a part."""
+        """The solution where one matrix for a batch is no batch of vectors, of any local size."""
         return function(A, B[(None,) * missing], left=left)
 
     return match_pattern(

@@ -1,4 +1,4 @@
-"""Products of matrices and vectors: linear in each factor, summed over what the result lacks."""
+"""Products of matrices and vectors: linear in each tensor, summed over contracted dims."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pattern_rule("outer ger(input, vec2)", "i, j -> i j", linear="input, vec2")
 
 
 def product(text: str, a: Arg, b: Arg) -> RuleResult:
-    """A product of two tensors that is linear in each."""
+    """The call of a product of two tensors that is linear in each."""
     return match_pattern(text, [a, b], linear=[[a], [b]])
 
 
@@ -45,7 +45,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> RuleResult:
 @rule("bilinear", values_matter=False)
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleResult:
     def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
-        # On all ranks alike: gradients have to come in one order.
+        # The same on all ranks: gradients have to come in one order.
         return _bilinear_of_empty if ranges.has_empty_shards else None
 
     tensors = [input1, input2, weight, bias]
@@ -56,7 +56,7 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleRe
 
 
 def _bilinear_of_empty(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What torch has no result for: a sum over nothing."""
+    """The bilinear map of empty tensors, for which torch has no result."""
     found = torch.einsum("...i,...j,oij->...o", a, b, weight)
     return found if bias is None else found + bias
 
@@ -94,7 +94,7 @@ def _cross_along(input: Any, other: Any, *, dim: int = -1) -> RuleResult:
 
 @rule("cross")
 def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
-    """Without a dim it is the first of size 3: of the whole tensor."""
+    """The rule of ``cross``, whose default dim is the first of size 3 of the full tensor."""
     threes = (at for at, size in enumerate(input.shape) if size == 3)
     return _cross_along(input, other, dim=next(threes, -1) if dim is None else dim)
 
@@ -103,7 +103,7 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
 
 
 def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
-    """A product of two tensors, and ``input``, which is broadcast to it, added."""
+    """The call of a product of two tensors, to which ``input`` is broadcast and added."""
     try:
         mapped = Pattern.parse(text).of([a.shape, b.shape])
     except ValueError:
@@ -128,7 +128,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
 @rule("addmv")
 def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        # torch.addmv does not expand what it adds to a sum over nothing.
+        # torch.addmv does not expand its addend if the sum is over nothing.
         return lambda input, mat, vec: torch.addmv(
             input.expand(len(mat)), mat, vec, beta=beta, alpha=alpha
         )
@@ -156,7 +156,7 @@ def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any 
 
 
 def _tensors_of(values: Sequence[Any]) -> list[Arg]:
-    """Tensors that were given one by one or in one sequence."""
+    """Tensors that were passed one by one or in one sequence."""
     if len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]
     return list(values)
@@ -203,13 +203,13 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
 # -- einsum ----------------------------------------------------------------------------------
 
 
-#: The dims of a term of an equation: letters; those of an ellipsis are counted from its end.
+#: The dims of a tensor in an equation: letters; those of an ellipsis are counted from its end.
 Names = list[str | int]
 
 
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> RuleResult:
-    """An equation is a factor map as it stands."""
+    """The call of an equation, which is a factor map as it stands."""
     tensors = _tensors_of(operands)
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     words = inputs.split(",")
@@ -244,16 +244,16 @@ def _names(word: str, width: int) -> Names:
 
 
 def _implied(names: Sequence[Names]) -> Names:
-    """The result's dims if an equation does not say: those of ellipses, then what is there once."""
+    """The result's dims if an equation has none: those of ellipses, then names that occur once."""
     found = [name for its in names for name in its]
     dots = sorted({name for name in found if isinstance(name, int)})
     return [*dots, *sorted(n for n in found if isinstance(n, str) and found.count(n) == 1)]
 
 
 def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor] | None:
-    """A factor for each name; what one tensor has twice, its diagonal, is needed whole.
+    """A factor for each name; the name of a diagonal, twice in one tensor, is unshardable.
 
-    None if sizes do not fit, which parts of them might.
+    None if sizes do not fit: those of shards might.
     """
     found: dict[str | int, Factor] = {}
     for its, one in zip(names, tensors, strict=True):

@@ -1,6 +1,6 @@
-"""Losses of each element or row: a mean is over all of them, not over the means of ranks.
+"""Losses of elements or rows: a mean is over all of them, not over the means of ranks.
 
-Those of torch.nn.functional check their arguments and come to the functions here.
+The functions of torch.nn.functional check their arguments and call the functions here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilework.tiled.op_rules import Arg, LocalCall, LocalRanges, RuleResult, loc
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 
-#: What torch's functions call reductions.
+#: torch's numbers of reductions.
 NONE, MEAN, SUM = 0, 1, 2
 
 _torch: Any = torch
@@ -26,73 +26,77 @@ _nn: Any = torch._C._nn
 
 def reduce_loss(
     function: Callable[..., Tensor],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     dims: Mapping[Arg, Sequence[Factor | Dim | None]],
     out: Sequence[Factor],
 ) -> LocalCall:
-    """A loss that is reduced as ``given["reduction"]`` says.
+    """The call of a loss with the argument ``reduction``.
 
     Args:
         function: Computes it on local tensors.
-        given: All arguments by name, in their order.
-        dims: What the dims of tensors run over.
-        out: What the loss runs over before it is reduced.
+        arguments: All arguments by name, in their order.
+        dims: The factors of the dims of tensors.
+        out: The factors of the loss before it is reduced.
     """
-    how = given["reduction"]
+    reduction = arguments["reduction"]
     count = math.prod(factor.size for factor in out)
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = ranges.local_size(tuple(out))
-        # A part's mean, weighted: no sum overflows that is none in torch.
-        share = mine / count if how == MEAN and mine < count else None
+        local_count = ranges.local_size(tuple(out))
+        # A weighted local mean: so no sum overflows where torch has none.
+        share = local_count / count if reduction == MEAN and local_count < count else None
 
         def loss(*tensors: Tensor) -> Tensor:
             values = {
                 name: tensors[value.number] if isinstance(value, Arg) else value
-                for name, value in given.items()
+                for name, value in arguments.items()
             }
-            if how != NONE and mine == 0 < count:
-                found = function(**{**values, "reduction": SUM})  # of nothing: maybe undefined
-                return found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0)
-            found = function(**values)
-            return found if share is None else found * share
+            if reduction != NONE and local_count == 0 < count:
+                loss_value = function(
+                    **{**values, "reduction": SUM}
+                )  # of an empty shard: may be NaN
+                return loss_value.masked_fill(torch.ones_like(loss_value, dtype=torch.bool), 0)
+            loss_value = function(**values)
+            return loss_value if share is None else loss_value * share
 
         return loss
 
-    return local_call(dims, [out if how == NONE else []], run=run)
+    return local_call(dims, [out if reduction == NONE else []], run=run)
 
 
-def _register_loss(function: Any, parameters: str, rows: str = "", whole: str = "") -> None:
-    """Register a loss, which is reduced over what its tensors broadcast to.
+def _register_loss(function: Any, parameters: str, rows: str = "", unbroadcast: str = "") -> None:
+    """Register a loss, which is reduced over the shape that its tensors broadcast to.
 
     Args:
-        function: The one that takes the reduction as a number.
+        function: The form that takes the reduction as a number.
         parameters: The names of all its parameters.
-        rows: Tensors whose last dim the loss of a row is computed from.
-        whole: Tensors that do not broadcast.
+        rows: Tensors whose last dim is that of a row, which has one loss.
+        unbroadcast: Tensors that do not broadcast.
     """
     names = parameters.split()
 
     def answer(*args: Any, **kwargs: Any) -> RuleResult:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if set(given) != set(names):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if set(arguments) != set(names):
             return None
-        tensors = {name: given[name] for name in names if isinstance(given[name], Arg)}
+        tensors = {name: arguments[name] for name in names if isinstance(arguments[name], Arg)}
         if any(arg.ndim < 2 for name, arg in tensors.items() if name in rows.split()):
             return None
-        uncut = {name: int(name in rows.split()) for name in tensors}
-        uncut.update({name: tensors[name].ndim for name in whole.split() if name in tensors})
-        shapes = [arg.shape[: arg.ndim - uncut[name]] for name, arg in tensors.items()]
+        kept_dims = {name: int(name in rows.split()) for name in tensors}
+        kept_dims.update(
+            {name: tensors[name].ndim for name in unbroadcast.split() if name in tensors}
+        )
+        shapes = [arg.shape[: arg.ndim - kept_dims[name]] for name, arg in tensors.items()]
         try:
             broadcast_shape(shapes)
         except ValueError:
             return None
         factors, terms = broadcast(shapes)
         dims = {
-            arg: (*term, *((),) * uncut[name])
+            arg: (*term, *((),) * kept_dims[name])
             for (name, arg), term in zip(tensors.items(), terms, strict=True)
         }
-        return reduce_loss(function, given, dims, factors)
+        return reduce_loss(function, arguments, dims, factors)
 
     rule(function)(answer)
 
@@ -122,7 +126,7 @@ _register_loss(
     _nn.multi_margin_loss,
     "input target p margin weight reduction",
     rows="input",
-    whole="weight",
+    unbroadcast="weight",
 )
 _register_loss(_nn.multilabel_margin_loss, "input target reduction", rows="input target")
 
@@ -137,13 +141,13 @@ def _ctc_loss(
     reduction: int,
     zero_infinity: bool,
 ) -> RuleResult:
-    given = dict(locals())
+    arguments = dict(locals())
     lengths = [one for one in (input_lengths, target_lengths) if isinstance(one, Arg)]
     if log_probs.ndim != 3 or targets.ndim != 2 or len(lengths) != 2:
         return None
     n = Factor(log_probs.shape[1], "n")
     dims = {log_probs: [None, n, None], targets: [n, None], **dict.fromkeys(lengths, (n,))}
-    return reduce_loss(_ctc, given, dims, [n])
+    return reduce_loss(_ctc, arguments, dims, [n])
 
 
 def _ctc(**values: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pooling and resampling: cut along the batch and channels, and between windows that are apart."""
+"""Pooling and resampling: sharded along batch, channels, and windows that do not overlap."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ _POWER = "input norm_type kernel_size stride ceil_mode"
 def _register_pool(
     name: str, spatial: int, names: str, results: int = 1, linear: bool = False
 ) -> None:
-    """Register an operator on the last dims, so many, of a tensor whose first ones are separate.
+    """Register an operator on the last dims of a tensor, whose first ones are a batch.
 
     Args:
-        name: What it is called in torch.nn.functional.
-        spatial: How many dims it works on.
-        names: Its parameters.
-        results: How many tensors it gives: with a second one of places in the input's space.
+        name: Its name in torch.nn.functional.
+        spatial: The number of dims that it works on.
+        names: The names of its parameters.
+        results: The number of results: the second has indices in the input's space.
         linear: Whether it is linear.
     """
     function = getattr(_functional, name)
 
     def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
-        given = {**dict(zip(names.split(), (input, *args), strict=False)), **kwargs}
+        arguments = {**dict(zip(names.split(), (input, *args), strict=False)), **kwargs}
         lead = input.ndim - spatial
-        if lead not in (1, 2) or not set(given) <= set(names.split()):
+        if lead not in (1, 2) or not set(arguments) <= set(names.split()):
             return None
-        given.pop("return_indices", None)
+        arguments.pop("return_indices", None)
         batch = factors_of(input.shape[:lead])
-        dims = _spatial_factors(input.shape[lead:], given, results)
+        dims = _spatial_factors(input.shape[lead:], arguments, results)
         out: list[Factor | Dim] = [*batch, *(after for _, after in dims)]
         return local_call(
             {input: [*batch, *(before for before, _ in dims)]},
             [out] * results,
             linear=[[input]] if linear else [],
-            run=guard_empty_shards(function, given, [None, torch.int64][:results]),
+            run=guard_empty_shards(function, arguments, [None, torch.int64][:results]),
         )
 
     rule(name)(answer)
 
 
 def _spatial_factors(
-    sizes: Sequence[int], given: dict[str, Any], results: int
+    sizes: Sequence[int], arguments: dict[str, Any], results: int
 ) -> Sequence[tuple[Dim, Dim]]:
-    if "kernel_size" not in given or results > 1:
+    if "kernel_size" not in arguments or results > 1:
         return [((), ())] * len(sizes)
-    kernel = given["kernel_size"]
-    stride = given.get("stride")
+    kernel = arguments["kernel_size"]
+    stride = arguments.get("stride")
     stride = kernel if stride is None or stride == () or stride == [] else stride
-    return window_factors(sizes, kernel, stride, given.get("padding", 0), given.get("dilation", 1))
+    return window_factors(
+        sizes, kernel, stride, arguments.get("padding", 0), arguments.get("dilation", 1)
+    )
 
 
 for _n in (1, 2, 3):
@@ -83,9 +85,9 @@ def _register_max_unpool(function: Any, spatial: int, names: str) -> None:
             return None
         batch = factors_of(input.shape[:lead])
         dims = [*batch, *(None,) * spatial]
-        given = dict(zip(names.split(), (input, indices, *args), strict=True))
+        arguments = dict(zip(names.split(), (input, indices, *args), strict=True))
         return local_call(
-            {input: dims, indices: dims}, [dims], run=guard_empty_shards(function, given)
+            {input: dims, indices: dims}, [dims], run=guard_empty_shards(function, arguments)
         )
 
     rule(function)(answer)
@@ -100,18 +102,18 @@ _register_max_unpool(_nn.max_unpool3d, 3, "input indices output_size stride padd
 
 @rule("interpolate")
 def _interpolate(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
-    given = inspect.signature(F.interpolate).bind(input, *args, **kwargs).arguments
+    arguments = inspect.signature(F.interpolate).bind(input, *args, **kwargs).arguments
     if input.ndim < 3:
         return None
     dims = [*factors_of(input.shape[:2]), *(None,) * (input.ndim - 2)]
     return local_call(
-        {input: dims}, [dims], linear=[[input]], run=guard_empty_shards(F.interpolate, given)
+        {input: dims}, [dims], linear=[[input]], run=guard_empty_shards(F.interpolate, arguments)
     )
 
 
 @rule("grid_sample")
 def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> RuleResult:
-    given = inspect.signature(F.grid_sample).bind(input, grid, *args, **kwargs).arguments
+    arguments = inspect.signature(F.grid_sample).bind(input, grid, *args, **kwargs).arguments
     if input.ndim not in (4, 5) or grid.ndim != input.ndim or grid.shape[0] != input.shape[0]:
         return None
     n, c, *places = factors_of((*input.shape[:2], *grid.shape[1:-1]))
@@ -119,7 +121,7 @@ def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> RuleResult
         {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]},
         [[n, c, *places]],
         linear=[[input]],
-        run=guard_empty_shards(F.grid_sample, given),
+        run=guard_empty_shards(F.grid_sample, arguments),
     )
 
 
@@ -128,9 +130,11 @@ def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = N
     if theta.ndim != 3 or len(size) not in (4, 5) or size[0] != theta.shape[0]:
         return None
     n = Factor(theta.shape[0], "n")
-    given = {"theta": theta, "size": size, "align_corners": align_corners}
+    arguments = {"theta": theta, "size": size, "align_corners": align_corners}
     run = guard_empty_shards(
-        F.affine_grid, given, local=lambda ranges: {"size": [ranges.local_range(n)[1], *size[1:]]}
+        F.affine_grid,
+        arguments,
+        local=lambda ranges: {"size": [ranges.local_range(n)[1], *size[1:]]},
     )
     return local_call(
         {theta: [n, None, None]}, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run

@@ -1,4 +1,4 @@
-"""Operators that repeat, move and drop elements: repeat, flip, roll, tril, diag."""
+"""Operators that only rearrange elements: repeat, flip, roll, tril, diag, unfold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _tile(input: Arg, *dims: Any, **named: Any) -> RuleResult:
 
 
 def _repetition(input: Arg, counts: Sequence[int]) -> RuleResult:
-    """Copies of a tensor beside each other: dims that are repeated have to be whole."""
+    """The call that repeats a tensor: repeated dims are unshardable."""
     new = len(counts) - input.ndim
     dims = [
         Factor(size, unshardable=count != 1)
@@ -96,7 +96,7 @@ def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
 
 
 def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
-    """What passes the end of a cut dim goes before its start."""
+    """A roll along sharded dims: elements that pass the end are concatenated to the front."""
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     for shift, dim in zip(shifts, dims, strict=True):
@@ -157,7 +157,7 @@ def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
     return local_call({input: [*rest, last]}, [out], rearranges=True)
 
 
-# By the function: nn.functional's of that name is another operator.
+# By the function: nn.functional has another operator of that name.
 @rule(torch.Tensor.unfold, is_view=True)
 def _unfold(input: Arg, dimension: int, size: int, step: int) -> RuleResult:
     factors = [Factor(one) for one in input.shape]

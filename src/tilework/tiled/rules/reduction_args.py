@@ -1,4 +1,4 @@
-"""What rules of reductions share: which dims, what is left of them, and torch's spellings."""
+"""Arguments of reductions: dims, numpy's names of arguments, and the dims of results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tilework.tiled.op_rules import (
     local_call,
 )
 
-#: What numpy calls them, and torch takes too.
+#: numpy's names of arguments, which torch takes too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
 
 
 def dims_of(ndim: int, dim: Any) -> Ints | None:
-    """The dims to be reduced, all for None or none; None if they do not exist, or come twice."""
+    """The dims that are reduced, all for None or (); None if they do not exist, or come twice."""
     given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if not given:
         return tuple(range(ndim))
@@ -50,14 +50,14 @@ def reduce_dims(
     linear: bool = False,
     run: Callable[[LocalRanges, list[Factor]], Callable[..., Any]] | None = None,
 ) -> LocalCall:
-    """The answer of a reduction of which the ranks' results are combined.
+    """The call of a reduction.
 
     Args:
         input: The tensor.
-        dims: Those that are reduced.
+        dims: The dims that are reduced.
         keepdim: Whether they are left with a size of one.
-        reduce_op: What combines results; None: the dims are needed whole, others may be cut.
-        results: How many tensors it gives.
+        reduce_op: The reduction of the ranks' results; None: the dims are unshardable.
+        results: The number of results.
         linear: Whether it is linear.
         run: Makes what is run instead of the operator, from the ranges and each dim's factor.
     """
@@ -78,7 +78,7 @@ def reduce_dims(
 
 
 def remaining_dims(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Factor | Dim | None]:
-    """What a reduction leaves of dims."""
+    """The factors of the dims of a reduction's result."""
     return [
         None if dim in gone else factor
         for dim, factor in enumerate(dims)
@@ -87,7 +87,7 @@ def remaining_dims(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Fa
 
 
 def any_sharded(input: Arg, dims: Ints) -> bool:
-    """Whether ranks have different parts of some of these dims."""
+    """True if one of these dims is sharded."""
     return any(map(input.is_sharded, dims))
 
 
@@ -114,5 +114,5 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are accumulated in."""
+    """The dtype that sums are accumulated in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -42,12 +42,12 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
         if here == count:
             return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
         if here and (dtype or input.dtype).itemsize < 4:
-            # A sum of 16 bits may be too large where its mean is not.
+            # A sum in 16 bits may overflow where its mean does not.
             return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (here / count)
         return lambda part: torch.sum(part, dims, keepdim, dtype=dtype) / count
 
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
-        return None  # torch says what is wrong with that
+        return None  # torch raises where it is run
     return reduce_dims(input, dims, keepdim, "sum", linear=True, run=make)
 
 

@@ -17,14 +17,14 @@ from tilework.tiled.regroup import regrouped
 
 
 def sizes_of(given: Sequence[Any]) -> Ints:
-    """Sizes that were given one by one, or as one sequence."""
+    """Sizes that were passed one by one, or as one sequence."""
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = given[0]
     return tuple(map(int, given))
 
 
 def dim_at(dim: int, ndim: int) -> int:
-    """A dim counted from the first one, when negative ones count from the last.
+    """The non-negative number of a dim, of which negative ones count from the last.
 
     Raises:
         IndexError: There is no such dim.
@@ -39,12 +39,12 @@ def dim_at(dim: int, ndim: int) -> int:
 
 
 def common_shape(*shapes: Sequence[int]) -> Ints:
-    """What shapes are broadcast to."""
+    """The shape that shapes are broadcast to."""
     return broadcast_shape(shapes)
 
 
 def infer_sizes(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
-    """Sizes with what -1 stands for; None if they do not fit the shape."""
+    """Sizes with the value of -1 inferred; None if they do not fit the shape."""
     rest = math.prod(size for size in sizes if size != -1)
     total = math.prod(shape)
     if sizes.count(-1) == 1 and rest != 0 and total % rest == 0:
@@ -53,11 +53,11 @@ def infer_sizes(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
 
 
 def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResult:
-    """A tensor with other dims and the same elements in the same order.
+    """The call that gives a tensor other dims, with the same elements in the same order.
 
     Args:
         input: The tensor.
-        sizes: The new ones, one of them may be -1.
+        sizes: The new sizes, of which one may be -1.
         copies: Whether to copy where dims cannot be merged in memory, or raise as ``view`` does.
     """
     shape = infer_sizes(input.shape, sizes)
@@ -67,7 +67,7 @@ def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleR
 
     def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
         local = tuple(map(ranges.local_size, afters))
-        # What was moved is a copy, so there is no memory to share.
+        # A tensor that was redistributed is a copy: there is no memory to share.
         if copies or ranges.inputs[0] != input.layout:
             return lambda x: x.reshape(local)
         return lambda x: x.view(local)
@@ -93,7 +93,7 @@ def _view(input: Arg, *shape: Any, **named: Any) -> RuleResult:
 
 
 def _as_dtype(input: Arg, dtype: torch.dtype) -> RuleResult:
-    """The same bytes as another dtype: elements of the last dim are split or merged."""
+    """The view of the bytes as another dtype: elements of the last dim are split or merged."""
     old, new = input.dtype.itemsize, dtype.itemsize
     if not input.ndim or (new > old and input.shape[-1] % (new // old)):
         return None
@@ -162,7 +162,7 @@ def _squeeze(input: Arg, dim: Any = None) -> RuleResult:
     gone = tuple(i for i in sorted(chosen) if i < input.ndim and input.shape[i] == 1)
     factors = [Factor(size, reduce_op=None) for size in input.shape]
     kept = [factor for i, factor in enumerate(factors) if i not in gone]
-    # This rank's part may have further dims of size 1.
+    # The local tensor may have further dims of size 1.
     return local_call(
         {input: factors}, [kept], rearranges=True, run=lambda _: lambda x: torch.squeeze(x, gone)
     )
@@ -218,12 +218,12 @@ for _name in ("as_strided", "alias"):  # of gathered tensors
 
 # -- permutations ----------------------------------------------------------------------------
 
-#: Larger than what strides of a probe are added to, so that no two are alike.
+#: The first stride of a meta tensor whose strides are all different.
 _APART = 1 << 20
 
 
 def _permutation_rule(name: str) -> Callable[..., RuleResult]:
-    """The rule of an operator that only reorders dims, found by doing it to a probe."""
+    """The rule of an operator that only permutes dims, as its effect on a meta tensor shows."""
     operator = getattr(torch.Tensor, name)
 
     def answer(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
@@ -231,7 +231,7 @@ def _permutation_rule(name: str) -> Callable[..., RuleResult]:
         probe = torch.empty_strided([2] * input.ndim, strides, device="meta")
         try:
             order = [stride - _APART for stride in operator(probe, *args, **kwargs).stride()]
-        except (RuntimeError, IndexError):  # told as torch does when it is run
+        except (RuntimeError, IndexError):  # raised by torch when it is run
             return None
         factors = [Factor(size) for size in input.shape]
         return local_call({input: factors}, [[factors[i] for i in order]], rearranges=True)
@@ -247,7 +247,7 @@ for _name in ("permute", "transpose", "t", "movedim", "adjoint"):
 
 
 def _for_each_tensor(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResult]:
-    """The rule of an operator that takes tensors one by one, in a sequence, or just one."""
+    """The rule of an operator that takes tensors one by one, in a sequence, or a single one."""
 
     def compute(*tensors: Any) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], Tensor):
@@ -260,17 +260,17 @@ def _for_each_tensor(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResu
 
 
 def atleast_1d(x: Tensor) -> Tensor:
-    """With a dim, if it has none."""
+    """The tensor with at least one dim."""
     return x.reshape(1) if x.dim() == 0 else x
 
 
 def atleast_2d(x: Tensor) -> Tensor:
-    """With two dims or more."""
+    """The tensor with at least two dims."""
     return x.reshape(1, 1) if x.dim() == 0 else x.unsqueeze(0) if x.dim() == 1 else x
 
 
 def atleast_3d(x: Tensor) -> Tensor:
-    """With three dims or more."""
+    """The tensor with at least three dims."""
     if x.dim() == 0:
         return x.reshape(1, 1, 1)
     if x.dim() == 1:

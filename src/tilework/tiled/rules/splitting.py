@@ -85,7 +85,7 @@ def _unbind(input: Arg, dim: int = 0) -> RuleResult:
 
 
 def _copied(name: str) -> None:
-    """Register the rule of the operator that copies what a view shows."""
+    """Register the rule of the operator that copies a view."""
     view: Any = getattr(Tensor, name)
 
     def compute(*args: Any, **kwargs: Any) -> Any:

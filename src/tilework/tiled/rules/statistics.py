@@ -172,7 +172,7 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     shape = broadcast_shape([x1.shape, x2.shape])
     x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
     norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
-    # What is below eps is constant, but has a gradient as if it were not, as in torch.
+    # A norm below eps counts as eps, but has its own gradient, as in torch.
     a, b = (
         x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
         for x, norm in zip((x1, x2), norms, strict=True)
