@@ -43,27 +43,28 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if name.endswith("_"):
         if torch.is_grad_enabled():
-            for one in lists[0]:
-                if isinstance(one, DTensor):
-                    local_graph.mirror_requires_grad(one)
+            for tensor in lists[0]:
+                if isinstance(tensor, DTensor):
+                    local_graph.mirror_requires_grad(tensor)
         return None
     return [
-        one if spec is None else wrap(one, spec) for one, spec in zip(result, layouts, strict=True)
+        tensor if spec is None else wrap(tensor, spec)
+        for tensor, spec in zip(result, layouts, strict=True)
     ]
 
 
 @dtensor_handler("_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale gradients in place, as ``GradScaler`` does; what one rank finds, all ranks get."""
-    grads, found, scale = args
+    grads, found_inf, scale = args
     if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
         raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
-    func(_local(grads), *map(local_graph.plain, (found, scale)), **kwargs)
+    func(_local(grads), *map(local_graph.plain, (found_inf, scale)), **kwargs)
     meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
     for mesh in meshes:
         if mesh.here:
             group = axes_group(mesh, tuple(range(mesh.ndim)))
-            all_reduce(local_graph.plain(found), ReduceOp.MAX, group)
+            all_reduce(local_graph.plain(found_inf), ReduceOp.MAX, group)
 
 
 def _plain_name(name: str) -> str:
@@ -76,32 +77,32 @@ def _is_list(arg: Any) -> bool:
 
 def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | None:
     """The layout at each place of the lists; None if a place has several, or partial values."""
-    found: list[DTensorSpec | None] = [
-        one._spec if one.__class__ is DTensor else None for one in lists[0]
+    specs: list[DTensorSpec | None] = [
+        tensor._spec if tensor.__class__ is DTensor else None for tensor in lists[0]
     ]
-    for spec in found:
+    for spec in specs:
         if spec is not None and spec.partial_axes:
             return None
     for others in lists[1:]:
-        if len(others) != len(found):
+        if len(others) != len(specs):
             return None  # torch raises where it is run
-        for spec, one in zip(found, others, strict=True):
-            if one.__class__ is DTensor:
-                its = one._spec
-                if its is not spec and its != spec:
+        for spec, tensor in zip(specs, others, strict=True):
+            if tensor.__class__ is DTensor:
+                other_spec = tensor._spec
+                if other_spec is not spec and other_spec != spec:
                     return None
-            elif one.dim():
+            elif tensor.dim():
                 # A plain tensor counts as replicated: whether it is, is checked tensor by tensor.
                 return None
-    return found
+    return specs
 
 
 def _local(arg: Any) -> Any:
     kind = arg.__class__
     if kind is list or kind is tuple:
         if torch.is_grad_enabled():
-            return [local_graph.plain(one) for one in arg]
-        return [one._local_tensor if one.__class__ is DTensor else one for one in arg]
+            return [local_graph.plain(tensor) for tensor in arg]
+        return [tensor._local_tensor if tensor.__class__ is DTensor else tensor for tensor in arg]
     if kind is DTensor:  # a number in a tensor, the same for all
         return arg.full_tensor()
     return arg

@@ -33,7 +33,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> RuleResult:
     tensors = [query, key, value]
-    if any(one.ndim < 2 + enable_gqa for one in tensors) or (is_causal and attn_mask is not None):
+    if any(tensor.ndim < 2 + enable_gqa for tensor in tensors) or (
+        is_causal and attn_mask is not None
+    ):
         return None  # torch raises where it is run
     if dropout_p > 0 or _are_keys_sharded(query, key, value):
         return Decomposition(decomposed_attention)
@@ -87,18 +89,18 @@ _Leading = tuple[Sequence[Factor | Dim], Sequence[Sequence[Factor | Dim]]]
 
 
 def _batch(tensors: Sequence[Arg]) -> _Leading:
-    return broadcast([one.shape[:-2] for one in tensors])
+    return broadcast([tensor.shape[:-2] for tensor in tensors])
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
     """The leading dims where several heads of the query share one of key and value."""
-    out, terms = broadcast([one.shape[:-3] for one in tensors])
-    queries, keys, values = (one.shape[-3] for one in tensors)
+    out, dims_of_each = broadcast([tensor.shape[:-3] for tensor in tensors])
+    queries, keys, values = (tensor.shape[-3] for tensor in tensors)
     if keys != values or keys == 0 or queries % keys:
         return None
     heads, sharing = Factor(keys, "heads"), Factor(queries // keys, "sharing")
     mine, theirs = (heads, sharing), (heads,)
-    dims = [[*terms[0], mine], [*terms[1], theirs], [*terms[2], theirs]]
+    dims = [[*dims_of_each[0], mine], [*dims_of_each[1], theirs], [*dims_of_each[2], theirs]]
     return [*out, mine], dims
 
 

@@ -30,7 +30,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
     """The concatenation of tensors in the layout of the first sharded one."""
     shape = cat_shape(tensors, dim)
     target = _resharded_like(tensors, shape, dim)
-    ends = [*itertools.accumulate(one.shape[dim] for one in tensors)]
+    ends = [*itertools.accumulate(arg.shape[dim] for arg in tensors)]
     starts = [0, *ends[:-1]]
     while True:
         ways = [
@@ -43,22 +43,22 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
         target = narrower  # one axis less shards the dim
     dims = {i: i for i in range(len(shape))}
     inputs = [
-        resized(target, one.shape, dims, sizes)
-        for one, (_, sizes) in zip(tensors, ways, strict=True)
+        resized(target, arg.shape, dims, sizes)
+        for arg, (_, sizes) in zip(tensors, ways, strict=True)
     ]
     return PlacedCall(inputs, [target], lambda *parts: torch.cat(parts, dim))
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
     """The layout of the first tensor that is sharded along ``dim``, for another size of it."""
-    spec = next(one.spec for one in tensors if one.is_sharded(dim))
+    spec = next(arg.spec for arg in tensors if arg.is_sharded(dim))
     placements: list[Placement] = []
-    for axis, one in enumerate(spec.placements):
-        if isinstance(one, Shard) and one.dim == dim:
-            one = Shard(dim)
-        elif isinstance(one, Partial) and any(
-            other.spec.placements[axis] != one for other in tensors
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            placement = Shard(dim)
+        elif isinstance(placement, Partial) and any(
+            other.spec.placements[axis] != placement for other in tensors
         ):
-            one = Replicate()
-        placements.append(one)
+            placement = Replicate()
+        placements.append(placement)
     return spec_of(spec.mesh, placements, shape, spec.order)

@@ -34,8 +34,8 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
     distribution: Distribution = Uniform() if func is torch.rand_like else Normal()
     if func is torch.randint_like:
         low, high = kwargs.pop("low", 0), kwargs.pop("high", None)
-        given = [*bounds, *([] if high is None else [high])]
-        distribution = Integers(*map(int, [low, *given] if len(given) == 1 else given))
+        limits = [*bounds, *([] if high is None else [high])]
+        distribution = Integers(*map(int, [low, *limits] if len(limits) == 1 else limits))
     requires_grad = kwargs.pop("requires_grad", False)
     spec = tensor._spec.dual
     local = torch.empty_like(tensor._local_tensor, **kwargs)
@@ -60,8 +60,8 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
 @dtensor_handler("new_tensor", "new_empty_strided")
 def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *others = args
-    found = func(tensor._local_tensor, *others, **kwargs)
-    return replicated(found, tensor._spec.mesh)
+    result = func(tensor._local_tensor, *others, **kwargs)
+    return replicated(result, tensor._spec.mesh)
 
 
 @dtensor_handler("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
@@ -70,12 +70,12 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     if out is not None:
         kwargs["dtype"] = kwargs.get("dtype") or out.dtype
-    given = [out, *args, *kwargs.values()]
-    mesh = next(one.device_mesh for one in given if isinstance(one, DTensor))
-    found = func(*map(_whole, args), **{name: _whole(one) for name, one in kwargs.items()})
+    values = [out, *args, *kwargs.values()]
+    mesh = next(value.device_mesh for value in values if isinstance(value, DTensor))
+    result = func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
     if out is None:
-        return replicated(found, mesh)
-    write_out(out, replicated(found, mesh), func.__name__)
+        return replicated(result, mesh)
+    write_out(out, replicated(result, mesh), func.__name__)
     return out
 
 

@@ -250,10 +250,10 @@ def _sharded_cross_entropy(
     top = reduce_partial(x.detach().amax(_class_dim(x), keepdim=True))
     sums = reduce_partial(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
     indices = target if target.shape != input.shape else None
-    found = _class_losses(sums, indices, ignore_index, reduction)
+    losses = _class_losses(sums, indices, ignore_index, reduction)
     if reduction == MEAN:
-        return _quotient(found, input.dtype)
-    return found.to(input.dtype)
+        return _quotient(losses, input.dtype)
+    return losses.to(input.dtype)
 
 
 def _class_sums_rule(
@@ -278,12 +278,12 @@ def _class_sums_rule(
             x, t = tensors[input.number], tensors[target.number]
             w = None if weight is None else tensors[weight.number]
             z = x - tensors[top.number]
-            found = (
+            sums_of_q = (
                 _sums_of_indices(z, t, w, span, t == ignore_index, label_smoothing)
                 if indices
                 else _sums_of_probabilities(z, t, w, span, label_smoothing)
             )
-            return torch.stack([z.exp().sum(at), *found])
+            return torch.stack([z.exp().sum(at), *sums_of_q])
 
         return sums
 

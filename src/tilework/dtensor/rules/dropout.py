@@ -34,8 +34,8 @@ def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = 
     if features:
         shape = (*spec.shape[:2], *(1,) * (spec.ndim - 2))
         placements = [
-            Replicate() if isinstance(one, Shard) and one.dim > 1 else one
-            for one in spec.placements
+            Replicate() if isinstance(placement, Shard) and placement.dim > 1 else placement
+            for placement in spec.placements
         ]
         spec = spec_of(spec.mesh, placements, shape, spec.order)
     key = next_key(spec.mesh)

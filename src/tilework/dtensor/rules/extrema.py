@@ -91,13 +91,13 @@ def _first_flat_index_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
 
         def run(part: Tensor, best: Tensor) -> Tensor:
             hits = _equals(part, best).reshape(-1)
-            found = torch.tensor(_NOWHERE)
+            flat_index = torch.tensor(_NOWHERE)
             if hits.any():
                 within = torch.unravel_index(hits.max(0)[1], part.shape)
-                found = torch.zeros((), dtype=torch.int64)
+                flat_index = torch.zeros((), dtype=torch.int64)
                 for (offset, _), at, extent in zip(parts, within, input.shape, strict=True):
-                    found = found * extent + offset + at
-            return found.reshape((1,) * ndim)
+                    flat_index = flat_index * extent + offset + at
+            return flat_index.reshape((1,) * ndim)
 
         return run
 
@@ -172,8 +172,8 @@ def _spec(tensor: Tensor) -> DTensorSpec:
 def _with_gradient(
     input: Tensor, best: Tensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
 ) -> Tensor:
-    found: Tensor = _SharedGradient.apply(_local(input), _local(best), mask, count)  # type: ignore[no-untyped-call]
-    kept = wrap(found, _spec(best))
+    value: Tensor = _SharedGradient.apply(_local(input), _local(best), mask, count)  # type: ignore[no-untyped-call]
+    kept = wrap(value, _spec(best))
     return kept if keepdim else _drop_dims(kept, dims)
 
 

@@ -60,11 +60,11 @@ def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]
 
 def _take_rule(input: Arg, indices: Indices) -> RuleResult:
     dims = indexed_factors(input)
-    factors, terms = broadcast_indices(indices)
+    factors, index_dims = broadcast_indices(indices)
     at = index_dims_start(indices)
     out = [factor for factor, index in zip(dims, indices, strict=True) if index is None]
     out[at:at] = factors
-    given = [index for index in indices if index is not None]
+    index_tensors = [index for index in indices if index is not None]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         spans = [
@@ -73,7 +73,10 @@ def _take_rule(input: Arg, indices: Indices) -> RuleResult:
         return lambda x, *places: _read_local(x, _at_indexed_dims(indices, places), spans, at)
 
     return local_call(
-        {input: dims, **dict(zip(given, terms, strict=True))}, [out], linear=[[input]], run=run
+        {input: dims, **dict(zip(index_tensors, index_dims, strict=True))},
+        [out],
+        linear=[[input]],
+        run=run,
     )
 
 
@@ -108,7 +111,7 @@ def local_indices(
         at.append(number)
         here = its if here is None else here & its
     if here is not None:
-        here = here.expand(common_shape(*[one.shape for one in places if one is not None]))
+        here = here.expand(common_shape(*[place.shape for place in places if place is not None]))
     return at, here
 
 
@@ -120,7 +123,7 @@ def _read_local(
         return _index_local(x, at)
     if x.numel() == 0:
         shape = [size for size, place in zip(x.shape, places, strict=True) if place is None]
-        shape[front:front] = common_shape(*[one.shape for one in places if one is not None])
+        shape[front:front] = common_shape(*[place.shape for place in places if place is not None])
         return keep_inputs_in_graph(x.new_zeros(shape), x)
     values = _index_local(x, at)
     after = values.dim() - front - here.dim()
@@ -248,7 +251,7 @@ def _nonzero_indices(input: DTensor, *, as_tuple: bool = False) -> Any:
         return as_replicated(places, input)
     if input.dim() == 0:
         places = places.new_zeros((len(places), 1))
-    return tuple([as_replicated(one, input) for one in places.unbind(1)])
+    return tuple([as_replicated(indices, input) for indices in places.unbind(1)])
 
 
 dtensor_rule("argwhere")(lambda input: Decomposition(_nonzero_indices))
@@ -286,8 +289,8 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
 
 @dtensor_rule("isin")
 def _isin(elements: Any, test_elements: Any, **_: Any) -> RuleResult:
-    given = {one: [None] * one.ndim for one in (elements, test_elements) if isinstance(one, Arg)}
+    inputs = {arg: [None] * arg.ndim for arg in (elements, test_elements) if isinstance(arg, Arg)}
     if not isinstance(elements, Arg):
-        return local_call(given, [[]])
+        return local_call(inputs, [[]])
     factors = [Factor(size) for size in elements.shape]
-    return local_call({**given, elements: factors}, [factors])
+    return local_call({**inputs, elements: factors}, [factors])

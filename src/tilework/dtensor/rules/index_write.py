@@ -76,7 +76,7 @@ _index_put_ = torch.ops.aten.index_put_.default
 
 
 def _none_for_slices(places: Indices) -> list[Any]:
-    return [None if isinstance(one, slice) else one for one in places]
+    return [None if isinstance(place, slice) else place for place in places]
 
 
 def _put_local(
@@ -90,16 +90,16 @@ def _put_local(
     at, here = local_indices(places, spans)
     if here is None:
         return _index_put_(x, _none_for_slices(at), values, accumulate)  # type: ignore[no-any-return]
-    shape = common_shape(*[one.shape for one in places if one is not None])
-    rest = [size for size, one in zip(x.shape, places, strict=True) if one is None]
+    shape = common_shape(*[place.shape for place in places if place is not None])
+    rest = [size for size, place in zip(x.shape, places, strict=True) if place is None]
     mine = here.expand(shape).reshape(-1).nonzero().squeeze(1)
     whole_shape = [*rest[:front], *shape, *rest[front:]]
     flat = [*rest[:front], here.expand(shape).numel(), *rest[front:]]
     values = values.expand(whole_shape).reshape(flat).index_select(front, mine)
     numbers = [
-        None if isinstance(one, slice) else one.expand(shape).reshape(-1)[mine] for one in at
+        None if isinstance(place, slice) else place.expand(shape).reshape(-1)[mine] for place in at
     ]
-    if front == 0 and any(one is None for one in numbers):
+    if front == 0 and any(place is None for place in numbers):
         # The indices are one dim now, which stands in front only if they are not adjacent.
         adjacent = index_dims_start(numbers)
         values = values.movedim(0, adjacent)
@@ -113,7 +113,7 @@ def on_mesh(input: Tensor, *others: Any) -> DTensor:
     """The tensor as a DTensor, on the mesh of others where it is plain."""
     if isinstance(input, DTensor):
         return input
-    first = next(one for one in tensors_in(others) if isinstance(one, DTensor))
+    first = next(tensor for tensor in tensors_in(others) if isinstance(tensor, DTensor))
     return replicated(input, first._spec.mesh)
 
 
@@ -266,7 +266,7 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
         if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
             return None
         dim = dim_at(dim, input.ndim)
-        source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Arg)), None)
+        source = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)), None)
         if source is not None and source.shape != index.shape:
             return None
         if any(input.shape[i] != index.shape[i] for i in range(input.ndim) if i != dim):
@@ -284,7 +284,7 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
             span = LocalIndexRange(ranges, dims[dim])
 
             def scatter(x: Tensor, places: Tensor, *values: Tensor) -> Any:
-                rest = [values[0] if isinstance(one, Arg) else one for one in args]
+                rest = [values[0] if isinstance(arg, Arg) else arg for arg in args]
                 named = {k: values[0] if isinstance(v, Arg) else v for k, v in kwargs.items()}
                 if span.all:
                     return (in_place if writes else anew)(x, dim, places, *rest, **named)
@@ -349,9 +349,9 @@ def _copy_to_view_rule(view: Callable[..., Tensor]) -> Callable[..., RuleResult]
     """The rule of an operator that clones a tensor, and copies to a view of the clone."""
 
     def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made = on_mesh(input, src).clone()
-        view(made, *args, **kwargs).copy_(src)
-        return made
+        copy = on_mesh(input, src).clone()
+        view(copy, *args, **kwargs).copy_(src)
+        return copy
 
     return lambda *_, **__: Decomposition(compute)
 
@@ -362,9 +362,9 @@ dtensor_rule("diagonal_scatter")(_copy_to_view_rule(torch.diagonal))
 @dtensor_rule("select_scatter")
 def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
     def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-        made = on_mesh(input, src).clone()
-        made[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
-        return made
+        copy = on_mesh(input, src).clone()
+        copy[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
+        return copy
 
     return Decomposition(compute)
 
@@ -381,8 +381,8 @@ def _slice_scatter(
         end: int | None = None,
         step: int = 1,
     ) -> Tensor:
-        made = on_mesh(input, src).clone()
-        made[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
-        return made
+        copy = on_mesh(input, src).clone()
+        copy[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
+        return copy
 
     return Decomposition(compute)

@@ -35,11 +35,11 @@ def _is_simple_index(index: Any) -> bool:
 
 
 def _get_by_tensors(input: Tensor, index: Any) -> Tensor:
-    given = index if isinstance(index, tuple) else (index,)
-    if len(given) > input.dim():
+    items = index if isinstance(index, tuple) else (index,)
+    if len(items) > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
-    indices = [item if isinstance(item, Tensor) else None for item in given]
-    return take_at(input, indices + [None] * (input.dim() - len(given)))
+    indices = [item if isinstance(item, Tensor) else None for item in items]
+    return take_at(input, indices + [None] * (input.dim() - len(items)))
 
 
 def _get(input: Tensor, index: Any) -> Tensor:
@@ -82,7 +82,7 @@ def _index_put(input: Any, indices: Any, values: Tensor, accumulate: bool = Fals
 
 
 def _as_index(indices: Any) -> tuple[Any, ...]:
-    return tuple([slice(None) if one is None else one for one in indices])
+    return tuple([slice(None) if index is None else index for index in indices])
 
 
 @dtensor_rule("index")
@@ -167,18 +167,18 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
     indices of its True elements.
     """
-    given = [_tensor_of(item) for item in _items(index)]
-    used = sum(_dims_indexed(item) for item in given)
+    items = [_tensor_of(item) for item in _items(index)]
+    used = sum(_dims_indexed(item) for item in items)
     if used > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
-    if not any(item is Ellipsis for item in given):
-        given.append(Ellipsis)
-    at = next(i for i, item in enumerate(given) if item is Ellipsis)
-    given[at : at + 1] = [slice(None)] * (input.dim() - used)
+    if not any(item is Ellipsis for item in items):
+        items.append(Ellipsis)
+    at = next(i for i, item in enumerate(items) if item is Ellipsis)
+    items[at : at + 1] = [slice(None)] * (input.dim() - used)
     first: list[Any] = []
     then: list[Any] = []
     dim = 0
-    for item in given:
+    for item in items:
         if item is None or isinstance(item, bool):
             first.append(None)
             then.append(None if item is None else _bool_index(item, input))
@@ -197,7 +197,7 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     part = input
     if any(item != slice(None) for item in first):
         part = cast(DTensor, input[tuple(first)])
-    return part, then if any(one is not None for one in then) else None
+    return part, then if any(place is not None for place in then) else None
 
 
 def _check(item: Any, dim: int, size: int) -> None:
@@ -213,7 +213,7 @@ def _items(index: Any) -> list[Any]:
         return list(index)
     if isinstance(index, list):  # counts as a tuple if it has more than numbers
         kinds = (slice, Tensor, type(None), type(Ellipsis))
-        if any(isinstance(one, kinds) for one in index):
+        if any(isinstance(item, kinds) for item in index):
             return list(index)
     return [index]
 
@@ -263,4 +263,4 @@ def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
             f"The shape of the mask {list(item.shape)} does not match the shape of the indexed "
             f"tensor {list(sizes)}"
         )
-    return [as_replicated(one, like) for one in full_value(item).nonzero(as_tuple=True)]
+    return [as_replicated(places, like) for places in full_value(item).nonzero(as_tuple=True)]

@@ -35,12 +35,12 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
     if not _is_usual(call):
-        found: tuple[Tensor, Tensor | None] = _torch_forward(*args, **kwargs)
-        return found
+        result: tuple[Tensor, Tensor | None] = _torch_forward(*args, **kwargs)
+        return result
     query, key, value = call.query, call.key, call.value
     if query.dim() == 3:
         return _attend(call, *_project(call, query, key, value))
-    projected = _project(call, *[one.unsqueeze(1) for one in (query, key, value)])
+    projected = _project(call, *[x.unsqueeze(1) for x in (query, key, value)])
     out, weights = _attend(call, *projected)
     return out.squeeze(1), None if weights is None else weights.squeeze(0)
 
@@ -52,7 +52,7 @@ def _is_usual(call: SimpleNamespace) -> bool:
     batch = query.size(1) if query.dim() == 3 else 1
     padding = (batch, keys) if query.dim() == 3 else (keys,)
     return (
-        all(one is None for one in (call.bias_k, call.bias_v, call.static_k, call.static_v))
+        all(extra is None for extra in (call.bias_k, call.bias_v, call.static_k, call.static_v))
         and not call.add_zero_attn
         and query.dim() in (2, 3)
         and query.dim() == key.dim() == value.dim()
@@ -78,12 +78,12 @@ def _project(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
     else:
         weights = _split_by_heads(packed, heads) if _has_sharded_rows(packed) else None
     if weights is None:
-        found = [_packed_linear(one, packed, bias, part) for part, one in enumerate(inputs)]
+        projected = [_packed_linear(x, packed, bias, part) for part, x in enumerate(inputs)]
     else:
         biases: Sequence[Any] = [None] * 3 if bias is None else _thirds(_with_full_rows(bias))
-        found = [F.linear(*three) for three in zip(inputs, weights, biases, strict=True)]
+        projected = [F.linear(*args) for args in zip(inputs, weights, biases, strict=True)]
     shape = (heads, call.embed_dim_to_check // heads)
-    return [torch.unflatten(one, -1, shape).permute(1, 2, 0, 3) for one in found]
+    return [torch.unflatten(x, -1, shape).permute(1, 2, 0, 3) for x in projected]
 
 
 def _packed_linear_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleResult:
@@ -125,16 +125,21 @@ def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
     sizes = [size * width for size in chunk_sizes(heads, packed.device_mesh.shape[axis])]
     placements = list(packed.placements)
     placements[axis] = Shard(0, tuple(sizes))
-    return [one.redistribute(placements=placements) for one in weights if isinstance(one, DTensor)]
+    return [
+        weight.redistribute(placements=placements)
+        for weight in weights
+        if isinstance(weight, DTensor)
+    ]
 
 
 def _with_full_rows(packed: Tensor) -> Tensor:
     """The packed weights with all rows on each rank."""
     if not isinstance(packed, DTensor) or not _has_sharded_rows(packed):
         return packed
-    cutting = packed._spec.axes_of(0)
+    sharding = packed._spec.axes_of(0)
     placements = [
-        Replicate() if axis in cutting else one for axis, one in enumerate(packed.placements)
+        Replicate() if axis in sharding else placement
+        for axis, placement in enumerate(packed.placements)
     ]
     return packed.redistribute(placements=placements)
 

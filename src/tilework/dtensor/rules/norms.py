@@ -67,7 +67,7 @@ def _over_last(
 ) -> RuleResult:
     shape = tuple(shape)
     lead = input.ndim - len(shape)
-    if lead < 0 or any(one.shape != shape for one in affine) or input.shape[lead:] != shape:
+    if lead < 0 or any(arg.shape != shape for arg in affine) or input.shape[lead:] != shape:
         return None
     if any(map(input.is_sharded, range(lead, input.ndim))):
         return Decomposition(composed)
@@ -179,7 +179,7 @@ def _decomposed_group_norm(
 
 def _by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     shape = (-1, *(1,) * (x.ndim - 2))
-    w, b = [None if one is None else one.reshape(shape) for one in (weight, bias)]
+    w, b = [None if parameter is None else parameter.reshape(shape) for parameter in (weight, bias)]
     return _affine(x, w, b)
 
 

@@ -133,11 +133,11 @@ def _bernoulli_of(p: Tensor, shape: torch.Size, generator: torch.Generator | Non
         return (drawn < p).to(p.dtype)
 
 
-def _with_zero_gradient(found: Tensor, input: Tensor) -> Tensor:
+def _with_zero_gradient(drawn: Tensor, input: Tensor) -> Tensor:
     """The drawn tensor as a function of ``input``, whose gradient is 0, as in torch."""
     if not (input.requires_grad and torch.is_grad_enabled()):
-        return found
-    return torch.where(torch.ones_like(input, dtype=torch.bool), found, input)
+        return drawn
+    return torch.where(torch.ones_like(input, dtype=torch.bool), drawn, input)
 
 
 @dtensor_rule("bernoulli")
@@ -157,8 +157,8 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResul
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
         like = mean + std  # has the shape and the layout that both broadcast to
         with torch.no_grad():
-            found = mean + std * torch.randn_like(like, generator=generator)
-        return _with_zero_gradient(found, like)
+            drawn = mean + std * torch.randn_like(like, generator=generator)
+        return _with_zero_gradient(drawn, like)
 
     return Decomposition(run)
 

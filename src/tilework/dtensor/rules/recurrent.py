@@ -34,17 +34,17 @@ def _as_list(states: Any) -> list[Any]:
 def _layers_rule(kind: str, *args: Any) -> RuleResult:
     """The rule for ``(input, states, weights, …)``, or packed ``(data, sizes, states, …)``."""
     packed = isinstance(args[3], _SEQUENCES)
-    given, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
+    data, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
     if dropout > 0 and train and count > 1:
         return Decomposition(partial(_layer_by_layer, getattr(_vf, kind), packed))
     if packed:  # replicated, as packing left them
         return None
     batch = Factor(_as_list(states)[0].shape[1], "batch")
     state: Dims = [None, batch, None]
-    data = [batch, None, None] if args[-1] else state
-    inputs: dict[Arg, Dims] = {given: data, **dict.fromkeys(_as_list(states), state)}
-    inputs |= {one: [None] * one.ndim for one in weights}
-    return local_call(inputs, [data, *[state] * len(_as_list(states))])
+    data_dims = [batch, None, None] if args[-1] else state
+    inputs: dict[Arg, Dims] = {data: data_dims, **dict.fromkeys(_as_list(states), state)}
+    inputs |= {weight: [None] * weight.ndim for weight in weights}
+    return local_call(inputs, [data_dims, *[state] * len(_as_list(states))])
 
 
 def _layer_by_layer(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
@@ -56,12 +56,12 @@ def _layer_by_layer(function: Callable[..., Any], packed: bool, *args: Any) -> t
     directions, width = 1 + both, len(weights) // count
     finals = []
     for layer in range(count):
-        own = [one[layer * directions : (layer + 1) * directions] for one in _as_list(states)]
-        its = weights[layer * width : (layer + 1) * width]
+        own = [state[layer * directions : (layer + 1) * directions] for state in _as_list(states)]
+        layer_weights = weights[layer * width : (layer + 1) * width]
         state = own if isinstance(states, _SEQUENCES) else own[0]
         if layer > 0:
             x = F.dropout(x, dropout)
-        x, *final = function(x, *sizes, state, its, biases, 1, 0.0, train, both, *first)
+        x, *final = function(x, *sizes, state, layer_weights, biases, 1, 0.0, train, both, *first)
         finals.append(final)
     return (x, *[torch.cat(parts) for parts in zip(*finals, strict=True)])
 
@@ -77,8 +77,8 @@ for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
     batch = Factor(input.shape[0], "batch")
     states = _as_list(hx)
-    inputs: dict[Arg, Dims] = {one: [batch, None] for one in (input, *states)}
-    inputs |= {one: [None] * one.ndim for one in weights if one is not None}
+    inputs: dict[Arg, Dims] = {arg: [batch, None] for arg in (input, *states)}
+    inputs |= {weight: [None] * weight.ndim for weight in weights if weight is not None}
     return local_call(inputs, [[batch, None]] * len(states))
 
 

@@ -70,9 +70,9 @@ def _counts_rule(input: Arg, size: int, weights: Arg | None = None) -> RuleResul
 
 @internal_operator(_counts_rule)
 def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
-    found = torch.bincount(input, weights, size)
+    counts = torch.bincount(input, weights, size)
     if weights is None:
-        return found
+        return counts
     # The counts of an empty shard do not have the dtype of the weights.
     dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
-    return keep_inputs_in_graph(found.to(dtype), weights)
+    return keep_inputs_in_graph(counts.to(dtype), weights)

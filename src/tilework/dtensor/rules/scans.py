@@ -69,10 +69,10 @@ def _scan_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
         fold, combine = _KINDS[name]
 
         def run(part: Tensor, parts: Tensor) -> Tensor:
-            found: Tensor = getattr(torch, name)(part, dim)
+            local: Tensor = getattr(torch, name)(part, dim)
             if place == 0:
-                return keep_inputs_in_graph(found, parts)
-            return combine(found, fold(parts.narrow(dim, 0, place), dim, keepdim=True))
+                return keep_inputs_in_graph(local, parts)
+            return combine(local, fold(parts.narrow(dim, 0, place), dim, keepdim=True))
 
         return run
 
@@ -82,8 +82,8 @@ def _scan_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
 @internal_operator(_scan_rule)
 def _scan(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
     """The cumulative sums or products, from the totals of all shards."""
-    found: Tensor = getattr(torch, name)(input, dim)
-    return found
+    result: Tensor = getattr(torch, name)(input, dim)
+    return result
 
 
 def _register(name: str) -> None:

@@ -33,9 +33,9 @@ def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> sli
     return slice(first - offset, max(end, first) - offset, step) if first < end else slice(0, 0)
 
 
-def slice_length(one: slice) -> int:
+def slice_length(span: slice) -> int:
     """The number of elements of a slice that starts at 0 or later."""
-    return len(range(one.start, one.stop, one.step or 1))
+    return len(range(span.start, span.stop, span.step or 1))
 
 
 def resize_to_range(start: int, stop: int, step: int) -> Resize:
@@ -146,11 +146,11 @@ def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
             first[dim], then[place] = slice(at, at + 1), 0
     part = input[tuple(first)]
     assert isinstance(part, DTensor)
-    found: DTensor = unshard_dims(part, single)[tuple(then)]  # type: ignore[assignment]
+    result: DTensor = unshard_dims(part, single)[tuple(then)]  # type: ignore[assignment]
     copied_views.mark(
-        found, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
+        result, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
     )
-    return found
+    return result
 
 
 def _dim_places(items: Sequence[Item]) -> list[int]:
@@ -160,17 +160,17 @@ def _dim_places(items: Sequence[Item]) -> list[int]:
 
 def basic_items(index: Any, shape: Sequence[int]) -> list[Item] | None:
     """The item of each dim; None if this is not basic indexing, or does not fit the shape."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    count = sum(item is not None and item is not Ellipsis for item in given)
-    if count > len(shape) or sum(item is Ellipsis for item in given) > 1:
+    items_given = list(index) if isinstance(index, tuple) else [index]
+    count = sum(item is not None and item is not Ellipsis for item in items_given)
+    if count > len(shape) or sum(item is Ellipsis for item in items_given) > 1:
         return None
-    if not any(item is Ellipsis for item in given):
-        given.append(Ellipsis)
-    at = next(i for i, item in enumerate(given) if item is Ellipsis)
-    given[at : at + 1] = [slice(None)] * (len(shape) - count)
+    if not any(item is Ellipsis for item in items_given):
+        items_given.append(Ellipsis)
+    at = next(i for i, item in enumerate(items_given) if item is Ellipsis)
+    items_given[at : at + 1] = [slice(None)] * (len(shape) - count)
     items: list[Item] = []
     dim = 0
-    for item in given:
+    for item in items_given:
         if item is None:
             items.append(None)
             continue
@@ -237,26 +237,26 @@ def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
 def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, with lists in place of tensors of lengths."""
 
-    def told(value: Any) -> Any:
+    def as_list(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         return whole.tolist()
 
     def compute(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        named = {name: told(value) for name, value in kwargs.items()}
-        return operator(input, *map(told, args), **named)
+        named = {name: as_list(value) for name, value in kwargs.items()}
+        return operator(input, *map(as_list, args), **named)
 
     return compute
 
 
 def _consecutive_ranges(input: Tensor, dim: int, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     """Consecutive ranges of a dim."""
-    found, start = [], 0
-    for one in lengths:
-        found.append(input.narrow(dim, start, one))
-        start += one
-    return tuple(found)
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(input.narrow(dim, start, length))
+        start += length
+    return tuple(pieces)
 
 
 def _register_split(name: str) -> None:

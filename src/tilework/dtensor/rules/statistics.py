@@ -156,7 +156,7 @@ def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> RuleResult:
 
 def _renormed(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
     input = reduce_partial(input)
-    others = [one for one in range(input.ndim) if one != dim % input.ndim]
+    others = [other for other in range(input.ndim) if other != dim % input.ndim]
     norm = _vector_norm_of(input, p, others, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
 

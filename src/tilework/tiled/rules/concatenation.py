@@ -55,7 +55,7 @@ def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
 @rule("stack")
 def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
     first = tensors[0]
-    if any(one.shape != first.shape for one in tensors):
+    if any(tensor.shape != first.shape for tensor in tensors):
         return None
     dim = dim_at(dim, first.ndim + 1)
     factors = [Factor(size) for size in first.shape]
@@ -82,11 +82,11 @@ def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
 def _block_diag(*tensors: Any) -> Tensor:
     given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     blocks = list(map(atleast_2d, given))
-    width = sum(one.shape[1] for one in blocks)
+    width = sum(block.shape[1] for block in blocks)
     rows, left = [], 0
-    for one in blocks:
-        rows.append(F.pad(one, (left, width - left - one.shape[1])))
-        left += one.shape[1]
+    for block in blocks:
+        rows.append(F.pad(block, (left, width - left - block.shape[1])))
+        left += block.shape[1]
     return torch.cat(rows, 0)
 
 
@@ -105,7 +105,7 @@ def _cartesian_prod(*tensors: Any) -> Tensor:
     if len(given) == 1:
         return given[0]  # type: ignore[no-any-return]
     grid = torch.meshgrid(*given, indexing="ij")
-    return torch.stack([one.reshape(-1) for one in grid], 1)
+    return torch.stack([coordinate.reshape(-1) for coordinate in grid], 1)
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
@@ -125,14 +125,16 @@ rule("combinations")(composed_rule(_combinations))
 
 @rule("meshgrid")
 def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
-    given: Sequence[Arg] = tensors if isinstance(tensors[0], Arg) else tensors[0]
-    factors = [Factor(math.prod(one.shape)) for one in given]
+    tensors_given: Sequence[Arg] = tensors if isinstance(tensors[0], Arg) else tensors[0]
+    factors = [Factor(math.prod(arg.shape)) for arg in tensors_given]
     out = list(factors)
     if indexing == "xy" and len(out) > 1:
         out[0], out[1] = out[1], out[0]
-    dims = {one: [factor] * one.ndim for one, factor in zip(given, factors, strict=True)}
+    dims = {arg: [factor] * arg.ndim for arg, factor in zip(tensors_given, factors, strict=True)}
     # torch warns without an indexing: here once, where the rule is asked, not in each call.
     how = indexing or "ij"
     return local_call(
-        dims, [out] * len(given), run=lambda _: lambda *parts: torch.meshgrid(*parts, indexing=how)
+        dims,
+        [out] * len(tensors_given),
+        run=lambda _: lambda *parts: torch.meshgrid(*parts, indexing=how),
     )

@@ -92,8 +92,8 @@ def window_factors(
 ) -> list[tuple[Dim, Dim]]:
     """The factors of each spatial dim, and of the dim of the windows on it."""
     count = len(sizes)
-    known = [per_dim(one, count) or (0,) * count for one in (kernel, stride, padding, dilation)]
-    return [_window_factors(*one) for one in zip(sizes, *known, strict=True)]
+    known = [per_dim(value, count) or (0,) * count for value in (kernel, stride, padding, dilation)]
+    return [_window_factors(*dim) for dim in zip(sizes, *known, strict=True)]
 
 
 def _window_factors(
@@ -160,7 +160,7 @@ def _spatial_factors(
         return window_factors(sizes, *parameters)
     if arguments["output_padding"] not in (0, (0,) * len(kernel), [0] * len(kernel)):
         return [((), ())] * len(kernel)
-    grown = [size * one for size, one in zip(sizes, kernel, strict=True)]
+    grown = [size * width for size, width in zip(sizes, kernel, strict=True)]
     return [(before, after) for after, before in window_factors(grown, *parameters)]
 
 

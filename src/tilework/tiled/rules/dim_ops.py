@@ -16,13 +16,13 @@ from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, remaining_dims
 
 
-def _factors_but(shape: Ints, whole: Ints = ()) -> list[Factor | Dim | None]:
+def _factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
     """A factor for each dim but some."""
-    return _all_but(factors_of(shape), whole)
+    return _all_but(factors_of(shape), without)
 
 
-def _all_but(factors: Sequence[Factor], whole: Ints) -> list[Factor | Dim | None]:
-    return [None if at in whole else one for at, one in enumerate(factors)]
+def _all_but(factors: Sequence[Factor], without: Ints) -> list[Factor | Dim | None]:
+    return [None if at in without else factor for at, factor in enumerate(factors)]
 
 
 def _along(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleResult:
@@ -57,13 +57,13 @@ def _cummax(input: Arg, dim: int) -> RuleResult:
 @rule("sort")
 def _sort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     # The forms are (dim, descending) and (*, stable, dim, descending).
-    dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
+    dim = kwargs.get("dim", next((arg for arg in args if type(arg) is int), -1))
     return _along(input, dim, 2)
 
 
 @rule("argsort")
 def _argsort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
-    dim = kwargs.get("dim", next((one for one in args if type(one) is int), -1))
+    dim = kwargs.get("dim", next((arg for arg in args if type(arg) is int), -1))
     return _along(input, dim, 1)
 
 
@@ -124,8 +124,8 @@ def _register_quantile(name: str) -> None:
 
         def make(ranges: LocalRanges) -> Callable[..., Tensor]:
             sizes = [
-                1 if at in dims else ranges.local_range(one)[1]
-                for at, one in enumerate(factors)
+                1 if at in dims else ranges.local_range(factor)[1]
+                for at, factor in enumerate(factors)
                 if keepdim or at not in dims
             ]
             if 0 in sizes:  # torch takes no empty tensor
@@ -150,11 +150,11 @@ def _diff(
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    given = [one for one in (input, prepend, append) if isinstance(one, Arg)]
+    tensors = [arg for arg in (input, prepend, append) if isinstance(arg, Arg)]
     factors = _factors_but(input.shape, dims)
-    if any(one.ndim != input.ndim for one in given):
+    if any(arg.ndim != input.ndim for arg in tensors):
         return None
-    return local_call(dict.fromkeys(given, factors), [factors], linear=[given])
+    return local_call(dict.fromkeys(tensors, factors), [factors], linear=[tensors])
 
 
 @rule("trapezoid", "trapz")
@@ -175,13 +175,15 @@ def _integral(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
     for_each = isinstance(x, Arg) and x.ndim != 1
     if for_each and x.ndim > y.ndim:
         return None
-    factors, terms = broadcast([y.shape, x.shape] if for_each else [y.shape])
-    whole = [None if at in dims else one for at, one in enumerate(factors)]
-    out = whole if keeps else remaining_dims(factors, dims, False)
-    gone = {factors[at] for at in dims}
-    inputs = {y: [None if gone & set(one) else one for one in terms[0]]}
+    factors, dims_of_each = broadcast([y.shape, x.shape] if for_each else [y.shape])
+    unsharded = [None if at in dims else factor for at, factor in enumerate(factors)]
+    out = unsharded if keeps else remaining_dims(factors, dims, False)
+    summed = {factors[at] for at in dims}
+    inputs = {y: [None if summed & set(loops) else loops for loops in dims_of_each[0]]}
     if isinstance(x, Arg):
-        inputs[x] = [None if gone & set(one) else one for one in terms[1]] if for_each else [None]
+        inputs[x] = [None]
+        if for_each:
+            inputs[x] = [None if summed & set(loops) else loops for loops in dims_of_each[1]]
     return local_call(inputs, [out], linear=[[y]])
 
 
@@ -194,9 +196,9 @@ def _gradient(
         return None
     loops = _factors_but(input.shape, dims)
     inputs: dict[Arg, list[Factor | Dim | None]] = {input: loops}
-    for one in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
-        if isinstance(one, Arg):
-            inputs[one] = [None] * one.ndim
+    for arg in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
+        if isinstance(arg, Arg):
+            inputs[arg] = [None] * arg.ndim
     return local_call(inputs, [loops] * len(dims), linear=[[input]])
 
 

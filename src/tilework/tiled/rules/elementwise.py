@@ -73,7 +73,7 @@ def pointwise(
     except ValueError:  # torch raises for the full tensors
         return None
     factors, terms = broadcast(shapes)
-    sets = [one for one in linear if all(map(_may_be_partial, one))]
+    sets = [args_of_set for args_of_set in linear if all(map(_may_be_partial, args_of_set))]
     inputs = dict(zip(given, terms, strict=True))
     return local_call(inputs, [factors] * results, linear=sets, rearranges=rearranges)
 

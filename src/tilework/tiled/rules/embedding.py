@@ -47,8 +47,8 @@ def _embedding(
             numbers, here = mine.find(wanted)
             if mine.count == 0:
                 return keep_inputs_in_graph(table.new_zeros(*wanted.shape, table.shape[1]), table)
-            found = torch.embedding(table, numbers, padding)
-            return found.masked_fill(~here.unsqueeze(-1), 0)
+            rows_found = torch.embedding(table, numbers, padding)
+            return rows_found.masked_fill(~here.unsqueeze(-1), 0)
 
         return look_up
 

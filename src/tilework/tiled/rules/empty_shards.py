@@ -31,14 +31,14 @@ def allow_empty_shards(
 def _with_row_for_empty(function: Callable[..., Any], *tensors: Tensor) -> Any:
     """The results for tensors of which empty ones get a row of zeros, which results then lack."""
     empty = [dim for dim, size in enumerate(tensors[0].shape) if size == 0]
-    result = function(*[_zero_row(one) if one.numel() == 0 else one for one in tensors])
+    result = function(*[_zero_row(tensor) if tensor.numel() == 0 else tensor for tensor in tensors])
 
-    def left_out(one: Tensor) -> Tensor:
+    def without_row(tensor: Tensor) -> Tensor:
         for dim in empty:
-            one = one.narrow(dim, 0, 0)
-        return one
+            tensor = tensor.narrow(dim, 0, 0)
+        return tensor
 
-    return tree_map(left_out, result)
+    return tree_map(without_row, result)
 
 
 def _zero_row(tensor: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
     A rank with nothing to compute has to be in the autograd graph nevertheless: the other ranks
     wait for it in backward.
     """
-    for one in inputs:
-        if one is not None:
-            result = result + one.reshape(-1)[:0].sum().to(result.dtype)
+    for tensor in inputs:
+        if tensor is not None:
+            result = result + tensor.reshape(-1)[:0].sum().to(result.dtype)
     return result

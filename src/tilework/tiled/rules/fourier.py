@@ -31,17 +31,17 @@ def _transform(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Ten
 
 
 def _register(kind: str) -> None:
-    one, two, many = (getattr(torch.fft, kind + dims) for dims in ("", "2", "n"))
+    along_one, along_two, along_many = (getattr(torch.fft, kind + dims) for dims in ("", "2", "n"))
 
     @rule(f"fft_{kind}")
     def _along_one(input: Any, n: Any = None, dim: int = -1, norm: str | None = None) -> RuleResult:
-        return _transform(input, [dim], partial(one, n=n, dim=dim, norm=norm))
+        return _transform(input, [dim], partial(along_one, n=n, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}2")
     def _along_two(
         input: Any, s: Any = None, dim: Any = (-2, -1), norm: str | None = None
     ) -> RuleResult:
-        return _transform(input, _as_list(dim), partial(two, s=s, dim=dim, norm=norm))
+        return _transform(input, _as_list(dim), partial(along_two, s=s, dim=dim, norm=norm))
 
     @rule(f"fft_{kind}n")
     def _along_many(
@@ -49,7 +49,7 @@ def _register(kind: str) -> None:
     ) -> RuleResult:
         last = range(-(input.ndim if s is None else len(_as_list(s))), 0)
         dims = last if dim is None else _as_list(dim)
-        return _transform(input, dims, partial(many, s=s, dim=dim, norm=norm))
+        return _transform(input, dims, partial(along_many, s=s, dim=dim, norm=norm))
 
 
 for _kind in _KINDS:
@@ -59,8 +59,8 @@ for _kind in _KINDS:
 @rule("fft_fftshift", "fft_ifftshift")
 def _shift(input: Any, dim: Any = None) -> RuleResult:
     factors = factors_of(input.shape)
-    for one in range(input.ndim) if dim is None else _as_list(dim):
-        factors[one].unshardable = True
+    for at in range(input.ndim) if dim is None else _as_list(dim):
+        factors[at].unshardable = True
     return local_call({input: factors}, [factors], rearranges=True)
 
 

@@ -24,7 +24,7 @@ def _register_batched(names: str, text: str) -> None:
 
     def answer(*args: Any, **kwargs: Any) -> RuleResult:
         return match_pattern(
-            text, [one for one in (*args, *kwargs.values()) if isinstance(one, Arg)]
+            text, [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)]
         )
 
     rule(*names.split())(answer)

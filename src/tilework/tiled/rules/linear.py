@@ -49,7 +49,7 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleRe
         return _bilinear_of_empty if ranges.has_empty_shards else None
 
     tensors = [input1, input2, weight, bias]
-    sums = [[one, bias] for one in tensors[:3]]
+    sums = [[tensor, bias] for tensor in tensors[:3]]
     return match_pattern(
         "b* i, b* j, o i j, o? -> b* o", tensors, linear=sums, addends=[bias], run=run
     )
@@ -57,8 +57,8 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleRe
 
 def _bilinear_of_empty(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The bilinear map of empty tensors, for which torch has no result."""
-    found = torch.einsum("...i,...j,oij->...o", a, b, weight)
-    return found if bias is None else found + bias
+    result = torch.einsum("...i,...j,oij->...o", a, b, weight)
+    return result if bias is None else result + bias
 
 
 @rule("matmul", "linalg_matmul", values_matter=False)
@@ -79,7 +79,7 @@ def _inner(input: Any, other: Any) -> RuleResult:
 @rule("linalg_vecdot")
 def _vecdot(x: Any, y: Any, *, dim: int = -1) -> RuleResult:
     factors, terms = broadcast([x.shape, y.shape])
-    rest = [one for at, one in enumerate(factors) if at != dim % len(factors)]
+    rest = [factor for at, factor in enumerate(factors) if at != dim % len(factors)]
     return local_call(dict(zip([x, y], terms, strict=True)), [rest], linear=[[x], [y]])
 
 
@@ -163,23 +163,25 @@ def _tensors_of(values: Sequence[Any]) -> list[Arg]:
 
 
 def _multilinear(
-    tensors: Sequence[Arg], terms: Sequence[DimFactors], out: Sequence[Dim]
+    tensors: Sequence[Arg], dims_of_each: Sequence[DimFactors], out: Sequence[Dim]
 ) -> RuleResult:
     return local_call(
-        dict(zip(tensors, terms, strict=True)), [out], linear=[[one] for one in tensors]
+        dict(zip(tensors, dims_of_each, strict=True)),
+        [out],
+        linear=[[tensor] for tensor in tensors],
     )
 
 
 @rule("chain_matmul", "linalg_multi_dot")
 def _chain(*matrices: Any) -> RuleResult:
     tensors = _tensors_of(matrices)
-    terms = [factors_of(one.shape) for one in tensors]
-    for before, after in itertools.pairwise(terms):
+    factors = [factors_of(tensor.shape) for tensor in tensors]
+    for before, after in itertools.pairwise(factors):
         after[0] = before[-1]
-    ends = [*terms[0][:-1], *terms[-1][1:]]
+    ends = [*factors[0][:-1], *factors[-1][1:]]
     if len(tensors) == 1:
-        ends = terms[0]
-    return _multilinear(tensors, [dim_factors(one) for one in terms], dim_factors(ends))
+        ends = factors[0]
+    return _multilinear(tensors, [dim_factors(dims) for dims in factors], dim_factors(ends))
 
 
 @rule("tensordot")
@@ -196,7 +198,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
         if a.shape[i] == b.shape[j]:
             theirs[j] = mine[i]
         summed |= {mine[i], theirs[j]}
-    out = [one for one in (*mine, *theirs) if one not in summed]
+    out = [factor for factor in (*mine, *theirs) if factor not in summed]
     return _multilinear([a, b], [dim_factors(mine), dim_factors(theirs)], dim_factors(out))
 
 
@@ -216,7 +218,8 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
     if len(words) != len(tensors):
         return None
     widths = [
-        one.ndim - len(word.replace("...", "")) for word, one in zip(words, tensors, strict=True)
+        tensor.ndim - len(word.replace("...", ""))
+        for word, tensor in zip(words, tensors, strict=True)
     ]
     if any(
         width < 0 or (width > 0 and "..." not in word)
@@ -228,14 +231,14 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
     factors = _factors(names, tensors)
     if factors is None or not factors.keys() >= set(result):
         return None
-    terms = [
+    dims_of_each = [
         dim_factors([
             factors[name] if factors[name].size == size else None
-            for name, size in zip(its, one.shape, strict=True)
+            for name, size in zip(names_of_dims, tensor.shape, strict=True)
         ])
-        for its, one in zip(names, tensors, strict=True)
+        for names_of_dims, tensor in zip(names, tensors, strict=True)
     ]  # fmt: skip
-    return _multilinear(tensors, terms, dim_factors([factors[name] for name in result]))
+    return _multilinear(tensors, dims_of_each, dim_factors([factors[name] for name in result]))
 
 
 def _names(word: str, width: int) -> Names:
@@ -245,9 +248,9 @@ def _names(word: str, width: int) -> Names:
 
 def _implied(names: Sequence[Names]) -> Names:
     """The result's dims if an equation has none: those of ellipses, then names that occur once."""
-    found = [name for its in names for name in its]
-    dots = sorted({name for name in found if isinstance(name, int)})
-    return [*dots, *sorted(n for n in found if isinstance(n, str) and found.count(n) == 1)]
+    occurring = [name for names_of_dims in names for name in names_of_dims]
+    dots = sorted({name for name in occurring if isinstance(name, int)})
+    return [*dots, *sorted(n for n in occurring if isinstance(n, str) and occurring.count(n) == 1)]
 
 
 def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor] | None:
@@ -255,12 +258,12 @@ def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, 
 
     None if sizes do not fit: those of shards might.
     """
-    found: dict[str | int, Factor] = {}
-    for its, one in zip(names, tensors, strict=True):
-        for name, size in zip(its, one.shape, strict=True):
-            factor = found.setdefault(name, Factor(size, str(name)))
+    factors: dict[str | int, Factor] = {}
+    for names_of_dims, tensor in zip(names, tensors, strict=True):
+        for name, size in zip(names_of_dims, tensor.shape, strict=True):
+            factor = factors.setdefault(name, Factor(size, str(name)))
             if factor.size != size and 1 not in (factor.size, size):
                 return None
             factor.size = size if factor.size == 1 else factor.size
-            factor.unshardable |= its.count(name) > 1
-    return found
+            factor.unshardable |= names_of_dims.count(name) > 1
+    return factors

@@ -142,7 +142,7 @@ def _ctc_loss(
     zero_infinity: bool,
 ) -> RuleResult:
     arguments = dict(locals())
-    lengths = [one for one in (input_lengths, target_lengths) if isinstance(one, Arg)]
+    lengths = [arg for arg in (input_lengths, target_lengths) if isinstance(arg, Arg)]
     if log_probs.ndim != 3 or targets.ndim != 2 or len(lengths) != 2:
         return None
     n = Factor(log_probs.shape[1], "n")

@@ -160,7 +160,7 @@ def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
 # By the function: nn.functional has another operator of that name.
 @rule(torch.Tensor.unfold, is_view=True)
 def _unfold(input: Arg, dimension: int, size: int, step: int) -> RuleResult:
-    factors = [Factor(one) for one in input.shape]
+    factors = [Factor(size) for size in input.shape]
     dims = list(factors)
     if input.ndim:
         dims[dimension] = Factor(input.shape[dimension], unshardable=True)

@@ -30,14 +30,14 @@ def dims_of(ndim: int, dim: Any) -> Ints | None:
     given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if not given:
         return tuple(range(ndim))
-    if any(not isinstance(one, int) for one in given):
+    if any(not isinstance(at, int) for at in given):
         return None
     if ndim == 0:
-        return () if all(one in (0, -1) for one in given) else None
-    if any(not -ndim <= one < ndim for one in given):
+        return () if all(at in (0, -1) for at in given) else None
+    if any(not -ndim <= at < ndim for at in given):
         return None
-    found = tuple(one % ndim for one in given)
-    return found if len(set(found)) == len(found) else None
+    dims = tuple(at % ndim for at in given)
+    return dims if len(set(dims)) == len(dims) else None
 
 
 def reduce_dims(
@@ -67,7 +67,7 @@ def reduce_dims(
     ]
     make: MakeRun | None = None if run is None else lambda ranges: run(ranges, factors)
     left = remaining_dims(factors, dims, keepdim)
-    shape = tuple(one.size if isinstance(one, Factor) else 1 for one in left)
+    shape = tuple(factor.size if isinstance(factor, Factor) else 1 for factor in left)
     return local_call(
         {input: factors},
         [left] * results,

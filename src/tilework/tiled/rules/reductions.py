@@ -35,15 +35,15 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    count = math.prod(input.shape[one] for one in dims)
+    count = math.prod(input.shape[at] for at in dims)
 
     def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
-        here = math.prod(ranges.local_range(factors[one])[1] for one in dims)
-        if here == count:
+        local_count = math.prod(ranges.local_range(factors[at])[1] for at in dims)
+        if local_count == count:
             return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
-        if here and (dtype or input.dtype).itemsize < 4:
+        if local_count and (dtype or input.dtype).itemsize < 4:
             # A sum in 16 bits may overflow where its mean does not.
-            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (here / count)
+            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (local_count / count)
         return lambda part: torch.sum(part, dims, keepdim, dtype=dtype) / count
 
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:

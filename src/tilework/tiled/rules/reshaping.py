@@ -158,7 +158,7 @@ def _squeeze(input: Arg, dim: Any = None) -> RuleResult:
         chosen = set(range(input.ndim))
     else:
         dims = dim if isinstance(dim, Sequence) else [dim]
-        chosen = {dim_at(one, input.ndim) for one in dims}
+        chosen = {dim_at(at, input.ndim) for at in dims}
     gone = tuple(i for i in sorted(chosen) if i < input.ndim and input.shape[i] == 1)
     factors = [Factor(size, reduce_op=None) for size in input.shape]
     kept = [factor for i, factor in enumerate(factors) if i not in gone]
@@ -183,7 +183,7 @@ def _expand(input: Arg, *size: Any, **named: Any) -> RuleResult:
     if more < 0:
         return None
     dims: list[Factor | None] = []
-    out: list[Factor | None] = [Factor(one) for one in sizes[:more]]
+    out: list[Factor | None] = [Factor(size) for size in sizes[:more]]
     for old, new in zip(input.shape, sizes[more:], strict=True):
         same = new in (-1, old)
         out.append(Factor(old if same else new, reduce_op=None))
@@ -201,12 +201,12 @@ def _expand(input: Arg, *size: Any, **named: Any) -> RuleResult:
 def _broadcast_tensors(*tensors: Any) -> RuleResult:
     def compute(*tensors: Any) -> tuple[Tensor, ...]:
         given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
-        shape = common_shape(*[one.shape for one in given])
-        return tuple([one.expand(shape) for one in given])
+        shape = common_shape(*[tensor.shape for tensor in given])
+        return tuple([tensor.expand(shape) for tensor in given])
 
     given = tensors if isinstance(tensors[0], Arg) else tensors[0]
     try:
-        common_shape(*[one.shape for one in given])
+        common_shape(*[tensor.shape for tensor in given])
     except ValueError as error:
         raise RuntimeError(f"broadcast_tensors: {error}") from None
     return Decomposition(compute)
@@ -254,7 +254,7 @@ def _for_each_tensor(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResu
             return body(tensors[0])
         if len(tensors) == 1:
             tensors = tuple(tensors[0])
-        return tuple([body(one) for one in tensors])
+        return tuple([body(tensor) for tensor in tensors])
 
     return lambda *tensors: Decomposition(compute)
 

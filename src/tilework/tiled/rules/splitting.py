@@ -89,8 +89,12 @@ def _copied(name: str) -> None:
     view: Any = getattr(Tensor, name)
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        made = view(*args, **kwargs)
-        return made.clone() if isinstance(made, Tensor) else tuple([one.clone() for one in made])
+        result = view(*args, **kwargs)
+        return (
+            result.clone()
+            if isinstance(result, Tensor)
+            else tuple([part.clone() for part in result])
+        )
 
     rule(f"{name}_copy")(lambda *_, **__: Decomposition(compute))
 
