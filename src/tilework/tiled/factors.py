@@ -299,11 +299,11 @@ class Pattern:
         return dim_factors(dims)
 
 
-def _slot(part: str, text: str) -> _Slot:
-    part = part.strip()
-    optional = part.endswith("?")
+def _slot(text_of_tensor: str, text: str) -> _Slot:
+    text_of_tensor = text_of_tensor.strip()
+    optional = text_of_tensor.endswith("?")
     tokens = []
-    for word in part.removesuffix("?").split():
+    for word in text_of_tensor.removesuffix("?").split():
         match = _TOKEN.match(word)
         if match is None:
             raise ValueError(

@@ -19,6 +19,7 @@ from tilework.dtensor.rules import (
     recurrent,
     reductions,
     scans,
+    scatter,
     slicing,
     statistics,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "recurrent",
     "reductions",
     "scans",
+    "scatter",
     "slicing",
     "statistics",
 ]

@@ -76,10 +76,10 @@ def _attention(
 
 def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
     """True if keys are sharded, and queries, which cost less to move, are not."""
-    cutting = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
+    sharding = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
         not isinstance(query.spec.placements[axis], Shard)
-        for axis in cutting
+        for axis in sharding
         if query.spec.mesh.shape[axis] > 1
     )
 

@@ -46,7 +46,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
         resized(target, arg.shape, dims, sizes)
         for arg, (_, sizes) in zip(tensors, ways, strict=True)
     ]
-    return PlacedCall(inputs, [target], lambda *parts: torch.cat(parts, dim))
+    return PlacedCall(inputs, [target], lambda *local_tensors: torch.cat(local_tensors, dim))
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:

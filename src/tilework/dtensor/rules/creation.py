@@ -72,12 +72,14 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["dtype"] = kwargs.get("dtype") or out.dtype
     values = [out, *args, *kwargs.values()]
     mesh = next(value.device_mesh for value in values if isinstance(value, DTensor))
-    result = func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+    result = func(
+        *map(_full_value, args), **{name: _full_value(value) for name, value in kwargs.items()}
+    )
     if out is None:
         return replicated(result, mesh)
     write_out(out, replicated(result, mesh), func.__name__)
     return out
 
 
-def _whole(value: Any) -> Any:
+def _full_value(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -63,8 +63,8 @@ def _nll_loss(
     if not _valid(input, weight) or not _has_indices(input, target):
         return None
     if reduction == MEAN and _are_replicated(input, target, weight):
-        whole = {arg: [None] * arg.ndim for arg in (input, target, weight) if arg is not None}
-        return local_call(whole, [[]])
+        unsharded = {arg: [None] * arg.ndim for arg in (input, target, weight) if arg is not None}
+        return local_call(unsharded, [[]])
     if reduction == MEAN:
         return Decomposition(_mean_nll)
     return _nll_rule(input, target, weight, ignore_index, reduction)
@@ -93,16 +93,16 @@ def _nll_rule(
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         span = LocalIndexRange(ranges, loops.classes)
 
-        def terms(*tensors: Tensor) -> Tensor:
+        def losses(*tensors: Tensor) -> Tensor:
             x, t = tensors[input.number], tensors[target.number]
             w = None if weight is None else tensors[weight.number]
             ignored = t == ignore_index
-            if not span.all:
+            if not span.is_full:
                 x, t, w = _local_classes(x, t, w, span, ignored)
-            ignore = ignore_index if span.all else _IGNORED
+            ignore = ignore_index if span.is_full else _IGNORED
             return _nll_of(x, t, w, ignore, reduction)
 
-        return terms
+        return losses
 
     if reduction == MEAN:
         return local_call(dims, [[None]], run=run, shapes=[(2,)])
@@ -115,7 +115,7 @@ def _local_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, span: LocalIndexRange, ignored: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The logits, targets and weights with targets as indices of this rank's classes."""
-    numbers, here = span.find(target, ignored)
+    numbers, here = span.localize(target, ignored)
     if span.count == 0:  # torch needs at least one class: one that no target is
         at = _class_dim(x)
         x = F.pad(x, (0, 0) * (x.ndim - 1 - at) + (0, 1))
@@ -231,7 +231,7 @@ def _cross_entropy_sums(
     return _loss_and_weight(loss, _weights(target, weight, ignore_index, loss.dtype))
 
 
-# -- cross entropy where classes are cut -----------------------------------------------------
+# -- cross entropy where classes are sharded -------------------------------------------------
 #
 # With z the logits less the greatest one, and q the target distribution of an element times the
 # class weights, its loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.

@@ -23,14 +23,14 @@ from tilework.tiled.rules.reduction_args import (
     remaining_dims,
 )
 
-# -- operators of parts ------------------------------------------------------------------------
+# -- internal operators ------------------------------------------------------------------------
 
 
 def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResult:
     def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
         fold: Callable[..., Tensor] = getattr(torch, name)
         if all(ranges.local_range(factors[dim])[1] for dim in dims):
-            return lambda part: fold(part, dims, keepdim)
+            return lambda x: fold(x, dims, keepdim)
         # An empty shard has no extreme: the identity of the reduction.
         worst = _identity_value(input.dtype, least=name == "amax")
         shape = [
@@ -38,7 +38,7 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
             for dim, factor in enumerate(factors)
             if keepdim or dim not in dims
         ]
-        return lambda part: part.new_full(shape, worst)
+        return lambda x: x.new_full(shape, worst)
 
     return reduce_dims(input, dims, keepdim, name.removeprefix("a"), run=make)
 
@@ -66,10 +66,10 @@ def _first_index_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
         offset, size = ranges.local_range(factors[dim])
         none = input.shape[dim]
 
-        def run(part: Tensor, best: Tensor) -> Tensor:
+        def run(x: Tensor, best: Tensor) -> Tensor:
             if size == 0:
                 return torch.full(best.shape, none)
-            hit, at = _equals(part, best).max(dim, keepdim=True)
+            hit, at = _equals(x, best).max(dim, keepdim=True)
             return torch.where(hit, at + offset, none)
 
         return run
@@ -87,15 +87,15 @@ def _first_flat_index_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
     factors = [Factor(size, f"d{at}", reduce_op="min") for at, size in enumerate(input.shape)]
 
     def make(ranges: LocalRanges) -> Callable[[Tensor, Tensor], Tensor]:
-        parts = [ranges.local_range(factor) for factor in factors]
+        local_ranges = [ranges.local_range(factor) for factor in factors]
 
-        def run(part: Tensor, best: Tensor) -> Tensor:
-            hits = _equals(part, best).reshape(-1)
+        def run(x: Tensor, best: Tensor) -> Tensor:
+            hits = _equals(x, best).reshape(-1)
             flat_index = torch.tensor(_NOWHERE)
             if hits.any():
-                within = torch.unravel_index(hits.max(0)[1], part.shape)
+                within = torch.unravel_index(hits.max(0)[1], x.shape)
                 flat_index = torch.zeros((), dtype=torch.int64)
-                for (offset, _), at, extent in zip(parts, within, input.shape, strict=True):
+                for (offset, _), at, extent in zip(local_ranges, within, input.shape, strict=True):
                     flat_index = flat_index * extent + offset + at
             return flat_index.reshape((1,) * ndim)
 
@@ -113,10 +113,10 @@ def _first_flat_index(input: Tensor, best: Tensor, ndim: int) -> Tensor:
     return _equals(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
 
 
-def _equals(part: Tensor, best: Tensor) -> Tensor:
-    if not part.is_floating_point():
-        return part == best
-    return (part == best) | (part.isnan() & best.isnan())
+def _equals(x: Tensor, best: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x == best
+    return (x == best) | (x.isnan() & best.isnan())
 
 
 # -- values and places -------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class _SharedGradient(torch.autograd.Function):
     """The extreme over all ranks; its gradient goes to the elements of a mask, in equal shares."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, best: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, best: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         ctx.save_for_backward(mask, count)
         return best.clone()
 
@@ -153,8 +153,8 @@ def _extreme_value(
         return extreme(input, name, dims, keepdim)
     value = input.detach()
     best = reduce_partial(extreme(value, name, dims, True))
-    part, whole = _local(value), _local(best)
-    mask = _equals(part, whole) if nan_too else part == whole
+    x, extreme_of_all = _local(value), _local(best)
+    mask = _equals(x, extreme_of_all) if nan_too else x == extreme_of_all
     count = reduce_partial(wrap(mask, _spec(input)).sum(dims, keepdim=True))
     return _with_gradient(input, best, mask, _local(count), dims, keepdim)
 

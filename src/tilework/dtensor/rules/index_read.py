@@ -104,10 +104,10 @@ def local_indices(
             at.append(slice(None))
             continue
         span = next(rest)
-        if span.all:
+        if span.is_full:
             at.append(place)
             continue
-        number, its = span.find(place.where(place >= 0, place + span.total))
+        number, its = span.localize(place.where(place >= 0, place + span.total))
         at.append(number)
         here = its if here is None else here & its
     if here is not None:
@@ -173,9 +173,9 @@ def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> R
         span = LocalIndexRange(ranges, factors[dim])
 
         def look_up(x: Tensor, places: Tensor) -> Tensor:
-            if span.all:
+            if span.is_full:
                 return x.gather(dim, places)
-            at, here = span.find(places)
+            at, here = span.localize(places)
             if x.numel() == 0:
                 return keep_inputs_in_graph(x.new_zeros(places.shape), x)
             return x.gather(dim, at).masked_fill(~here, 0)

@@ -43,8 +43,8 @@ def _get_by_tensors(input: Tensor, index: Any) -> Tensor:
 
 
 def _get(input: Tensor, index: Any) -> Tensor:
-    part, indices = _split(on_mesh(input, index), index)
-    return part if indices is None else take_at(part, indices)
+    basic, indices = _split(on_mesh(input, index), index)
+    return basic if indices is None else take_at(basic, indices)
 
 
 @dtensor_rule("__setitem__")
@@ -70,11 +70,11 @@ def _set(input: Tensor, index: Any, value: Any) -> None:
 
 
 def _put(input: DTensor, index: Any, values: Tensor, accumulate: bool = False) -> None:
-    part, indices = _split(input, index)
+    basic, indices = _split(input, index)
     if indices is None:
-        part.copy_(part + values if accumulate else values)
+        basic.copy_(basic + values if accumulate else values)
     else:
-        put_at_(part, indices, values, accumulate)
+        put_at_(basic, indices, values, accumulate)
 
 
 def _index_put(input: Any, indices: Any, values: Tensor, accumulate: bool = False) -> None:
@@ -116,13 +116,13 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
             single.append(out)
         out += not isinstance(item, int)
         index.append(item)
-    part = input[tuple(index)]
+    target = input[tuple(index)]
     if single and isinstance(value, Tensor) and value.dim():
-        shape = [size for i, size in enumerate(part.shape) if i not in single]
+        shape = [size for i, size in enumerate(target.shape) if i not in single]
         value = value.expand(shape) if value.dim() <= len(shape) else _without(value, shape)
         for i in single:
             value = value.unsqueeze(i)
-    _fill(part, value)
+    _fill(target, value)
 
 
 def _without(value: Tensor, shape: list[int]) -> Tensor:
@@ -130,15 +130,15 @@ def _without(value: Tensor, shape: list[int]) -> Tensor:
     return value.reshape(value.shape[value.dim() - len(shape) :]).expand(shape)
 
 
-def _fill(part: Tensor, value: Any) -> None:
+def _fill(target: Tensor, value: Any) -> None:
     if isinstance(value, Tensor):
-        if value.dim() > part.dim():
-            value = _without(value, list(part.shape))
-        part.copy_(value)
+        if value.dim() > target.dim():
+            value = _without(value, list(target.shape))
+        target.copy_(value)
     elif isinstance(value, (bool, int, float, complex)):
-        part.fill_(value)
+        target.fill_(value)
     else:
-        part.copy_(torch.as_tensor(value, dtype=part.dtype))
+        target.copy_(torch.as_tensor(value, dtype=target.dtype))
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:
@@ -194,10 +194,10 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
         if isinstance(item, slice):
             then.append(None)
         dim += 1
-    part = input
+    basic = input
     if any(item != slice(None) for item in first):
-        part = cast(DTensor, input[tuple(first)])
-    return part, then if any(place is not None for place in then) else None
+        basic = cast(DTensor, input[tuple(first)])
+    return basic, then if any(place is not None for place in then) else None
 
 
 def _check(item: Any, dim: int, size: int) -> None:

@@ -78,7 +78,7 @@ def _project(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
     else:
         weights = _split_by_heads(packed, heads) if _has_sharded_rows(packed) else None
     if weights is None:
-        projected = [_packed_linear(x, packed, bias, part) for part, x in enumerate(inputs)]
+        projected = [_packed_linear(x, packed, bias, third) for third, x in enumerate(inputs)]
     else:
         biases: Sequence[Any] = [None] * 3 if bias is None else _thirds(_with_full_rows(bias))
         projected = [F.linear(*args) for args in zip(inputs, weights, biases, strict=True)]
@@ -86,7 +86,7 @@ def _project(call: SimpleNamespace, *inputs: Tensor) -> list[Tensor]:
     return [torch.unflatten(x, -1, shape).permute(1, 2, 0, 3) for x in projected]
 
 
-def _packed_linear_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleResult:
+def _packed_linear_rule(input: Any, weight: Any, bias: Any, third: int) -> RuleResult:
     (*leading, inner), width = factors_of(input.shape), Factor(weight.shape[0] // 3, "width")
     rows = (Factor(3, "thirds", unshardable=True), width)
     inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
@@ -100,9 +100,9 @@ def _packed_linear_rule(input: Any, weight: Any, bias: Any, part: int) -> RuleRe
 
 
 @internal_operator(_packed_linear_rule)
-def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
+def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, third: int) -> Tensor:
     """``F.linear`` with a third of packed weights: one operator, so that they get one gradient."""
-    return F.linear(input, _thirds(weight)[part], None if bias is None else _thirds(bias)[part])
+    return F.linear(input, _thirds(weight)[third], None if bias is None else _thirds(bias)[third])
 
 
 def _thirds(packed: Tensor) -> Sequence[Tensor]:

@@ -66,8 +66,8 @@ def _constant_padding(
 
 
 def _grow_ends(before: int, after: int) -> Resize:
-    def measured(parts: Sequence[tuple[int, int]]) -> list[int]:
-        sizes = [size for _, size in parts]
+    def measured(shards: Sequence[tuple[int, int]]) -> list[int]:
+        sizes = [size for _, size in shards]
         sizes[0] += before
         sizes[-1] += after
         return sizes

@@ -179,8 +179,8 @@ def _register_full_draw(name: str) -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
-        whole = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
-        return replicated(draw_alike(mesh, operator, *whole, **kwargs), mesh)
+        full = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
+        return replicated(draw_alike(mesh, operator, *full, **kwargs), mesh)
 
     dtensor_rule(name)(lambda *args, **kwargs: Decomposition(run))
 

@@ -102,8 +102,8 @@ def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor,
         return function(first, sizes.full_tensor(), *args)
     if not first._spec.is_replicated:
         explain.warn_gather(function.__name__, [first._spec], [first.dtype])
-    whole = first.redistribute(placements=first._spec.replicated.placements)
+    full = first.redistribute(placements=first._spec.replicated.placements)
     if isinstance(sizes, DTensor):
         sizes = sizes.full_tensor()
-    data, sizes = function(local_graph.local_of(whole), sizes, *args)
-    return wrap(data, spec_of(whole.device_mesh, whole.placements, data.shape)), sizes
+    data, sizes = function(local_graph.local_of(full), sizes, *args)
+    return wrap(data, spec_of(full.device_mesh, full.placements, data.shape)), sizes

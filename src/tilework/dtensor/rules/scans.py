@@ -44,8 +44,8 @@ def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
     def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
         place = _shard_number(ranges, factors[dim])
 
-        def run(part: Tensor) -> Tensor:
-            total = _KINDS[name][0](part, dim, keepdim=True)
+        def run(x: Tensor) -> Tensor:
+            total = _KINDS[name][0](x, dim, keepdim=True)
             none = torch.zeros_like(total)
             return torch.cat([none] * place + [total] + [none] * (count - place - 1), dim)
 
@@ -60,7 +60,7 @@ def _shard_totals(input: Tensor, name: str, dim: int) -> Tensor:
     return _KINDS[name][0](input, dim, keepdim=True)
 
 
-def _scan_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
+def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
     factors = factors_of(input.shape)
     others: list[Factor | Dim | None] = [None if at == dim else f for at, f in enumerate(factors)]
 
@@ -68,19 +68,19 @@ def _scan_rule(input: Arg, parts: Arg, name: str, dim: int) -> RuleResult:
         place = _shard_number(ranges, factors[dim])
         fold, combine = _KINDS[name]
 
-        def run(part: Tensor, parts: Tensor) -> Tensor:
-            local: Tensor = getattr(torch, name)(part, dim)
+        def run(x: Tensor, totals: Tensor) -> Tensor:
+            local: Tensor = getattr(torch, name)(x, dim)
             if place == 0:
-                return keep_inputs_in_graph(local, parts)
-            return combine(local, fold(parts.narrow(dim, 0, place), dim, keepdim=True))
+                return keep_inputs_in_graph(local, totals)
+            return combine(local, fold(totals.narrow(dim, 0, place), dim, keepdim=True))
 
         return run
 
-    return local_call({input: factors, parts: others}, [factors], run=make)
+    return local_call({input: factors, totals: others}, [factors], run=make)
 
 
 @internal_operator(_scan_rule)
-def _scan(input: Tensor, parts: Tensor, name: str, dim: int) -> Tensor:
+def _scan(input: Tensor, totals: Tensor, name: str, dim: int) -> Tensor:
     """The cumulative sums or products, from the totals of all shards."""
     result: Tensor = getattr(torch, name)(input, dim)
     return result

@@ -40,7 +40,7 @@ def slice_length(span: slice) -> int:
 
 def resize_to_range(start: int, stop: int, step: int) -> Resize:
     """The sizes of shards of a dim in a range of it."""
-    return lambda parts: [slice_length(local_slice(start, stop, step, *part)) for part in parts]
+    return lambda shards: [slice_length(local_slice(start, stop, step, *shard)) for shard in shards]
 
 
 def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
@@ -144,9 +144,9 @@ def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
         elif isinstance(item, int) and dim in single:
             at = item % input.shape[dim]
             first[dim], then[place] = slice(at, at + 1), 0
-    part = input[tuple(first)]
-    assert isinstance(part, DTensor)
-    result: DTensor = unshard_dims(part, single)[tuple(then)]  # type: ignore[assignment]
+    ranges = input[tuple(first)]
+    assert isinstance(ranges, DTensor)
+    result: DTensor = unshard_dims(ranges, single)[tuple(then)]  # type: ignore[assignment]
     copied_views.mark(
         result, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
     )
@@ -240,8 +240,8 @@ def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
     def as_list(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return whole.tolist()
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return full.tolist()
 
     def compute(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = {name: as_list(value) for name, value in kwargs.items()}

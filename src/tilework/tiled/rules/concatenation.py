@@ -136,5 +136,5 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
     return local_call(
         dims,
         [out] * len(tensors_given),
-        run=lambda _: lambda *parts: torch.meshgrid(*parts, indexing=how),
+        run=lambda _: lambda *tensors: torch.meshgrid(*tensors, indexing=how),
     )

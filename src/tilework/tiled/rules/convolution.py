@@ -74,8 +74,10 @@ def guard_empty_shards(
     return make
 
 
-def _is_emptied(part: Tensor, arg: Arg) -> bool:
-    return any(size == 0 != whole for size, whole in zip(part.shape, arg.shape, strict=True))
+def _is_emptied(local: Tensor, arg: Arg) -> bool:
+    return any(
+        size == 0 != full_size for size, full_size in zip(local.shape, arg.shape, strict=True)
+    )
 
 
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
@@ -99,8 +101,8 @@ def window_factors(
 def _window_factors(
     size: int, kernel: int, stride: int, padding: int, dilation: int
 ) -> tuple[Dim, Dim]:
-    apart = kernel == stride and padding == 0 and (dilation == 1 or kernel == 1)
-    if not apart or kernel < 1 or size % kernel:
+    disjoint = kernel == stride and padding == 0 and (dilation == 1 or kernel == 1)
+    if not disjoint or kernel < 1 or size % kernel:
         return (), ()
     window = Factor(size // kernel, "windows")
     return (window, Factor(kernel, unshardable=True)), (window,)

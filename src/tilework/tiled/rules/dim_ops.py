@@ -130,8 +130,8 @@ def _register_quantile(name: str) -> None:
             ]
             if 0 in sizes:  # torch takes no empty tensor
                 several = q.shape if isinstance(q, Arg) else ()
-                return lambda part, *q: keep_inputs_in_graph(part.reshape(*several, *sizes), *q)
-            return lambda part, q=q: quantile(part, q, dim, keepdim, interpolation=interpolation)
+                return lambda x, *q: keep_inputs_in_graph(x.reshape(*several, *sizes), *q)
+            return lambda x, q=q: quantile(x, q, dim, keepdim, interpolation=interpolation)
 
         inputs = {input: _all_but(factors, dims)}
         if isinstance(q, Arg):

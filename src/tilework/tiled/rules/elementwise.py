@@ -52,7 +52,7 @@ def tensors(*values: Any) -> list[Arg]:
 
 
 def pointwise(
-    given: Sequence[Arg],
+    args: Sequence[Arg],
     *,
     linear: Sequence[Sequence[Any]] = (),
     rearranges: bool = False,
@@ -67,14 +67,14 @@ def pointwise(
         rearranges: As for :func:`~tilework.tiled.op_rules.local_call`.
         results: The number of results.
     """
-    shapes = [arg.shape for arg in given]
+    shapes = [arg.shape for arg in args]
     try:
         broadcast_shape(shapes)
     except ValueError:  # torch raises for the full tensors
         return None
-    factors, terms = broadcast(shapes)
+    factors, dims_of_each = broadcast(shapes)
     sets = [args_of_set for args_of_set in linear if all(map(_may_be_partial, args_of_set))]
-    inputs = dict(zip(given, terms, strict=True))
+    inputs = dict(zip(args, dims_of_each, strict=True))
     return local_call(inputs, [factors] * results, linear=sets, rearranges=rearranges)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,16 +38,16 @@ def _embedding(
     places = [Factor(size, unshardable=scale_grad_by_freq) for size in indices.shape]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = LocalIndexRange(ranges, rows)
-        padding = mine.place(padding_idx)
+        local_rows = LocalIndexRange(ranges, rows)
+        padding = local_rows.local_index(padding_idx)
         padding = -1 if padding is None else padding
 
         def look_up(*tensors: Tensor) -> Tensor:
             table, wanted = tensors[weight.number], tensors[indices.number]
-            if mine.all:
+            if local_rows.is_full:
                 return torch.embedding(table, wanted, padding, scale_grad_by_freq)
-            numbers, here = mine.find(wanted)
-            if mine.count == 0:
+            numbers, here = local_rows.localize(wanted)
+            if local_rows.count == 0:
                 return keep_inputs_in_graph(table.new_zeros(*wanted.shape, table.shape[1]), table)
             rows_found = torch.embedding(table, numbers, padding)
             return rows_found.masked_fill(~here.unsqueeze(-1), 0)
@@ -66,11 +68,11 @@ def _embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: flo
     dims = [rows, Factor(weight.shape[1], unshardable=True)]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = LocalIndexRange(ranges, rows)
+        local_rows = LocalIndexRange(ranges, rows)
 
         def renorm(*tensors: Tensor) -> Tensor:
             table = tensors[weight.number].detach().clone()
-            numbers, here = mine.find(tensors[indices.number])
+            numbers, here = local_rows.localize(tensors[indices.number])
             return torch.embedding_renorm_(table, numbers[here], max_norm, norm_type)
 
         return renorm
@@ -113,38 +115,8 @@ def _embedding_bag(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
 
-    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        mine = LocalIndexRange(ranges, rows)
-
-        def look_up(*tensors: Tensor) -> Tensor:
-            wanted, table = tensors[input.number], tensors[weight.number]
-            starts = None if offsets is None else tensors[offsets.number]
-            factors = None if per_sample_weights is None else tensors[per_sample_weights.number]
-            if table.numel() == 0 or wanted.numel() == 0:
-                shape = bags if flat else wanted.shape[0], table.shape[1]
-                mine.find(wanted)
-                return keep_inputs_in_graph(table.new_zeros(shape), table, factors)
-            if mine.all:
-                return F.embedding_bag(
-                    *(wanted, table, starts, None, 2.0, scale_grad_by_freq, mode, False),
-                    *(factors, include_last_offset, padding_idx),
-                )
-            numbers, here = mine.find(wanted)
-            if padding_idx is not None:
-                here = here & (wanted != padding_idx)
-            factors = _factors(here, factors, table.dtype)
-            if mode == "mean":
-                counted = torch.ones_like(wanted) if padding_idx is None else wanted != padding_idx
-                factors = factors / _counts(counted, starts)
-            return F.embedding_bag(
-                *(numbers, table, starts),
-                mode="sum",
-                per_sample_weights=factors,
-                include_last_offset=include_last_offset,
-            )
-
-        return look_up
-
+    tensors = input, weight, offsets, per_sample_weights
+    bag = _Bag(tensors, bags, mode, scale_grad_by_freq, include_last_offset, padding_idx)
     inputs: dict[Arg, Any] = {input: places, weight: [rows, features]}
     if offsets is not None:
         inputs[offsets] = [Factor(offsets.shape[0], unshardable=True)]
@@ -152,7 +124,60 @@ def _embedding_bag(
         inputs[per_sample_weights] = places
     linear = [] if mode == "max" else [[weight]]
     out = [None if flat else places[0], features]
-    return local_call(inputs, [out], linear=linear, run=run, shapes=[(bags, weight.shape[1])])
+    return local_call(
+        inputs,
+        [out],
+        linear=linear,
+        run=lambda ranges: partial(bag.look_up, LocalIndexRange(ranges, rows)),
+        shapes=[(bags, weight.shape[1])],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Bag:
+    """The arguments of ``embedding_bag``; tensors as in its order, bags as their number."""
+
+    tensors: tuple[Arg, Arg, Arg | None, Arg | None]
+    bags: int
+    mode: str
+    scale_grad_by_freq: bool
+    include_last_offset: bool
+    padding_idx: int | None
+
+    def look_up(self, rows: LocalIndexRange, *local: Tensor) -> Tensor:
+        """The bags of a shard of the table: partial sums, where its rows are sharded."""
+        indices, table, starts, factors = (
+            None if arg is None else local[arg.number] for arg in self.tensors
+        )
+        assert indices is not None
+        assert table is not None
+        if table.numel() == 0 or indices.numel() == 0:
+            rows.localize(indices)
+            bags = self.bags if starts is not None else indices.shape[0]
+            empty = table.new_zeros(bags, table.shape[1])
+            return keep_inputs_in_graph(empty, table, factors)
+        if rows.is_full:
+            return F.embedding_bag(
+                *(indices, table, starts, None, 2.0, self.scale_grad_by_freq, self.mode, False),
+                *(factors, self.include_last_offset, self.padding_idx),
+            )
+        numbers, here = rows.localize(indices)
+        if self.padding_idx is not None:
+            here = here & (indices != self.padding_idx)
+        factors = _factors(here, factors, table.dtype)
+        if self.mode == "mean":
+            factors = factors / self._sizes(indices, starts)
+        return F.embedding_bag(
+            *(numbers, table, starts),
+            mode="sum",
+            per_sample_weights=factors,
+            include_last_offset=self.include_last_offset,
+        )
+
+    def _sizes(self, indices: Tensor, starts: Tensor | None) -> Tensor:
+        """For each index the number of indices that count in its bag."""
+        padding = self.padding_idx
+        return _counts(torch.ones_like(indices) if padding is None else indices != padding, starts)
 
 
 def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -22,8 +22,12 @@ def allow_empty_shards(
     """
 
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:
-        whole = all(0 not in spec.shape for spec in ranges.inputs)
-        return partial(_with_row_for_empty, function) if whole and ranges.has_empty_shards else None
+        has_elements = all(0 not in spec.shape for spec in ranges.inputs)
+        return (
+            partial(_with_row_for_empty, function)
+            if has_elements and ranges.has_empty_shards
+            else None
+        )
 
     return run
 

@@ -110,8 +110,12 @@ def _istft(
     if isinstance(window, Arg):
         inputs[window] = [None]
     hop = n_fft // 4 if hop_length is None else hop_length
-    whole = n_fft + hop * (frames - 1)
-    samples = (whole - 2 * (n_fft // 2) if center else whole) if length is None else length
+    length_padded = n_fft + hop * (frames - 1)
+    samples = (
+        (length_padded - 2 * (n_fft // 2) if center else length_padded)
+        if length is None
+        else length
+    )
 
     def function(input: Tensor, window: Tensor | None = None) -> Tensor:
         return torch.istft(

@@ -14,14 +14,14 @@ class LocalIndexRange:
     def __init__(self, ranges: LocalRanges, factor: Factor) -> None:
         self.start, self.count = ranges.local_range(factor)
         self.total = factor.size
-        self.all = not ranges.is_sharded(factor)
+        self.is_full = not ranges.is_sharded(factor)
 
-    def place(self, index: int | None) -> int | None:
+    def local_index(self, index: int | None) -> int | None:
         """The local index of a global one; None if it is not local."""
         here = index is not None and self.start <= index < self.start + self.count
         return index - self.start if here and index is not None else None
 
-    def find(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def localize(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Local indices (0 for those that are not local), and the mask of those that are.
 
         Args:

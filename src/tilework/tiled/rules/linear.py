@@ -78,18 +78,18 @@ def _inner(input: Any, other: Any) -> RuleResult:
 
 @rule("linalg_vecdot")
 def _vecdot(x: Any, y: Any, *, dim: int = -1) -> RuleResult:
-    factors, terms = broadcast([x.shape, y.shape])
+    factors, dims_of_each = broadcast([x.shape, y.shape])
     rest = [factor for at, factor in enumerate(factors) if at != dim % len(factors)]
-    return local_call(dict(zip([x, y], terms, strict=True)), [rest], linear=[[x], [y]])
+    return local_call(dict(zip([x, y], dims_of_each, strict=True)), [rest], linear=[[x], [y]])
 
 
 @rule("linalg_cross")
 def _cross_along(input: Any, other: Any, *, dim: int = -1) -> RuleResult:
-    factors, terms = broadcast([input.shape, other.shape])
+    factors, dims_of_each = broadcast([input.shape, other.shape])
     factors[dim].unshardable = True
-    given = dict(zip([input, other], terms, strict=True))
+    inputs = dict(zip([input, other], dims_of_each, strict=True))
     run = partial(torch.linalg.cross, dim=dim)
-    return local_call(given, [factors], linear=[[input], [other]], run=lambda ranges: run)
+    return local_call(inputs, [factors], linear=[[input], [other]], run=lambda ranges: run)
 
 
 @rule("cross")
@@ -115,9 +115,11 @@ def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = No
         dim if size == dim[0].size else ()
         for size, dim in zip(input.shape, out[len(out) - input.ndim :], strict=True)
     ]
-    terms = dict(zip([a, b], mapped.inputs, strict=True))
+    factors_of_product = dict(zip([a, b], mapped.inputs, strict=True))
     sums = [[input, a], [input, b]]
-    return local_call({input: dims, **terms}, [out], linear=sums, addends=[input], run=run)
+    return local_call(
+        {input: dims, **factors_of_product}, [out], linear=sums, addends=[input], run=run
+    )
 
 
 @rule("addmm", values_matter=False)

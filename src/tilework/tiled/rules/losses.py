@@ -91,10 +91,10 @@ def _register_loss(function: Any, parameters: str, rows: str = "", unbroadcast: 
             broadcast_shape(shapes)
         except ValueError:
             return None
-        factors, terms = broadcast(shapes)
+        factors, dims_of_each = broadcast(shapes)
         dims = {
-            arg: (*term, *((),) * kept_dims[name])
-            for (name, arg), term in zip(tensors.items(), terms, strict=True)
+            arg: (*broadcast_dims, *((),) * kept_dims[name])
+            for (name, arg), broadcast_dims in zip(tensors.items(), dims_of_each, strict=True)
         }
         return reduce_loss(function, arguments, dims, factors)
 

@@ -103,8 +103,8 @@ def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
         size = input.shape[dim]
         if size and shift % size:
             last = shift % size
-            parts = [input.narrow(dim, size - last, last), input.narrow(dim, 0, size - last)]
-            input = torch.cat(parts, dim)
+            ends = [input.narrow(dim, size - last, last), input.narrow(dim, 0, size - last)]
+            input = torch.cat(ends, dim)
         else:
             input = input.clone()
     return input

@@ -40,11 +40,11 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
     def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
         local_count = math.prod(ranges.local_range(factors[at])[1] for at in dims)
         if local_count == count:
-            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype)
+            return lambda x: torch.mean(x, dims, keepdim, dtype=dtype)
         if local_count and (dtype or input.dtype).itemsize < 4:
             # A sum in 16 bits may overflow where its mean does not.
-            return lambda part: torch.mean(part, dims, keepdim, dtype=dtype) * (local_count / count)
-        return lambda part: torch.sum(part, dims, keepdim, dtype=dtype) / count
+            return lambda x: torch.mean(x, dims, keepdim, dtype=dtype) * (local_count / count)
+        return lambda x: torch.sum(x, dims, keepdim, dtype=dtype) / count
 
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
         return None  # torch raises where it is run
@@ -90,7 +90,7 @@ def _trace(input: Arg) -> RuleResult:
         wide = (
             torch.int64 if not (input.dtype.is_floating_point or input.dtype.is_complex) else None
         )
-        return lambda part: part.diagonal(offset).sum(dtype=wide)
+        return lambda x: x.diagonal(offset).sum(dtype=wide)
 
     return local_call({input: [rows, columns]}, [[]], linear=[[input]], run=make)
 

@@ -146,10 +146,12 @@ def _unflatten(input: Arg, dim: Any, sizes: Any, *_: Any) -> RuleResult:
     if not isinstance(dim, int):
         return None  # names
     dim = dim_at(dim, input.ndim)
-    parts = infer_sizes(input.shape[dim : dim + 1], sizes_of((sizes,)))
-    if parts is None:
+    new_sizes = infer_sizes(input.shape[dim : dim + 1], sizes_of((sizes,)))
+    if new_sizes is None:
         return None
-    return reshape_call(input, (*input.shape[:dim], *parts, *input.shape[dim + 1 :]), copies=False)
+    return reshape_call(
+        input, (*input.shape[:dim], *new_sizes, *input.shape[dim + 1 :]), copies=False
+    )
 
 
 @rule("squeeze", is_view=True)

@@ -90,11 +90,7 @@ def _copied(name: str) -> None:
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         result = view(*args, **kwargs)
-        return (
-            result.clone()
-            if isinstance(result, Tensor)
-            else tuple([part.clone() for part in result])
-        )
+        return result.clone() if isinstance(result, Tensor) else tuple([x.clone() for x in result])
 
     rule(f"{name}_copy")(lambda *_, **__: Decomposition(compute))
 

@@ -1,0 +1,150 @@
+"""Scattering: scatter, scatter_add, scatter_reduce, and writing to views of a copy.
+
+Into a sharded dim each rank writes the elements of its shard; the written tensor keeps its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.rules.index_read import narrow_to
+from tilework.dtensor.rules.index_write import on_mesh, register_writer
+from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.index_range import LocalIndexRange
+from tilework.tiled.rules.reshaping import dim_at
+
+
+def _scatter_rule(name: str) -> Callable[..., RuleResult]:
+    """The local rule of scattering where all sizes but that of the dim are equal."""
+    anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
+
+    def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:
+        if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
+            return None
+        dim = dim_at(dim, input.ndim)
+        source = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)), None)
+        if source is not None and source.shape != index.shape:
+            return None
+        if any(input.shape[i] != index.shape[i] for i in range(input.ndim) if i != dim):
+            return None
+        dims = [Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)]
+        source_dims: list[Factor | None] = [*dims]
+        source_dims[dim] = None
+        inputs: dict[Arg, Any] = {input: dims, index: source_dims}
+        if source is not None:
+            inputs[source] = source_dims
+        plain = name == "scatter_add" or (name == "scatter" and "reduce" not in kwargs)
+        linear = [[input, source]] if plain and source is not None else []
+
+        def run(ranges: LocalRanges) -> Callable[..., Any]:
+            span = LocalIndexRange(ranges, dims[dim])
+
+            def scatter(x: Tensor, places: Tensor, *values: Tensor) -> Any:
+                rest = [values[0] if isinstance(arg, Arg) else arg for arg in args]
+                named = {k: values[0] if isinstance(v, Arg) else v for k, v in kwargs.items()}
+                if span.is_full:
+                    return (in_place if writes else anew)(x, dim, places, *rest, **named)
+                return _write_with_spare_place(
+                    x, dim, places, span, lambda y, at: in_place(y, dim, at, *rest, **named)
+                )
+
+            return scatter
+
+        return local_call(inputs, [dims], linear=linear, run=run)
+
+    return here
+
+
+def _write_with_spare_place(
+    x: Tensor,
+    dim: int,
+    places: Tensor,
+    span: LocalIndexRange,
+    write: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Write to a shard with a spare place, which takes the elements of other ranks."""
+    numbers, mine = span.localize(places)
+    sizes = list(x.shape)
+    sizes[dim] = 1
+    wider = torch.cat([x, x.new_zeros(sizes)], dim)
+    return write(wider, numbers.where(mine, span.count)).narrow(dim, 0, span.count)
+
+
+def _scatter_in_place(name: str) -> Callable[..., None]:
+    def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
+        if input.dim() == 0:
+            input, index = input.view(1), index.reshape(1)
+        region = narrow_to(input, index, dim)
+        sizes = [size for i, size in enumerate(region.shape) if i != dim % region.dim()]
+        if sizes != [size for i, size in enumerate(index.shape) if i != dim % region.dim()]:
+            raise RuntimeError(
+                f"Expected index {list(index.shape)} to be no larger than self "
+                f"{list(input.shape)} apart from dimension {dim}"
+            )
+
+        def fit(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return narrow_to(value if value.dim() else value.reshape(1), index)
+
+        getattr(region, name + "_")(
+            dim, index, *map(fit, args), **{key: fit(value) for key, value in kwargs.items()}
+        )
+
+    return body
+
+
+for _name in ("scatter", "scatter_add", "scatter_reduce"):
+    register_writer(_name, _scatter_rule(_name), _scatter_in_place(_name))
+
+
+# -- ranges and diagonals --------------------------------------------------------------------
+
+
+def _copy_to_view_rule(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
+    """The rule of an operator that clones a tensor, and copies to a view of the clone."""
+
+    def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = on_mesh(input, src).clone()
+        view(copy, *args, **kwargs).copy_(src)
+        return copy
+
+    return lambda *_, **__: Decomposition(compute)
+
+
+dtensor_rule("diagonal_scatter")(_copy_to_view_rule(torch.diagonal))
+
+
+@dtensor_rule("select_scatter")
+def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
+    def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+        copy = on_mesh(input, src).clone()
+        copy[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
+        return copy
+
+    return Decomposition(compute)
+
+
+@dtensor_rule("slice_scatter")
+def _slice_scatter(
+    input: Arg, src: Arg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> RuleResult:
+    def compute(
+        input: Tensor,
+        src: Tensor,
+        dim: int = 0,
+        start: int | None = None,
+        end: int | None = None,
+        step: int = 1,
+    ) -> Tensor:
+        copy = on_mesh(input, src).clone()
+        copy[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
+        return copy
+
+    return Decomposition(compute)
