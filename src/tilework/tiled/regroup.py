@@ -9,10 +9,10 @@ from tilework.tiled.factors import Dim, Factor
 
 
 def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
-    """What the dims of two shapes of one tensor run over, when elements keep their order.
+    """The factors of the dims of two shapes of one tensor, whose elements keep their order.
 
-    Dims are split and merged from the outermost on, as far as sizes have factors in common. What
-    has none has to be whole.
+    Dims are split and merged from the outermost on, as far as sizes have factors in common. A
+    factor without a counterpart is unshardable.
 
     Example:
         >>> regrouped((6, 4, 5), (3, 8, 5))
@@ -24,10 +24,10 @@ def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[D
         return _without_elements(old, new)
     befores, afters = _Side(old), _Side(new)
     count = 0
-    while befores.go_on(afters):
+    while befores.advance(afters):
         common = math.gcd(befores.rest, afters.rest)
         if common == 1 and befores.rest != afters.rest:
-            _take_whole(befores, afters)
+            _take_unshardable(befores, afters)
             continue
         factor = Factor(common, f"d{count}", reduce_op=None)
         count += 1
@@ -42,7 +42,7 @@ class _Side:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         self.dims: list[Dim] = []
-        #: What is left of the dim at hand; 0 if there is none.
+        #: The rest of the size of the current dim; 0 if there is none.
         self.rest = 0
         self._next()
 
@@ -53,39 +53,39 @@ class _Side:
             self.dims.append(())
 
     def take(self, factor: Factor) -> None:
-        """Let the dim at hand run over a factor too."""
+        """Add a factor to the current dim."""
         self.dims[-1] = (*self.dims[-1], factor)
         self.rest //= factor.size
         if self.rest == 1:
             self._next()
 
-    def go_on(self, other: _Side) -> bool:
-        """Whether dims are left on both sides, when those of size 1 on one alone are passed."""
+    def advance(self, other: _Side) -> bool:
+        """True if dims are left on both sides, after those of size 1 on one alone."""
         for one, its in ((self, other), (other, self)):
             while one.rest == 1 and its.rest != 1:
                 one._next()
         return self.rest != 0
 
 
-def _take_whole(befores: _Side, afters: _Side) -> None:
-    """Pass the dims up to where both sides have as many elements again."""
-    had, gets = _whole(befores), _whole(afters)
+def _take_unshardable(befores: _Side, afters: _Side) -> None:
+    """Take unshardable factors until both sides have as many elements again."""
+    had, gets = _take_rest(befores), _take_rest(afters)
     while had != gets:
         if had < gets:
-            had *= _whole(befores)
+            had *= _take_rest(befores)
         else:
-            gets *= _whole(afters)
+            gets *= _take_rest(afters)
 
 
-def _whole(side: _Side) -> int:
-    """Pass what is left of a dim; how much it was."""
+def _take_rest(side: _Side) -> int:
+    """The rest of the size of the current dim, which becomes an unshardable factor."""
     size = side.rest
     side.take(Factor(size, "rest", unshardable=True))
     return size
 
 
 def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
-    """The same for tensors without elements: dims in common are the first ones."""
+    """The factors for tensors without elements: dims in common are the first ones."""
     same = 0
     while same < min(len(old), len(new)) and old[same] == new[same]:
         same += 1

@@ -107,9 +107,9 @@ def local_indices(
         if span.is_full:
             at.append(place)
             continue
-        number, its = span.localize(place.where(place >= 0, place + span.total))
+        number, is_local = span.localize(place.where(place >= 0, place + span.total))
         at.append(number)
-        here = its if here is None else here & its
+        here = is_local if here is None else here & is_local
     if here is not None:
         here = here.expand(common_shape(*[place.shape for place in places if place is not None]))
     return at, here

@@ -53,8 +53,8 @@ def _constant_padding(
     spec = input.spec
     if value != 0:
         spec = spec.dual
-    measures = {dim: _grow_ends(*pair) for dim, pair in by_dim.items() if spec.axes_of(dim)}
-    source, sizes = resizable(spec, measures)
+    resizes = {dim: _grow_ends(*pair) for dim, pair in by_dim.items() if spec.axes_of(dim)}
+    source, sizes = resizable(spec, resizes)
     here: list[int] = []
     for dim in reversed(range(input.ndim)):
         before, after = by_dim.get(dim, (0, 0))
@@ -66,13 +66,13 @@ def _constant_padding(
 
 
 def _grow_ends(before: int, after: int) -> Resize:
-    def measured(shards: Sequence[tuple[int, int]]) -> list[int]:
+    def resize(shards: Sequence[tuple[int, int]]) -> list[int]:
         sizes = [size for _, size in shards]
         sizes[0] += before
         sizes[-1] += after
         return sizes
 
-    return measured
+    return resize
 
 
 def _crop_and_pad(input: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:

@@ -60,8 +60,8 @@ def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
         if isinstance(item, slice)
     }
     changed = {dim: span for dim, span in spans.items() if span != (0, input.shape[dim], 1)}
-    measures = {dim: resize_to_range(*span) for dim, span in changed.items() if spec.axes_of(dim)}
-    source, sizes = resizable(spec, measures)
+    resizes = {dim: resize_to_range(*span) for dim, span in changed.items() if spec.axes_of(dim)}
+    source, sizes = resizable(spec, resizes)
     shape, dims = _result_shape(items, spans)
     return PlacedCall(
         [source], [resized(source, shape, dims, sizes)], _slice_local(items, spans, changed, source)
