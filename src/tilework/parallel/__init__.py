@@ -16,6 +16,12 @@ from tilework.parallel.fully_sharded.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from tilework.parallel.model_averaging import (
+    HierarchicalModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    average_parameters,
+)
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.loss import loss_parallel
 from tilework.parallel.tensor_parallel.plans import parallelize_module
@@ -30,6 +36,7 @@ from tilework.parallel.tensor_parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -37,6 +44,7 @@ __all__ = [
     "DistributedDataParallel",
     "FSDPModule",
     "GradBucket",
+    "HierarchicalModelAverager",
     "Join",
     "JoinHook",
     "Joinable",
@@ -44,6 +52,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelStyle",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -51,6 +61,8 @@ __all__ = [
     "SequenceParallel",
     "SyncBatchNorm",
     "UnshardHandle",
+    "ZeroRedundancyOptimizer",
+    "average_parameters",
     "comm_hooks",
     "compute_bucket_assignment_by_size",
     "fully_shard",

@@ -1,0 +1,140 @@
+"""Optimizer states spread over ranks: the same steps as the plain optimizer's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tilework.parallel import DistributedDataParallel, ZeroRedundancyOptimizer
+from tilework.testing import run_ranks
+
+
+def model() -> Any:
+    made = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.uniform_(-1, 1, generator=generator)
+    return made
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_steps_are_those_of_the_plain_optimizer(
+    kind: Any, settings: dict[str, Any], ranks: int
+) -> None:
+    def program(rank: int) -> int:
+        plain, ddp = model(), DistributedDataParallel(model())
+        wanted = kind(plain.parameters(), **settings)
+        own = ZeroRedundancyOptimizer(ddp.parameters(), kind, **settings)
+        for step in range(4):
+            for each, optimizer in ((plain, wanted), (ddp, own)):
+                optimizer.zero_grad()
+                torch.autograd.backward(each(rows(step)).square().mean())
+                optimizer.step()
+        for mine, other in zip(ddp.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+        return 0 if own.optim is None else len(own.optim.state)
+
+    counts = run_ranks(ranks, program)
+    assert sum(counts) == 4
+    assert ranks == 1 or max(counts) < 4
+
+
+def test_shares_are_nearly_equal() -> None:
+    def program(rank: int) -> list[int]:
+        parameters = [nn.Parameter(torch.zeros(size)) for size in (9, 1, 5, 4, 1)]
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=1.0)
+        return [optimizer.owner_of(parameter) for parameter in parameters]
+
+    assert run_ranks(2, program)[0] == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_states_are_those_of_the_plain_optimizer(ranks: int) -> None:
+    def program(rank: int) -> dict[str, Any] | None:
+        plain, other = model(), model()
+        wanted = torch.optim.Adam(plain.parameters(), lr=0.01)
+        own = ZeroRedundancyOptimizer(other.parameters(), torch.optim.Adam, lr=0.01)
+        with pytest.raises(RuntimeError, match="call consolidate_state_dict"):
+            own.state_dict()
+        for step in range(2):
+            for each, optimizer in ((plain, wanted), (other, own)):
+                optimizer.zero_grad()
+                torch.autograd.backward(each(rows(step)).square().mean())
+                optimizer.step()
+        own.consolidate_state_dict(to=1)
+        if rank != 1:
+            with pytest.raises(RuntimeError, match="call consolidate_state_dict"):
+                own.state_dict()
+            return None
+        saved, expected = own.state_dict(), wanted.state_dict()
+        assert saved["state"].keys() == expected["state"].keys()
+        for at, state in expected["state"].items():
+            torch.testing.assert_close(saved["state"][at], state)
+        assert saved["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+        return saved
+
+    def resume(rank: int) -> None:
+        plain = torch.nn.Sequential(*model())
+        wanted = torch.optim.Adam(plain.parameters(), lr=0.5)
+        wanted.load_state_dict(copy.deepcopy(saved))
+        other = model()
+        own = ZeroRedundancyOptimizer(other.parameters(), torch.optim.Adam, lr=0.5)
+        own.load_state_dict(saved)
+        for each, optimizer in ((plain, wanted), (other, own)):
+            torch.autograd.backward(each(rows(9)).square().mean())
+            optimizer.step()
+        for mine, expected in zip(other.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+    saved: Any = run_ranks(ranks, program)[1]
+    run_ranks(2, resume)
+
+
+def test_groups_and_schedulers() -> None:
+    def program(rank: int) -> None:
+        plain, other = model(), model()
+        results = []
+        for each, kind in ((plain, torch.optim.SGD), (other, ZeroRedundancyOptimizer)):
+            arguments: Any = {} if kind is torch.optim.SGD else {"optimizer_class": torch.optim.SGD}
+            optimizer: Any = kind(
+                [{"params": each[0].parameters(), "lr": 0.5}], lr=0.1, **arguments
+            )
+            optimizer.add_param_group({"params": list(each[2].parameters()), "lr": 0.2})
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                torch.autograd.backward(each(rows(step)).square().mean())
+                optimizer.step()
+                schedule.step()
+            results.append([p.detach() for p in each.parameters()])
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted)
+
+    run_ranks(3, program)
+
+
+def test_misuse() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(TypeError, match="is a subclass of Optimizer, got 5"):
+            ZeroRedundancyOptimizer([nn.Parameter(torch.ones(1))], 5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="empty parameter list"):
+            ZeroRedundancyOptimizer([], torch.optim.SGD, lr=0.1)
+
+    run_ranks(1, program)
