@@ -1,4 +1,4 @@
-"""How one tensor lies on a mesh: a value of which each mesh keeps one instance."""
+"""The layout of a tensor on a mesh: a value of which each mesh keeps one instance."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]
 
-#: How many specs a mesh remembers before it forgets all.
+#: The most specs that a mesh keeps before it drops all.
 _MOST_SPECS = 1 << 14
 
 
 class DTensorSpec:
-    """A mesh, a global shape, and what each axis of the mesh does to a tensor of that shape.
+    """The layout of a tensor: a mesh, a global shape, and a placement for each axis of the mesh.
 
     Made by :func:`spec_of`. Placements are in their normal form: dims are not negative, and sizes
-    are None where the axis cuts as ``torch.chunk`` does. ``order`` tells in which order axes cut a
-    dim that several share, and is None where they do so from the first to the last.
+    are None where the axis splits as ``torch.chunk`` does. ``order`` is that in which axes shard a
+    dim that several share, None where they do so from the first to the last.
 
     Specs are equal by content; those of one mesh are mostly one object.
     """
@@ -81,25 +81,25 @@ class DTensorSpec:
     @cached_property
     def partial_axes(self) -> Ints:
         """The axes along which the value is still to be reduced."""
-        return tuple(a for a, one in enumerate(self.placements) if isinstance(one, Partial))
+        return tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
 
     @cached_property
     def reduce_op(self) -> str | None:
-        """How terms are combined; None if there are none."""
-        found = [one.reduce_op for one in self.placements if isinstance(one, Partial)]
-        return found[0] if found else None
+        """The reduction of a partial value; None if it is not partial."""
+        ops = [p.reduce_op for p in self.placements if isinstance(p, Partial)]
+        return ops[0] if ops else None
 
     @cached_property
     def is_replicated(self) -> bool:
-        """Whether each rank of the mesh has the whole value."""
+        """True if each rank of the mesh has the full value."""
         return all(
-            isinstance(one, Replicate) or length == 1
-            for one, length in zip(self.placements, self.mesh.shape, strict=True)
+            isinstance(placement, Replicate) or length == 1
+            for placement, length in zip(self.placements, self.mesh.shape, strict=True)
         )
 
     @cached_property
     def takes_part(self) -> bool:
-        """Whether this rank is in the mesh."""
+        """True if this rank is in the mesh."""
         return self.mesh.get_coordinate() is not None
 
     @cached_property
@@ -122,7 +122,7 @@ class DTensorSpec:
 
     @cached_property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's part; ``[0]`` outside the mesh."""
+        """The shape of the local tensor; ``[0]`` outside the mesh."""
         return torch.Size(self.local_box.sizes if self.takes_part else (0,))
 
     def is_first(self, axes: Sequence[int]) -> bool:
@@ -132,7 +132,7 @@ class DTensorSpec:
 
     @cached_property
     def tiling(self) -> Tiling:
-        """Which global rank holds which box."""
+        """The boxes and the global ranks that hold them."""
         return mesh_tiling(self.shape, self.mesh.spec.nested(), self.placements, order=self.order)
 
     @cached_property
@@ -141,19 +141,19 @@ class DTensorSpec:
         if not self.partial_axes:
             return self
         return self.with_placements(
-            [Replicate() if isinstance(one, Partial) else one for one in self.placements],
+            [Replicate() if isinstance(p, Partial) else p for p in self.placements],
             self.order,
         )
 
     @cached_property
     def replicated(self) -> DTensorSpec:
-        """The whole value on each rank."""
+        """The same mesh and shape, with the full value on each rank."""
         return self.with_placements([Replicate()] * len(self.placements))
 
     def with_placements(
         self, placements: Sequence[Placement], order: Sequence[int] | None = None
     ) -> DTensorSpec:
-        """The same mesh and shape, laid out otherwise."""
+        """The same mesh and shape, with other placements."""
         return spec_of(self.mesh, placements, self.shape, order)
 
     @cached_property
@@ -162,7 +162,7 @@ class DTensorSpec:
         return {}
 
     def nbytes(self, itemsize: int) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * itemsize
 
 
@@ -178,11 +178,11 @@ def spec_of(
         mesh: The ranks.
         placements: One for each axis of the mesh.
         shape: The tensor's global shape.
-        order: The axes in the order in which they cut; None: from the first to the last.
+        order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
         ValueError: Placements or order do not fit the mesh or the shape.
-        TypeError: Something else than a placement was given.
+        TypeError: Something is no placement.
     """
     key = (tuple(placements), tuple(shape), None if order is None else tuple(order))
     known = mesh.specs

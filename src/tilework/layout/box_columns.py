@@ -59,10 +59,10 @@ class BoxColumns:
         lows, highs = list(map(min, starts)), list(map(max, ends))
         strides = strides_for(lows, highs)
         plus, minus = signed_corners(starts, ends, strides)
-        whole_plus, whole_minus = signed_corners([[x] for x in lows], [[x] for x in highs], strides)
+        full_plus, full_minus = signed_corners([[x] for x in lows], [[x] for x in highs], strides)
         if len(starts) == 2:  # in a third of the time
-            return left_over_2d(plus, minus) == left_over_2d(whole_plus, whole_minus)
-        return sorted(plus + whole_minus) == sorted(minus + whole_plus)
+            return left_over_2d(plus, minus) == left_over_2d(full_plus, full_minus)
+        return sorted(plus + full_minus) == sorted(minus + full_plus)
 
     def overlap(self) -> tuple[int, int] | None:
         """Two of the given boxes that overlap, the lower number first; None if no two do."""
@@ -90,11 +90,12 @@ class BoxColumns:
             return Box((0,) * len(shape), shape)
         strides = strides_for([0] * len(shape), list(shape))
         plus, minus = signed_corners(self.starts, self.ends, strides)
-        whole = [[0]] * len(shape), [[extent] for extent in shape]
-        whole_plus, whole_minus = signed_corners(*whole, strides)
+        full_plus, full_minus = signed_corners(
+            [[0]] * len(shape), [[extent] for extent in shape], strides
+        )
         # The corners of what is left, which is 1 at the first of them in any order by coordinates.
-        left = Counter(whole_plus + minus)
-        left.subtract(whole_minus + plus)
+        left = Counter(full_plus + minus)
+        left.subtract(full_minus + plus)
         key = min(key for key, times in left.items() if times)
         first = []
         for stride in strides:

@@ -11,7 +11,7 @@ from tilework.layout.placements import Partial, Placement, Replicate, Shard
 
 
 class AxisChange(NamedTuple):
-    """What a redistribution changes along one axis of a mesh."""
+    """The change that a redistribution makes along one axis of a mesh."""
 
     length: int
     """The number of ranks along the axis."""
@@ -28,9 +28,9 @@ class CostModel:
 
     Args:
         latency: Seconds of a message or collective, however short, within a host.
-        seconds_per_byte: What each byte of it adds.
-        network_latency: The same two, between hosts.
-        network_seconds_per_byte: Likewise.
+        seconds_per_byte: Seconds that each byte adds.
+        network_latency: As ``latency``, between hosts.
+        network_seconds_per_byte: As ``seconds_per_byte``, between hosts.
         hosts: The host of each rank, by any name; ranks that are not in it share one.
 
     Raises:
@@ -70,9 +70,9 @@ class CostModel:
         """The price of a collective.
 
         Args:
-            nbytes: What a rank sends or receives, whichever is more, on the busiest rank.
-            messages: How many messages' latency it takes.
-            between_hosts: Whether some of its ranks are on different hosts.
+            nbytes: Sent or received by the busiest rank, whichever is more.
+            messages: The number of messages whose latency it takes.
+            between_hosts: True if some of its ranks are on different hosts.
         """
         if between_hosts:
             return messages * self.network_latency + nbytes * self.network_seconds_per_byte

@@ -20,7 +20,7 @@ _PLACE = ("dst_tile", "src_tile")
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part in moving a tensor from tiling ``source`` to tiling ``target``.
+    """The part of one rank in moving a tensor from tiling ``source`` to tiling ``target``.
 
     What two ranks exchange is in the same order at both: by target tile, source tile (so
     that terms ascend), and where it starts.
@@ -118,7 +118,7 @@ def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) ->
 
 
 def plan_of(transfers: TileTransfers, rank: int) -> Plan:
-    """One rank's plan."""
+    """The plan of one rank."""
     source, target = transfers.source, transfers.target
     got = list(transfers.received_by(rank))
     receives = [piece for piece in got if piece.src != rank]

@@ -343,7 +343,7 @@ def _boxes(
 
 
 def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:
-    """One chunk of ``dim`` for each entry of ``owners``, as ``torch.chunk`` splits.
+    """The tiling with a chunk of ``dim`` for each entry of ``owners``, as ``torch.chunk`` splits.
 
     A rank may own several chunks. An empty chunk is where it would be if the extent went on.
 

@@ -19,20 +19,20 @@ StepKind = Literal[
     "slice", "fill", "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "plan"
 ]
 
-#: How many messages' latency a plan costs: ranks agree on it, and pack and unpack what moves.
+#: A plan costs the latency of so many messages: ranks agree on it, pack and unpack what moves.
 _PLAN_MESSAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One step of the search: the state that it leads to, and its price."""
+    """An edge of the search: a step, the state that it leads to, and its price."""
 
     kind: StepKind
     axes: Ints
     """Those along which the collective is, in the order in which they shard."""
     state: ShardState
     nbytes: int
-    """What a rank sends or receives, whichever is more, on the rank for which that is most."""
+    """Bytes sent or received by the busiest rank, whichever is more."""
     seconds: float
 
 
@@ -54,7 +54,7 @@ class SearchSpace:
     cost: CostModel
 
     def edges(self, at: ShardState) -> Iterator[Edge]:
-        """The steps from one state on. What costs nothing and loses nothing comes alone."""
+        """The steps from one state on. A free step comes alone."""
         free = next(self._slices(at), None)
         if free is not None:
             yield free

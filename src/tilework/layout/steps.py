@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective along some axes of the mesh (or none): every rank takes part."""
+    """A collective along some axes of the mesh (or none), in which every rank takes part."""
 
     kind: StepKind
     """``slice`` and ``fill`` communicate nothing; ``plan`` moves whatever must be moved."""
@@ -32,7 +32,7 @@ class Step:
     target: Layout
     """The layout afterwards."""
     nbytes: int
-    """What a rank sends or receives, whichever is more, on the rank for which that is most."""
+    """Bytes sent or received by the busiest rank, whichever is more."""
     seconds: float
     """Its expected duration."""
 
@@ -161,12 +161,12 @@ def redistribution_steps(
 
     Example:
         >>> from tilework.layout import Partial, Replicate, Shard
-        >>> found = redistribution_steps(
+        >>> planned = redistribution_steps(
         ...     (8, 8), (2, 2), [Partial(), Shard(0)], [Replicate(), Shard(1)], names=("dp", "tp")
         ... )
-        >>> [(step.kind, step.axes, step.nbytes) for step in found.steps]
+        >>> [(step.kind, step.axes, step.nbytes) for step in planned.steps]
         [('all_reduce', (0,), 128), ('all_to_all', (1,), 64)]
-        >>> print(found)
+        >>> print(planned)
         [8, 8] from dp=P(sum) tp=S0 to dp=R tp=S1: 2 steps, 192 bytes per rank, predicted 4.0 us
         ...
     """

@@ -20,7 +20,7 @@ ASSUMED_ITEMSIZE = 4
 
 
 class Piece(NamedTuple):
-    """One box that one rank has and another gets; or that a rank copies, if both are the same."""
+    """A box that one rank has and another gets; or that a rank copies, if both are the same."""
 
     box: Box
     """In the coordinates of the full tensor."""

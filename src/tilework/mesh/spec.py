@@ -1,4 +1,4 @@
-"""Meshes as values: a grid of ranks, without groups. For planning, and under every DeviceMesh."""
+"""Meshes as values: grids of ranks without groups, for planning, and under every DeviceMesh."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class MeshSpec:
 
     @classmethod
     def regular(cls, shape: Sequence[int], names: Iterable[str] | None = None) -> MeshSpec:
-        """The ranks from 0 on."""
+        """The mesh of the ranks from 0 on."""
         n = math.prod(shape)
         return cls(tuple(shape), tuple(range(n)), None if names is None else tuple(names))
 
     @classmethod
     def of(cls, ranks: Any, names: Iterable[str] | None = None) -> MeshSpec:
-        """Ranks in nested sequences, or in anything with ``tolist()`` (a tensor, an array).
+        """The mesh of ranks in nested sequences, or in a tensor or array (with ``tolist()``).
 
         Raises:
             ValueError: The sequences are ragged.
@@ -108,14 +108,14 @@ class MeshSpec:
         return which % self.ndim
 
     def coordinate(self, rank: int) -> Ints | None:
-        """Where a rank is along each axis; None if it is not in the mesh."""
+        """The coordinate of a rank along each axis; None if it is not in the mesh."""
         if rank not in self.ranks:
             return None
-        rest, found = self.ranks.index(rank), []
+        rest, places = self.ranks.index(rank), []
         for extent in reversed(self.shape):
             rest, place = divmod(rest, extent)
-            found.append(place)
-        return tuple(reversed(found))
+            places.append(place)
+        return tuple(reversed(places))
 
     def at(self, coordinate: Sequence[int]) -> int:
         """The rank at a coordinate."""
@@ -129,7 +129,7 @@ class MeshSpec:
         return self.through([axis], rank).ranks
 
     def through(self, axes: Sequence[int | str], rank: int) -> MeshSpec:
-        """The part of the mesh through ``rank`` along these axes, in this order.
+        """The sub-mesh through ``rank`` along these axes, in this order.
 
         Raises:
             ValueError: An axis is named twice, or the rank is not in the mesh.

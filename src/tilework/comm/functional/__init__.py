@@ -1,9 +1,10 @@
 """Functional collectives: new tensors instead of overwritten ones, differentiable and traceable.
 
 - :mod:`.api`: the public functions;
-- :mod:`.kinds`: what each collective does, its result's shape and its adjoint;
-- :mod:`.reductions`: the adjoints of reductions;
-- :mod:`.running`: which way a call goes, eager or into a trace;
+- :mod:`.kinds`: the collectives: the start of each, its result's shape and its adjoint;
+- :mod:`.primitives`: collectives on given memory, by the fast path where there is one;
+- :mod:`.reductions`: reductions as text, for schemas;
+- :mod:`.running`: calls, run now or written into a trace;
 - :mod:`.ops`: the operators that traces hold;
-- :mod:`.waiting`: results that wait by themselves.
+- :mod:`.async_tensor`: results that wait by themselves.
 """

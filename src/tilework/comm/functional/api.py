@@ -3,7 +3,7 @@
 Every function here is collective over ``group``, as those of :mod:`tilework.comm.collectives`
 are, and so is the backward pass of its result: every rank of the group must run it.
 
-Results are asynchronous: large ones may still be under way, and wait by themselves when they
+Results are asynchronous: large ones may still be in flight, and wait by themselves when they
 are first used (:class:`~tilework.comm.functional.waiting.AsyncTensor`); small ones are plain
 tensors. A failed operation raises where its result is used.
 
@@ -29,9 +29,9 @@ from tilework.comm.functional.running import GroupOrName, named, root_of, run, s
 from tilework.comm.reduce_op import AnyReduceOp
 from tilework.comm.world import AnyGroup
 
-#: What functional collectives take as ``group``.
+#: The ``group`` of functional collectives.
 Group = AnyGroup | str
-#: What they take as ``op``: a ReduceOp, or its name ("sum").
+#: Their ``op``: a ReduceOp, or its name ("sum").
 Op = AnyReduceOp | str
 
 
@@ -61,7 +61,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None) -> Tensor:
 
     Args:
         tensor: The same shape and dtype on every rank.
-        op: How to combine. Contributions are combined in rank order.
+        op: The reduction. Contributions are combined in rank order.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -84,7 +84,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: Group = None) -> Ten
     Args:
         tensor: The same shape and dtype on every rank.
         dst: The root's global rank.
-        op: How to combine. Contributions are combined in rank order.
+        op: The reduction. Contributions are combined in rank order.
 
     Example:
         >>> import torch
@@ -130,7 +130,7 @@ def all_gather_tensor(
             scalar counts as one row.
         gather_dim: May be negative. The result is contiguous where it is 0, else a transposed
             view.
-        sizes: How long ``gather_dim`` is on each rank, the same list on every rank; None: as
+        sizes: The size of ``gather_dim`` on each rank, the same list on every rank; None: as
             long as here.
 
     Example:
@@ -155,9 +155,9 @@ def reduce_scatter_tensor(
 
     Args:
         tensor: The same shape and dtype on every rank.
-        op: How to combine. Contributions are combined in rank order.
+        op: The reduction. Contributions are combined in rank order.
         scatter_dim: May be negative.
-        sizes: How much of ``scatter_dim`` each rank gets, the same list on every rank; None:
+        sizes: The size of each rank's part of ``scatter_dim``, the same list on every rank; None:
             equal parts.
 
     Example:
@@ -178,7 +178,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """What each rank has for this one: part r of the result is this rank's part of rank r's.
+    """The parts that all ranks have for this one: part r of the result comes from rank r.
 
     Backward: the same with both splits exchanged.
 
@@ -244,7 +244,7 @@ def scatter(
         tensor: On ``src`` what is dealt out. On the others its dtype and its other dims count:
             pass a tensor without rows.
         src: The root's global rank.
-        sizes: How much of ``scatter_dim`` each rank gets, the same list on every rank.
+        sizes: The size of each rank's part of ``scatter_dim``, the same list on every rank.
         scatter_dim: May be negative.
 
     Example:
@@ -386,8 +386,8 @@ def scatter_to_group(
 
     Args:
         tensor: The same on every rank.
-        dim: What is divided; may be negative.
-        sizes: How much of ``dim`` each rank gets; None: equal parts.
+        dim: The dim that is divided; may be negative.
+        sizes: The size of each rank's part of ``dim``; None: equal parts.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Results that wait by themselves when they are first used."""
+"""Asynchronous tensors: results of collectives that wait by themselves when first used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilework.comm.contract import Work
 
 
 class AsyncTensor(Tensor):
-    """The result of a collective that may still be under way.
+    """The result of a collective that may still be in flight.
 
     Behaves as a plain tensor: whatever reads or writes its elements waits first, and works on
     (and returns) plain tensors. Asking for its shape, dtype, device or place in the autograd
@@ -53,7 +53,7 @@ class AsyncTensor(Tensor):
         return self._value
 
     def is_completed(self) -> bool:
-        """Whether using it would not block. Never blocks."""
+        """True if using it would not block. Never blocks."""
         return self._work is None or self._work.is_completed()
 
     @classmethod
@@ -85,8 +85,8 @@ def attached(value: Tensor, work: Work) -> AsyncTensor:
     """An :class:`AsyncTensor` for ``value``, at the same place in the autograd graph."""
     if not value.requires_grad:
         return AsyncTensor(value, work)
-    found: AsyncTensor = _Attach.apply(value, work)  # type: ignore[no-untyped-call]
-    return found
+    attached_tensor: AsyncTensor = _Attach.apply(value, work)  # type: ignore[no-untyped-call]
+    return attached_tensor
 
 
 class _Attach(torch.autograd.Function):
@@ -117,19 +117,19 @@ def _plain(value: Any, get: Callable[[AsyncTensor], Tensor]) -> Any:
 
 
 def _check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """C++ that writes to a wrapper moves the wrapper's place in the graph, not its value's."""
+    """Raise if C++ would write to a wrapper: its place in the graph would move, not its value's."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        given = args[index] if index < len(args) else kwargs.get(argument.name)
-        if isinstance(given, AsyncTensor) and given._value.requires_grad:
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if isinstance(value, AsyncTensor) and value._value.requires_grad:
             raise RuntimeError(
                 f"{func} would overwrite the result of a collective that is still wrapped and "
                 f"takes part in autograd; pass wait_tensor(result) instead"
             )
 
 
-#: Questions that need no elements, by what __torch_function__ is given for them.
+#: Functions that need no elements, as __torch_function__ gets them.
 _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
     *(Tensor.stride, Tensor.element_size, Tensor.storage_offset, Tensor.__len__),

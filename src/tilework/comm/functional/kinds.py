@@ -1,7 +1,7 @@
-"""The collectives: how each is started, its result's shape, and its adjoint.
+"""The collectives: the start of each, its result's shape, and its adjoint.
 
 The adjoints differentiate the sum of all ranks' losses; docs/algorithms/adjoints.md derives them.
-Ranks are group ranks here, and ``rows`` says how many rows of ``dim`` belong to each rank.
+Ranks are group ranks here, and ``rows`` the numbers of rows of ``dim`` that belong to each rank.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Scatter(Collective):
 
 
 class Permute(Collective):
-    """The tensor of the one rank that sends here; zeros if none does."""
+    """The tensor of the rank that sends here; zeros if none does."""
 
     name, schema, elementwise = "permute_tensor", "int[] destinations", True
 
@@ -293,7 +293,7 @@ class Permute(Collective):
 
 
 def inverse(destinations: Sequence[int]) -> list[int]:
-    """For each rank the one that sends to it; -1 if none does."""
+    """For each rank the source that sends to it; -1 if none does."""
     sources = [-1] * len(destinations)
     for source, destination in enumerate(destinations):
         if destination >= 0:
@@ -419,10 +419,10 @@ def _check_rows(rows: Sequence[int], group: ProcessGroup, total: int | None = No
         )
 
 
-def _check_own_rows(rows: Sequence[int], group: ProcessGroup, found: int) -> None:
+def _check_own_rows(rows: Sequence[int], group: ProcessGroup, count: int) -> None:
     expected = rows[group.rank()]
-    if expected != found:
+    if expected != count:
         raise ValueError(
-            f"group rank {group.rank()} has a tensor with {found} rows, and the sizes "
+            f"group rank {group.rank()} has a tensor with {count} rows, and the sizes "
             f"{list(rows)} say {expected}"
         )

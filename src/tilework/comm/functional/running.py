@@ -1,4 +1,4 @@
-"""Which way a functional collective goes: run now, or written into a trace.
+"""Calls of functional collectives: run now, or written into a trace.
 
 Without a trace a call goes straight to the group, through one autograd function if a gradient
 may be asked for. Under torch.compile, torch.export, make_fx and for tensors of foreign classes
@@ -20,7 +20,7 @@ from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.tracing import constant, traced, transformed
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank
 
-#: What is smaller is done before the call returns: handing it to another thread costs more.
+#: Smaller collectives are done before the call returns: another thread would cost more.
 AT_ONCE_BYTES = 1 << 16
 
 #: A group of this rank, or its name (in traces).
@@ -28,7 +28,7 @@ GroupOrName = ProcessGroup | str
 
 
 class Collective(ABC):
-    """One collective with its static arguments: an operation from a tensor to a new tensor.
+    """A collective with its static arguments: an operation from a tensor to a new tensor.
 
     Made from the arguments that ``schema`` lists.
     """
@@ -37,19 +37,19 @@ class Collective(ABC):
     name: ClassVar[str]
     #: Its arguments between the tensor and the group, as in an operator's schema.
     schema: ClassVar[str]
-    #: Whether it involves this rank alone.
+    #: True if it involves this rank alone.
     local: ClassVar[bool] = False
-    #: Whether it does the same to every element, wherever that is: then torch.vmap maps it.
+    #: True if it does the same to every element, wherever that is: then torch.vmap maps it.
     elementwise: ClassVar[bool] = False
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the adjoint needs the input's values."""
+        """True if the adjoint needs the input's values."""
         return False
 
     @abstractmethod
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
-        """Start it; return the result, its values there once the work is done.
+        """The result, its values there once the work is done: starts the collective.
 
         ``x`` is not changed, and with ``async_op`` not read after this returned.
         """
@@ -102,7 +102,7 @@ def _operators(
 
 
 def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
-    """Start ``collective``; the work is None if it is done already."""
+    """The result of ``collective``, started; the work is None if it is done already."""
     checks.check_tensor(x, "tensor")
     async_op = x.nbytes > AT_ONCE_BYTES
     out, work = collective.start(group, x, async_op)
@@ -113,7 +113,7 @@ def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tenso
 
 
 class _Call:
-    """One call, as its backward needs it: with the group, whichever World that runs in."""
+    """A call, as its backward needs it: with the group, whatever World that runs in."""
 
     __slots__ = ("args", "collective", "group", "kind", "wait", "work")
 
@@ -122,7 +122,7 @@ class _Call:
     ) -> None:
         self.kind, self.args, self.group = kind, args, group
         self.collective = kind(*args)
-        #: Whether to wait whatever the size.
+        #: True to wait whatever the size.
         self.wait = wait
         self.work: Work | None = None
 
@@ -219,7 +219,7 @@ def _root_of(name: str, rank: int) -> int:
 
 
 def named(group: AnyGroup | str) -> GroupOrName:
-    """The group that a user names.
+    """The group of a ``group`` argument, or its name within a trace.
 
     Raises:
         ValueError: This rank is not in it, or there is none of that name.

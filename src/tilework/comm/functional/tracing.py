@@ -1,4 +1,4 @@
-"""Whether a call is being traced, and what a trace takes as constant."""
+"""Tracing: predicates of the calls that are traced, and constants of traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, AsyncTensor)
 
 
 def traced(x: Tensor) -> bool:
-    """Whether a call with ``x`` must go through operators, for somebody to see or transform it."""
+    """True if a call with ``x`` must go through operators, for a tracer to see or transform it."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -25,14 +25,14 @@ def traced(x: Tensor) -> bool:
 
 
 def transformed() -> bool:
-    """Whether a call is within a transform of torch.func, or within forward-mode autograd."""
+    """True if a call is within a transform of torch.func, or within forward-mode autograd."""
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
 
 
 def constant(fn: _Fn) -> _Fn:
-    """Have torch.compile call ``fn`` while it traces, and take the result as a constant."""
+    """``fn``, marked so that torch.compile calls it while it traces: the result is a constant."""
     # What torch.compiler.assume_constant_result does, which takes a second to import.
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

@@ -43,7 +43,7 @@ class LocalTiles:
 
 @dataclass
 class LocalTransfer:
-    """One rank's side of a plan: what is sent, received and kept, and the memory for it."""
+    """The side of one rank in a plan: what is sent, received and kept, and the memory for it."""
 
     pg: ProcessGroup
     plan: Plan

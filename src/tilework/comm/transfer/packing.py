@@ -13,12 +13,12 @@ ViewOf = Callable[[Piece], Tensor]
 
 
 class PackedRows:
-    """PackedRows for the parts of one round after the other, at one end of an exchange.
+    """The rows for the parts of one round after the other, at one end of an exchange.
 
     Args:
-        view_of: Where a piece lies.
+        view_of: The view of a piece.
         empty: Makes the buffer.
-        most: How many elements the parts of any round have together.
+        most: The most elements that the parts of a round have together.
     """
 
     def __init__(self, view_of: ViewOf, empty: Callable[[int], Tensor], most: int) -> None:
@@ -30,7 +30,7 @@ class PackedRows:
         self._buffered: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, streams: Sequence[Sequence[Part]]) -> list[Tensor]:
-        """One row for each stream's parts. Those in the buffer are good until the next round."""
+        """A row for each stream's parts. Those in the buffer are valid until the next round."""
         viewed = [[view for part in parts for view in self.views(part)] for parts in streams]
         rows = [self._in_place(views) for views in viewed]
         scattered = [peer for peer, row in enumerate(rows) if row is None]

@@ -33,9 +33,9 @@ class RunMode:
     rounds: int
     """The number of rounds that keeps within the buffers."""
     single_collective: bool
-    """Whether one collective does it all, on tensors and outputs as they are."""
+    """True if one collective does it all, on tensors and outputs as they are."""
     same_for_all: bool
-    """Whether each rank sends the same to all others."""
+    """True if each rank sends the same to all others."""
 
 
 def agree_on_mode(

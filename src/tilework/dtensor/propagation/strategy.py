@@ -42,7 +42,7 @@ class KeepPartial:
     reduce_op: str
 
 
-#: What an axis does in an operator: shard a factor, keep values partial, or nothing: all ranks
+#: The role of an axis in an operator: it shards a factor, keeps values partial, or None: all ranks
 #: along it compute the same.
 Role = ShardFactor | KeepPartial | None
 
@@ -58,7 +58,7 @@ class Strategy:
         partial_grads: For each input the axes along which its gradient comes out partial.
         roles: The role of each axis.
         order: The axes in the order in which they shard.
-        cost: What it takes to redistribute the inputs, and at least to reduce what is partial then:
+        cost: The price of redistributing the inputs, and the least one of reducing partial outputs:
             bytes, as :meth:`~tilework.layout.CostModel.redistribution_bytes` counts.
     """
 

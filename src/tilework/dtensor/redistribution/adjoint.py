@@ -1,7 +1,7 @@
-"""The adjoint of a redistribution: what becomes of gradients on their way back.
+"""The adjoint of a redistribution: the one that gradients take on their way back.
 
-docs/algorithms/redistribution.md derives it. Here it is a value, told from both layouts alone;
-``redistribute`` runs it.
+docs/algorithms/redistribution.md derives it. Here it is a value that follows from both layouts
+alone; ``redistribute`` runs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Adjoint:
         self.source = _of_gradient(source, own)
         copies = math.prod(lengths[axis] for axis in self.filled) if filled_op == "avg" else 1
         addends = math.prod(lengths[axis] for axis in self.reduced) if self.op == "avg" else 1
-        #: What the gradient is multiplied by.
+        #: The factor of the gradient.
         self.factor = copies / addends
         #: True if only the first rank holds the value, and this one a constant.
         self.masked = filled_op == "product" and not target.is_first(self.filled)

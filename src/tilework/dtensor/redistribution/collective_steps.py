@@ -47,7 +47,7 @@ def prepare_step(
         source: The layout before it.
         target: The layout afterwards.
         dtype: Of the local tensors.
-        last: Whether the result is what the user gets: then it is a tensor of its own.
+        last: True if the result is what the user gets: then it is a tensor of its own.
     """
     if step.kind == "slice":
         return _slice(source, target, last)
@@ -163,7 +163,7 @@ class _Division:
 
 
 def _overlaps(local: Box, boxes: Sequence[Box]) -> list[Box]:
-    """What each box shares with a local tensor's along the dims that are sharded; maybe nothing."""
+    """The overlap of each box with a local tensor's along the sharded dims; maybe an empty one."""
     overlaps = []
     for box in boxes:
         low = tuple(map(max, local.offsets, box.offsets))

@@ -62,7 +62,7 @@ def _run_all(run_steps: Sequence[RunStep], x: Tensor) -> Tensor:
 def prepared_from(
     source: DTensorSpec,
 ) -> dict[tuple[DTensorSpec, torch.dtype], PreparedRedistribution]:
-    """What is prepared already from a layout, by target and dtype."""
+    """The redistributions that are prepared from a layout, by target and dtype."""
     prepared: dict[tuple[DTensorSpec, torch.dtype], PreparedRedistribution] = source.redistributions
     return prepared
 

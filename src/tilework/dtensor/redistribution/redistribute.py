@@ -125,13 +125,13 @@ def plan_redistribution(
 
 
 class _Call:
-    """One differentiable redistribution."""
+    """A call of a differentiable redistribution."""
 
     __slots__ = ("async_op", "prepared", "work")
 
     def __init__(self, prepared: PreparedRedistribution, async_op: bool) -> None:
         self.prepared, self.async_op = prepared, async_op
-        #: What the result must wait for.
+        #: The work that the result must wait for.
         self.work: Work | None = None
 
 
