@@ -155,13 +155,15 @@ class ShardedTensorBase(TiledTensor):
         return id(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({headline(self._overview())})"
+        view = overview(self._metadata, self._sharding_spec)
+        return f"{type(self).__name__}({headline(view)})"
 
     def __str__(self) -> str:
-        return as_text(self._overview(f"{type(self).__name__} "))
+        return as_text(self._overview())
 
-    def _overview(self, name: str = "") -> Overview:
-        group = self._process_group
+    def _overview(self) -> Overview:
+        """The owners of shards, and the ranks of the group without shards."""
+        group, name = self._process_group, f"{type(self).__name__} "
         idle = () if group is None else {*group.global_ranks} - {*self.tiling.ranks}
         return overview(self._metadata, self._sharding_spec, name, idle)
 

@@ -82,7 +82,7 @@ def _overview(
         )
     if size is not None or dtype is not None:
         raise ValueError("size and dtype are those of the tensor: give them with a spec only")
-    return tensor._overview(f"{type(tensor).__name__} ")
+    return tensor._overview()
 
 
 def _table(view: Overview, width: int) -> list[StyledLine]:

@@ -1,0 +1,44 @@
+"""Names and wildcards of plans."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tilework.tiled.module_plan import close_names, is_pattern, matching_names, split_name
+
+NAMES = ["", "up", "layers", "layers.0", "layers.0.up", "layers.1.up", "layers.10.up"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("", [""]),
+        ("up", ["up"]),
+        ("*.up", []),
+        ("layers.*.up", ["layers.0.up", "layers.1.up", "layers.10.up"]),
+        ("layers.?.up", ["layers.0.up", "layers.1.up"]),
+        ("layers.[01].up", ["layers.0.up", "layers.1.up"]),
+        ("LAYERS", []),
+    ],
+)
+def test_matching_names(pattern: str, expected: list[str]) -> None:
+    assert matching_names(pattern, NAMES) == expected
+
+
+def test_patterns() -> None:
+    assert [is_pattern(name) for name in ("up", "u?", "*", "u[p]", "")] == [
+        *(False, True, True, True, False)
+    ]
+
+
+def test_close_names() -> None:
+    assert close_names("layer", NAMES)[0] == "layers"
+    assert close_names("xyz", NAMES) == []
+
+
+def test_split_name() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2))
+    module = nn.Sequential(inner)
+    assert split_name(module, "0.0.weight") == (inner[0], "weight")
+    assert split_name(module, "0") == (module, "0")
