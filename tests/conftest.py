@@ -17,6 +17,7 @@ import pytest
 from tilework.comm.backend import core_error
 
 WHY = core_error()
+DEADLINE = pytest.StashKey[float]()
 
 # Shells and nohup start jobs with these ignored, which all processes of theirs inherit.
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
@@ -41,10 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("in a row"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    budget = float(os.environ.get("TILEWORK_TEST_SECONDS", "inf"))
+    session.stash[DEADLINE] = time.monotonic() + budget
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what begins after the time budget of ``python -m tests.check``."""
-    if time.time() > float(os.environ.get("TILEWORK_TESTS_UNTIL", "inf")):
+    if time.monotonic() > item.session.stash[DEADLINE]:
         pytest.skip("the time budget is spent; `make test` runs all")
 
 
