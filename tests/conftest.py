@@ -42,11 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("in a row"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    budget = float(os.environ.get("TILEWORK_TEST_SECONDS", "inf"))
-    session.stash[DEADLINE] = time.monotonic() + budget
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what begins after the time budget of ``python -m tests.check``."""
@@ -54,8 +49,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("the time budget is spent; `make test` runs all")
 
 
-def pytest_collection_finish() -> None:
-    """What is loaded by now stays: the garbage collector need not look at it again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the time budget, and freeze what is loaded: garbage collection skips it then."""
+    budget = float(os.environ.get("TILEWORK_TEST_SECONDS", "inf"))
+    session.stash[DEADLINE] = time.monotonic() + budget
     gc.collect()
     gc.freeze()
 
