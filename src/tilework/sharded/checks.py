@@ -223,7 +223,7 @@ def agree_on(make: Callable[[], T], describe: Callable[[T], str], what: str, gro
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """One line, the same for equal metadata only."""
+    """A line that is the same for equal metadata only."""
     shards = metadata.shards_metadata
     boxes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
     contents = metadata.tensor_properties, boxes, [s.placement for s in shards]

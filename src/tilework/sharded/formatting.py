@@ -104,7 +104,7 @@ def _owners(metadata: ShardedTensorMetadata) -> list[Owner]:
 
 
 def headline(view: Overview) -> str:
-    """One line: dtype, size, shards and owners. Shown by repr().
+    """A line with dtype, size, shards and owners. Shown by repr().
 
     Example:
         >>> from tilework.sharded import ChunkShardingSpec, zeros
@@ -127,7 +127,7 @@ def headline(view: Overview) -> str:
 
 
 def as_text(view: Overview) -> str:
-    """One line, the picture, and the bytes of the ranks. Shown by print()."""
+    """The headline, the picture, and the bytes of the ranks. Shown by print()."""
     picture = ["".join(text for text, _ in line) for line in view.picture(_PLAIN)]
     total = f"{bytes_text(view.total_bytes)}: {_loads(view)}"
     return "\n".join([headline(view), *picture, total])

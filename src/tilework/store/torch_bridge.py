@@ -24,7 +24,7 @@ _LONGEST_PAUSE: Final = 0.02
 
 
 class TorchStoreAdapter(Store):
-    """One of torch's stores behind tilework's contract.
+    """A torch store behind tilework's contract.
 
     For a store that exists already, such as the one that torchrun serves. It is not
     closed by closing the adapter: torch closes a store when the last reference to it goes.

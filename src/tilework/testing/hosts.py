@@ -46,7 +46,7 @@ class Host:
         return _run("ip", "netns", "exec", self.name, *command)
 
     def sent_bytes(self) -> int:
-        """How much has left over the link, all headers included."""
+        """Bytes that have left over the link, all headers included."""
         return int(self.run("cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"))
 
 

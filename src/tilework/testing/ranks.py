@@ -38,7 +38,7 @@ _GRACE_SECONDS = 3.0
 
 @dataclass
 class _Outcome:
-    """How one rank ended."""
+    """The end of a rank."""
 
     result: Any = None
     error: BaseException | None = None
@@ -109,7 +109,7 @@ def _raise_first(outcomes: Sequence[_Outcome], failed: Sequence[int]) -> NoRetur
 
 @dataclass
 class _Program:
-    """What each rank runs."""
+    """The program of each rank."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

@@ -81,7 +81,7 @@ class Background:
         self._thread.start()
 
     def result(self) -> Any:
-        """What the call returned; what it raised is raised."""
+        """The result of the call; raises what it raised."""
         self._thread.join(LONG.total_seconds())
         assert not self._thread.is_alive(), "the call has not come back"
         if isinstance(self._outcome, BaseException):

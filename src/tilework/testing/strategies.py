@@ -43,7 +43,7 @@ def shapes(max_dims: int = 3, max_side: int = 5) -> st.SearchStrategy[tuple[int,
 
 
 def layouts() -> st.SearchStrategy[str]:
-    """How a tensor lies in memory; see :func:`tilework.testing.groups.values.laid_out`."""
+    """Memory layouts of a tensor; see :func:`tilework.testing.groups.values.laid_out`."""
     return st.sampled_from(LAYOUTS)
 
 
@@ -54,7 +54,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a program."""
+    """An operation of a program."""
 
     operation: str
     case: Case
@@ -67,7 +67,7 @@ class Step:
     seed: int
 
     def contribution(self, rank: int, part: int = 0) -> Tensor:
-        """What ``rank`` brings (for its ``part``-th peer), in the step's layout."""
+        """The input of ``rank`` (for its ``part``-th peer), in the step's layout."""
         return self.case.make(self.seed + 3 * rank + part)
 
     def value(self, rank: int, part: int = 0) -> Tensor:
@@ -75,13 +75,13 @@ class Step:
         return self.case.value(self.seed + 3 * rank + part)
 
     def rows(self, src: int, dst: int) -> int:
-        """How many rows of dim 0 ``src`` sends to ``dst`` in an uneven exchange."""
+        """The number of rows of dim 0 that ``src`` sends to ``dst`` in an uneven exchange."""
         return (self.seed + 3 * src + 5 * dst) % 4
 
 
 @dataclass(frozen=True)
 class Program:
-    """What all ``n`` ranks do, in order."""
+    """The operations of all ``n`` ranks, in order."""
 
     n: int
     steps: tuple[Step, ...]

@@ -1,1 +1,1 @@
-"""What DTensor and ShardedTensor share: the base class, factor maps, pictures."""
+"""The core that DTensor and ShardedTensor share: the base class, factor maps, pictures."""

@@ -123,7 +123,7 @@ def _meets(box: Box, sliced: list[int], place: Sequence[tuple[int, int]]) -> boo
 
 @dataclass(frozen=True)
 class _Axis:
-    """One dim of a picture: the cells between neighbouring cuts."""
+    """A dim of a picture: the cells between neighbouring cuts."""
 
     cuts: tuple[int, ...]
     sizes: tuple[int, ...]  # of the cells, in characters
@@ -167,7 +167,7 @@ def _axis(cuts: list[int], least: int, room: int, most: int) -> _Axis:
 
 @dataclass(frozen=True)
 class _Picture:
-    """One plane of a tensor."""
+    """A plane of a tensor."""
 
     down: _Axis
     across: _Axis

@@ -1,4 +1,4 @@
-"""What a communication hook is given, and what it may do with it."""
+"""The gradient bucket that a communication hook gets, and its use there."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def noop_hook(_: Any, bucket: GradBucket) -> BucketFuture:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """One reduction of one bucket.
+    """A reduction of a bucket.
 
     Attributes:
         index: The bucket's place in the order of reduction.

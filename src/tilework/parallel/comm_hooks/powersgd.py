@@ -30,7 +30,7 @@ from tilework.parallel.comm_hooks.deferred import DeferredFuture
 
 @dataclass(frozen=True)
 class CompressionStats:
-    """What PowerSGD has sent so far, on this rank.
+    """Bytes that PowerSGD has sent so far on this rank.
 
     Attributes:
         rate: Bytes of gradients for each byte sent.
@@ -157,7 +157,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFut
 
 @dataclass(eq=False)
 class _Matrix:
-    """One matrix under compression: M, P and Q."""
+    """A matrix under compression: M, P and Q."""
 
     key: tuple[int, int]
     matrix: Tensor

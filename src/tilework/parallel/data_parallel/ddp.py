@@ -641,7 +641,7 @@ def _broadcast_flat(tensors: list[Tensor], group: ProcessGroup, group_src: int) 
 
 
 def _structure(module: nn.Module) -> list[Any]:
-    """What tells that parameters were added, replaced, frozen or unfrozen since."""
+    """A value that changes when parameters are added, replaced, frozen or unfrozen."""
     return [
         (id(parameter), parameter.requires_grad)
         for owner in module.modules()

@@ -23,7 +23,7 @@ from tilework.comm.world import current_world
 
 
 class JoinHook:
-    """What a joinable does on a rank that has run out of inputs."""
+    """The part of a joinable on a rank that has run out of inputs."""
 
     def main_hook(self) -> None:
         """Called once for each iteration that the other ranks still make."""

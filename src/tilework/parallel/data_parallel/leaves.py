@@ -14,7 +14,7 @@ from tilework.tiled.tensor import TiledTensor
 
 @dataclass(frozen=True, eq=False)
 class GradLeaf:
-    """One tensor that receives a gradient.
+    """A tensor that receives a gradient.
 
     Attributes:
         name: The parameter's name in the module; with the number of the local shard behind it

@@ -47,7 +47,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One bucket of the last backward pass.
+    """A bucket of the last backward pass.
 
     Attributes:
         index: Its place in the order of reduction.

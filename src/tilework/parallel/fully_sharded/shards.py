@@ -1,4 +1,4 @@
-"""One parameter of a fully sharded module: its shard, its place in the buffer, its full value."""
+"""A parameter of a fully sharded module: its shard, its place in the buffer, its full value."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tilework.mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh. The other axes, if there are any, shard the batch: dim 0.
+    """An axis of a mesh. The other axes, if there are any, shard the batch: dim 0.
 
     Args:
         mesh: The mesh of all ranks.

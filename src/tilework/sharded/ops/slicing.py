@@ -65,7 +65,7 @@ def narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedT
 
 
 def select(tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
-    """One element along a dim, without the dim; ranks that have nothing of it hold no shards."""
+    """The element at an index of a dim, without the dim; ranks without it hold no shards."""
 
     def make() -> ResultLayout:
         boxes = [

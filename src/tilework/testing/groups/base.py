@@ -1,4 +1,4 @@
-"""What every part of the suite stands on: a way to run ranks."""
+"""The base of all parts of the suite: a way to run ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GroupSuite(ABC):
         return (case for case in self.cases() if self.reduces("SUM", case.dtype))
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether the contract defines the reduction for the dtype, and the backend has it."""
+        """True if the contract defines the reduction for the dtype, and the backend has it."""
         return defined(op, dtype) and self.group_type.reduces(reduce_op(op), dtype)
 
 
@@ -104,7 +104,7 @@ def finish(work: dist.Work | None, async_op: bool) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """How an operation failed on a rank: fit to be sent to the parent process."""
+    """The failure of an operation on a rank, as the parent process receives it."""
 
     kind: type[BaseException]
     text: str

@@ -12,12 +12,12 @@ _F32 = torch.float32
 
 
 def parcel(src: int, dst: int) -> int:
-    """How many rows ``src`` sends to ``dst``: uneven, sometimes none."""
+    """The number of rows that ``src`` sends to ``dst``: uneven, sometimes none."""
     return (src + 2 * dst) % 4
 
 
 def rows(src: int, dst: int, dtype: torch.dtype = _F32) -> torch.Tensor:
-    """What ``src`` sends to ``dst``."""
+    """The rows that ``src`` sends to ``dst``."""
     return pattern(10 * src + dst, (parcel(src, dst), 3), dtype)
 
 

@@ -13,7 +13,7 @@ from tilework.testing.groups.values import assert_same
 
 
 def thing(rank: int) -> Any:
-    """What ``rank`` has to say: of another type and size than its neighbours."""
+    """The object of ``rank``: of another type and size than its neighbours'."""
     things: list[Any] = [
         None,
         {"rank": rank, "nested": [1, (2, {"x": b"y" * rank})]},

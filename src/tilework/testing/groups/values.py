@@ -87,7 +87,7 @@ class Case:
         return f"{self.layout} {self.dtype} of shape {list(self.shape)}"
 
     def value(self, seed: int) -> Tensor:
-        """What :meth:`make` holds, contiguous and fresh."""
+        """The values of :meth:`make`, contiguous and fresh."""
         if self.layout == "expanded":
             return self.make(seed).clone(memory_format=torch.contiguous_format)
         return pattern(seed, self.shape, self.dtype)
@@ -179,7 +179,7 @@ def assert_near(actual: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
-    """Whether the contract defines reduction ``op`` for ``dtype``.
+    """True if the contract defines reduction ``op`` for ``dtype``.
 
     Example:
         >>> defined("AVG", torch.int32)
@@ -210,7 +210,7 @@ _COMBINE: dict[str, _Binary] = {
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of ``dtype`` are held in: float32 for 16-bit floats, 64 bits for integers."""
+    """The accumulation dtype of sums: float32 for 16-bit floats, 64 bits for integers."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
