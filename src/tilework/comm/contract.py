@@ -22,7 +22,7 @@ from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
 
 class Work(ABC):
-    """An operation under way. Returned by every operation with ``async_op=True``."""
+    """An operation in flight. Returned by every operation with ``async_op=True``."""
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> bool:

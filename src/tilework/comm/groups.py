@@ -231,7 +231,7 @@ def abort_process_group(group: AnyGroup = None, reason: str = "abort was called"
 
     Args:
         group: None: the default group.
-        reason: What the other ranks are told.
+        reason: The reason, for the other ranks' errors.
 
     Example:
         >>> import tilework.distributed as dist

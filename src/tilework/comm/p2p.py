@@ -60,7 +60,7 @@ def irecv(
 ) -> Work | None:
     """Start receiving into ``tensor`` from rank ``src``, or from any rank if none is given.
 
-    Does not block; leave the tensor alone until done. ``work.source_rank()`` tells the sender.
+    Does not block; leave the tensor alone until done. ``work.source_rank()`` is the sender.
 
     Args:
         tensor: Overwritten; must have the dtype and the number of elements of what comes.

@@ -146,7 +146,7 @@ class DeviceMesh:
         """This rank's index along an axis, which may be left out if there is but one.
 
         Raises:
-            RuntimeError: This rank is not in the mesh, or the axis must be told.
+            RuntimeError: This rank is not in the mesh, or the axis must be given.
         """
         return self._here()[self._axis(mesh_dim, "get_local_rank")]
 
@@ -156,7 +156,7 @@ class DeviceMesh:
         Its ranks are numbered in ascending order of global ranks, whatever the axis's order.
 
         Raises:
-            RuntimeError: This rank is not in the mesh, or the axis must be told.
+            RuntimeError: This rank is not in the mesh, or the axis must be given.
         """
         axis = self._axis(mesh_dim, "get_group")
         self._here()
@@ -272,7 +272,7 @@ class DeviceMesh:
         if mesh is None:
             if len(groups_of_axes) != 1:
                 raise ValueError(
-                    f"{len(groups_of_axes)} groups need a mesh that tells how they cross"
+                    f"{len(groups_of_axes)} groups need a mesh that says how they cross"
                 )
             mesh = get_process_group_ranks(groups_of_axes[0])
         _check_device_type(device_type)

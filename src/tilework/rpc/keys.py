@@ -48,7 +48,7 @@ class Keys:
 
     @property
     def proof(self) -> str:
-        """Equal on ranks that have the same secret; tells nothing about it."""
+        """Equal on ranks that have the same secret; reveals nothing about it."""
         return self._derived("proof").hex()
 
     def _derived(self, purpose: str) -> bytes:

@@ -1,6 +1,6 @@
 """Large buffers between processes of one host: written once, then mapped by who gets them.
 
-A sender writes them into a memory file without a name (memfd), and says its number. The receiver
+A sender writes them into a memory file without a name (memfd), and sends its number. The receiver
 opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files are used again, because getting memory
 from the kernel costs more than the copy: a receiver that has dropped its mapping gives the file
 back. There is a limit to that, beyond which the sender lets go of a file as soon as it is mapped.

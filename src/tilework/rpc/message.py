@@ -49,7 +49,7 @@ class Kind(IntEnum):
     TAKEN = 9
     #: A memory file is not mapped any more, and may be used again. Its number.
     RETURNED = 10
-    #: The first word to a rank: 1 if the sender can open its memory files.
+    #: The first message to a rank: 1 if the sender can open its memory files.
     HELLO = 11
     #: To oneself: stop receiving.
     STOP = 12

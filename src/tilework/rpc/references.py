@@ -1,6 +1,6 @@
 """Reference counts across ranks: a value lives exactly as long as a reference to it.
 
-The owner of a value counts how many references it was told that each rank has. Where
+The owner of a value counts the references of each rank, as they are reported to it. Where
 the owner itself sends one, it counts it as it sends. Where another rank does, that one holds
 its own (a *pin*) until the receiver says that it HOLDS one; and the receiver says so only after the
 owner, asked to ADD one, has answered. So at every moment somebody counted holds it.
@@ -44,7 +44,7 @@ class References:
 
     Args:
         rank: This rank.
-        send: How to tell others.
+        send: Sends a message about references.
         wake: Called when ``flush`` should be; from any thread, at any time.
     """
 
@@ -73,7 +73,7 @@ class References:
         return entry
 
     def create(self, owner: int) -> tuple[Entry, Ref]:
-        """An entry for a value that ``owner`` is about to make, and what to tell it."""
+        """An entry for a value that ``owner`` is about to make, and the reference to send it."""
         id = RefId(self._rank, next(self._ids))
         if owner == self._rank:
             entry = Owned(id, owner)

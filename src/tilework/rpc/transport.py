@@ -1,4 +1,4 @@
-"""Messages between ranks over ZeroMQ, and word of ranks that are gone.
+"""Messages between ranks over ZeroMQ, and notice of ranks that are gone.
 
 Each rank has one socket that it receives on, and one per other rank that it sends on, connected
 when first used. All are CURVE sockets: the receiving one asks for each connection whether its key
@@ -32,7 +32,7 @@ from tilework.rpc.keys import Keys
 MAX_FRAME_BYTES: Final = 16 << 20
 _CURVE_EXTRA_BYTES: Final = 1 << 10
 _HANDSHAKE_MILLISECONDS: Final = 10_000
-#: A host that vanished without a word is noticed within half a minute.
+#: A host that vanished silently is noticed within half a minute.
 _KEEPALIVE: Final = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10}
 _KEEPALIVE_RETRIES: Final = {zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
 _SELF: Final = "inproc://self"

@@ -75,7 +75,7 @@ def store_based_barrier(
 
 
 class _Barrier:
-    """The keys of one barrier, and what they say."""
+    """The keys of one barrier, and their meaning."""
 
     def __init__(
         self, store: Store, group_name: str, count: int, ranks: Collection[int] | None
@@ -91,7 +91,7 @@ class _Barrier:
         self._store.append(self._arrived_key, f"{rank},")
 
     def complete(self) -> bool:
-        """Look who has come; if all, tell those who wait."""
+        """Count the ranks that have come; if all have, wake those that wait."""
         # One list, not one key per rank: a thousand ranks read it once each, not a thousand keys.
         text = self._store.get(self._arrived_key).decode()
         self._arrived = Counter(int(part) for part in text.split(",") if part)

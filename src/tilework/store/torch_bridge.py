@@ -129,7 +129,7 @@ class TorchStoreAdapter(Store):
 
     @property
     def authenticated(self) -> bool:
-        """As told at construction; torch's TCPStore authenticates nobody."""
+        """As given at construction; torch's TCPStore authenticates nobody."""
         return self._authenticated
 
     def __repr__(self) -> str:

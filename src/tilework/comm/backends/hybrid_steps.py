@@ -1,7 +1,7 @@
 """Collectives across hosts: each byte crosses once, and only the bytes that must.
 
-Each step is what one rank does, in two parts: before the ranks meet it says what it will receive
-from other hosts, and once all agree (after its one ``yield``) data moves. Whoever sends then
+Each step is one rank's part, in two halves: before the ranks meet it posts its receives from other
+hosts, and once all agree (after its one ``yield``) data moves. Whoever sends then
 finds the other side ready, and nothing is sent where they do not agree. ``local`` runs a
 collective among the ranks of this host, through shared memory; ``Transfers`` go to other hosts. A
 host's ranks carry what crosses in equal shares, their lanes. Reductions combine the ranks of each
@@ -56,7 +56,7 @@ class StepContext(Protocol):
         ...
 
     def transfers(self) -> Transfers:
-        """None under way yet."""
+        """A new set of transfers."""
         ...
 
 

@@ -295,7 +295,7 @@ class NativeGroup(ProcessGroup):
             text = f"{place}: {self._failure_text(kind, ranks, here, detail)}"
             self.engine.abort(kind, _with_ranks(ranks, text))
         except self.engine.fault_type:
-            # Closed here meanwhile: there is nobody left to ask or tell.
+            # Closed here meanwhile: no other rank can be asked or informed.
             text = f"{place}: {here}: {detail}"
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 

@@ -5,7 +5,7 @@ segment and listens on an abstract Unix socket whose name it puts in the store; 
 connects, both sides check that the other runs as the same user, the rank proves that it read the
 store (nonce) and is handed the segment's descriptor. That works or it does not: whether ranks
 share a host is found out by sharing memory, never guessed from names. Whatever fails on one rank
-is told to all through a verdict.
+reaches all through a verdict.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Reception:
         return f"{_ELSEWHERE}:{store.get('shm/refused').decode()}"
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> int | None:
-        """Serve whoever did something; return the rank that was lost by it, if one was."""
+        """Serve the connections that are ready; the rank that was lost thereby, if any."""
         connection, rank = key.fileobj, key.data
         assert isinstance(connection, socket.socket)
         if connection is self._listener:
@@ -176,7 +176,7 @@ class _Reception:
                 connection.close()
                 return
             socket.send_fds(connection, [b"S"], [self._fd])
-        except BlockingIOError:  # it has not said anything yet
+        except BlockingIOError:  # it has not sent anything yet
             self._newcomers[connection] = time.monotonic()
             selector.register(connection, selectors.EVENT_READ, None)
         except OSError:
@@ -186,7 +186,7 @@ class _Reception:
             selector.register(connection, selectors.EVENT_READ, rank)
 
     def _drop_silent(self, selector: selectors.BaseSelector) -> None:
-        """Make room for newcomers, if there is none, by hanging up on those that say nothing."""
+        """Make room for newcomers, if there is none, by closing connections that send nothing."""
         if len(self._newcomers) < _MAX_NEWCOMERS:
             return
         latest = time.monotonic() - _HELLO_SECONDS

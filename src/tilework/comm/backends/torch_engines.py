@@ -19,11 +19,12 @@ import torch.distributed
 from torch import Tensor
 
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
-from tilework.comm.backends.engine_protocol import Fault, FaultArgs, Kind, Operation, Parts
+from tilework.comm.backends.engine_protocol import Fault, FaultArgs, Operation, Parts
 from tilework.comm.backends.failure_log import FailureLog
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.python_engine import PythonEngine
+from tilework.comm.backends.torch_calls import CALLS, as_bytes, c10d, kind_of
 from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work
@@ -31,146 +32,11 @@ from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 from tilework.store.torch_bridge import as_torch_store
 
-#: torch's engines and their options; absent from builds of torch without them.
-_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 #: Words in messages of failures, where a rank came late and where connections ended.
 _LATE = ("timed out",)
 _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
 #: A tag of which no message is ever sent.
 _NEVER_SENT = 0x7FFF_FFFE
-
-# -- what is called for each kind of operation ----------------------------------------------
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _all_bytes(parts: Parts) -> list[Tensor]:
-    return [_bytes(part) for part in parts]
-
-
-def _barrier(backend: Any, operation: Operation, rank: int) -> Any:
-    return backend.barrier(_options(_c10d.BarrierOptions(), operation))
-
-
-def _broadcast(backend: Any, operation: Operation, rank: int) -> Any:
-    return backend.broadcast(
-        _all_bytes(operation.outputs), _options(_c10d.BroadcastOptions(), operation)
-    )
-
-
-def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
-    source, target = operation.inputs[0], operation.outputs[0]
-    if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
-    return backend.allreduce([_number(target)], _options(_c10d.AllreduceOptions(), operation))
-
-
-def _reduce(backend: Any, operation: Operation, rank: int) -> Any:
-    # torch's leaves partial sums in the tensors of ranks that are not the root.
-    at_root = rank == operation.root
-    tensor = operation.outputs[0] if at_root else operation.inputs[0].clone()
-    if at_root and tensor.data_ptr() != operation.inputs[0].data_ptr():
-        tensor.copy_(operation.inputs[0])
-    return backend.reduce([_number(tensor)], _options(_c10d.ReduceOptions(), operation))
-
-
-def _all_gather(backend: Any, operation: Operation, rank: int) -> Any:
-    source, outputs = _bytes(operation.inputs[0]), operation.outputs
-    options = _options(_c10d.AllgatherOptions(), operation)
-    if isinstance(outputs, Tensor):
-        return backend._allgather_base(_bytes(outputs), source, options)
-    return backend.allgather([_all_bytes(outputs)], [source], options)
-
-
-def _gather(backend: Any, operation: Operation, rank: int) -> Any:
-    lists = [_all_bytes(operation.outputs)] if rank == operation.root else []
-    options = _options(_c10d.GatherOptions(), operation)
-    return backend.gather(lists, [_bytes(operation.inputs[0])], options)
-
-
-def _scatter(backend: Any, operation: Operation, rank: int) -> Any:
-    lists = [_all_bytes(operation.inputs)] if rank == operation.root else []
-    options = _options(_c10d.ScatterOptions(), operation)
-    return backend.scatter([_bytes(operation.outputs[0])], lists, options)
-
-
-def _reduce_scatter(backend: Any, operation: Operation, rank: int) -> Any:
-    target, inputs = _number(operation.outputs[0]), operation.inputs
-    options = _options(_c10d.ReduceScatterOptions(), operation)
-    if isinstance(inputs, Tensor):
-        return backend._reduce_scatter_base(target, _number(inputs), options)
-    return backend.reduce_scatter([target], [[_number(part) for part in inputs]], options)
-
-
-def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
-    options = _options(_c10d.AllToAllOptions(), operation)
-    inputs, outputs = operation.inputs, operation.outputs
-    if isinstance(inputs, Tensor) and isinstance(outputs, Tensor):
-        source, target = _bytes(inputs), _bytes(outputs)
-        source = source.clone() if source.data_ptr() == target.data_ptr() else source
-        return backend.alltoall_base(target, source, [], [], options)
-    # torch's form for lists wants equal sizes, the one for a tensor with split sizes does not.
-    sources, targets = _split(inputs, backend.size()), _split(outputs, backend.size())
-    target = targets[0].new_empty(sum(part.numel() for part in targets))
-    splits = [[part.numel() for part in parts] for parts in (targets, sources)]
-    work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
-    work.wait()
-    for part, came in zip(targets, torch.split(target, splits[0]), strict=True):
-        part.copy_(came)
-    return work
-
-
-def _split(parts: Parts, size: int) -> list[Tensor]:
-    if isinstance(parts, Tensor):
-        return list(torch.split(_bytes(parts), max(parts.nbytes // size, 1)))
-    return _all_bytes(parts)
-
-
-def _number(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as gloo adds it up rightly: truth values are bytes."""
-    return _bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
-
-
-_CALLS: dict[Kind, Callable[[Any, Operation, int], Any]] = {
-    "barrier": _barrier,
-    "broadcast": _broadcast,
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-}
-
-
-def _options(torch_options: Any, operation: Operation) -> Any:
-    if hasattr(torch_options, "reduceOp"):
-        torch_options.reduceOp = _torch_reduce_op(operation.reduce_op, operation.dtype)
-    if hasattr(torch_options, "rootRank"):
-        torch_options.rootRank = operation.root
-    torch_options.timeout = timedelta(seconds=operation.timeout)
-    return torch_options
-
-
-def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
-    kind = _kind_of(op)
-    if dtype is torch.bool:  # gloo's sum of bytes counts them
-        kind = _OF_TRUTH.get(kind, kind)
-    if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
-        return _c10d._make_nccl_premul_sum(op.factor)
-    return getattr(_c10d.ReduceOp, kind.name)
-
-
-_OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
-
-
-def _kind_of(op: AnyReduceOp | None) -> RedOpType:
-    return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type
-
 
 # -- the engine -----------------------------------------------------------------------------
 
@@ -185,7 +51,7 @@ class TorchEngine(PythonEngine):
         self._failures = FailureLog(request.store, self.rank, self.size)
 
     def perform(self, operation: Operation) -> None:
-        self.blocking(lambda: _CALLS[operation.kind](self._backend, operation, self.rank).wait())
+        self.blocking(lambda: CALLS[operation.kind](self._backend, operation, self.rank).wait())
 
     def _run(self, act: Callable[[], object]) -> FaultArgs | None:
         return self.fault_of(lambda: self.blocking(act))
@@ -216,12 +82,12 @@ class TorchEngine(PythonEngine):
 
     def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> TorchCompletion:
         self.check_open()
-        source = _bytes(tensor)
+        source = as_bytes(tensor)
         return self._message(lambda: self._backend.send([source], dst, tag), source, timeout)
 
     def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> TorchCompletion:
         self.check_open()
-        target = _bytes(tensor)
+        target = as_bytes(tensor)
         if src < 0:
             return self._message(
                 lambda: self._backend.recv_anysource([target], tag), target, timeout
@@ -275,7 +141,7 @@ class StreamEngine(TorchEngine):
     def submit(self, operation: Operation) -> TorchCompletion:
         self.check_open()
         self._entered += 1
-        work = _CALLS[operation.kind](self._backend, operation, self.rank)
+        work = CALLS[operation.kind](self._backend, operation, self.rank)
         return TorchCompletion(work, operation, operation.timeout, self._run)
 
     def interrupt(self) -> None:
@@ -306,7 +172,7 @@ class EngineGroup(NativeGroup):
         op, dtype = operation.reduce_op, operation.dtype
         if op is not None and dtype is not None and not self.reduces(op, dtype):
             raise NotImplementedError(
-                f"backend {self.name()!r} has no ReduceOp.{_kind_of(op)} of {dtype}; convert the "
+                f"backend {self.name()!r} has no ReduceOp.{kind_of(op)} of {dtype}; convert the "
                 f"tensor, or use a backend that has it (hybrid, shm and threads do)"
             )
         if operation.kind != "all_to_all" and not (
@@ -348,7 +214,7 @@ class GlooGroup(EngineGroup):
 
     @classmethod
     def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
-        kind = _kind_of(op)
+        kind = kind_of(op)
         if dtype.is_complex:
             return kind in (RedOpType.SUM, RedOpType.AVG)
         return dtype in cls._DTYPES and kind is not RedOpType.PREMUL_SUM
@@ -366,11 +232,11 @@ def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -
     """
     store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
     if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return _c10d.ProcessGroupGloo(store, rank, size, request.timeout)
-    options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+        return c10d.ProcessGroupGloo(store, rank, size, request.timeout)
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = request.timeout
-    return _c10d.ProcessGroupGloo(store, rank, size, options)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
 def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:
@@ -378,19 +244,19 @@ def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:
 
 
 def _make_nccl(request: DistributedBackendOptions, options: Any) -> Any:
-    options = options or _c10d.ProcessGroupNCCL.Options()
+    options = options or c10d.ProcessGroupNCCL.Options()
     options._timeout = request.timeout
     store = as_torch_store(request.store)
-    return _c10d.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
+    return c10d.ProcessGroupNCCL(store, request.group_rank, request.group_size, options)
 
 
 def _make_ucc(request: DistributedBackendOptions, options: Any) -> Any:
     store = as_torch_store(request.store)
-    return _c10d.ProcessGroupUCC(store, request.group_rank, request.group_size, request.timeout)
+    return c10d.ProcessGroupUCC(store, request.group_rank, request.group_size, request.timeout)
 
 
 def _make_mpi(request: DistributedBackendOptions, options: Any) -> Any:
-    return _c10d.ProcessGroupMPI.create(list(request.global_ranks_in_group))
+    return c10d.ProcessGroupMPI.create(list(request.global_ranks_in_group))
 
 
 _Make = Callable[[DistributedBackendOptions, Any], Any]

@@ -1,4 +1,4 @@
-"""From all ranks' records to words: who waits for whom, and why. Pure; reads no files."""
+"""Findings from all ranks' records: which rank waits for which, and why. Reads no files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilework.comm.flight.waits import Wait, blocking, circles, is_send, waits
 #: In the order of telling.
 Kind = Literal["deadlock", "mismatch", "failed", "waiting", "message", "busy", "unheard", "fine"]
 _MAX_DETAILS: Final = 64
-#: More ranks than this are not told one by one.
+#: The most ranks that are described one by one.
 _MAX_TOLD: Final = 16
 
 

@@ -35,7 +35,7 @@ class Group:
     messages: dict[int, list[Entry]] = field(default_factory=dict)
 
     def add(self, rank: int, log: GroupLog) -> None:
-        """Add what one rank tells."""
+        """Add the record of one rank."""
         self.calls[rank] = {entry.number: entry for entry in log.entries if entry.number}
         self.messages[rank] = [entry for entry in log.entries if not entry.number]
 
@@ -49,7 +49,7 @@ class Group:
         return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
 
     def absent(self, number: int) -> list[int]:
-        """The ranks that have not come so far, and those that do not tell."""
+        """The ranks that have not come so far, and those without a record."""
         lasts = {rank: self.last(rank) for rank in self.ranks}
         return [rank for rank, last in lasts.items() if last is None or last.number < number]
 

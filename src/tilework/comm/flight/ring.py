@@ -99,7 +99,7 @@ class Entry:
 
 
 class Pending(Protocol):
-    """Something that can tell whether an operation is over."""
+    """The state of an operation that may be in flight."""
 
     def done(self) -> bool:
         """True if it has ended. Never blocks."""

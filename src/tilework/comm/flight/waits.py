@@ -75,7 +75,7 @@ def is_send(entry: Entry) -> bool:
 def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     """For each rank that cannot go on, the waits that hold it up.
 
-    A rank with asynchronous operations under way may be computing meanwhile: where its stack is
+    A rank with asynchronous operations in flight may be computing meanwhile: where its stack is
     tells which of them, if any, it waits for.
     """
     by_rank: dict[int, list[Wait]] = {}
@@ -94,7 +94,7 @@ def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
 
 
 def circles(held_up: dict[int, list[Wait]]) -> list[list[Wait]]:
-    """Ranks that wait for each other in a circle: each wait, and then that of whom it awaits."""
+    """Cycles of ranks that wait for each other: each wait, and then that of the awaited rank."""
     cycles: dict[frozenset[int], list[Wait]] = {}
     for start in held_up:
         circle = _circle_from(start, held_up)

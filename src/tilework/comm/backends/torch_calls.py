@@ -1,0 +1,150 @@
+"""Operations as calls of torch's backend objects.
+
+Data that is only moved goes as bytes, so every dtype can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backends.engine_protocol import Kind, Operation, Parts
+from tilework.comm.reduce_op import AnyReduceOp, RedOpType
+
+#: torch's engines and their options; absent from builds of torch without them.
+c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _all_bytes(parts: Parts) -> list[Tensor]:
+    return [as_bytes(part) for part in parts]
+
+
+def _barrier(backend: Any, operation: Operation, rank: int) -> Any:
+    return backend.barrier(_options(c10d.BarrierOptions(), operation))
+
+
+def _broadcast(backend: Any, operation: Operation, rank: int) -> Any:
+    return backend.broadcast(
+        _all_bytes(operation.outputs), _options(c10d.BroadcastOptions(), operation)
+    )
+
+
+def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
+    source, target = operation.inputs[0], operation.outputs[0]
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
+    return backend.allreduce([_number(target)], _options(c10d.AllreduceOptions(), operation))
+
+
+def _reduce(backend: Any, operation: Operation, rank: int) -> Any:
+    # torch's leaves partial sums in the tensors of ranks that are not the root.
+    at_root = rank == operation.root
+    tensor = operation.outputs[0] if at_root else operation.inputs[0].clone()
+    if at_root and tensor.data_ptr() != operation.inputs[0].data_ptr():
+        tensor.copy_(operation.inputs[0])
+    return backend.reduce([_number(tensor)], _options(c10d.ReduceOptions(), operation))
+
+
+def _all_gather(backend: Any, operation: Operation, rank: int) -> Any:
+    source, outputs = as_bytes(operation.inputs[0]), operation.outputs
+    options = _options(c10d.AllgatherOptions(), operation)
+    if isinstance(outputs, Tensor):
+        return backend._allgather_base(as_bytes(outputs), source, options)
+    return backend.allgather([_all_bytes(outputs)], [source], options)
+
+
+def _gather(backend: Any, operation: Operation, rank: int) -> Any:
+    lists = [_all_bytes(operation.outputs)] if rank == operation.root else []
+    options = _options(c10d.GatherOptions(), operation)
+    return backend.gather(lists, [as_bytes(operation.inputs[0])], options)
+
+
+def _scatter(backend: Any, operation: Operation, rank: int) -> Any:
+    lists = [_all_bytes(operation.inputs)] if rank == operation.root else []
+    options = _options(c10d.ScatterOptions(), operation)
+    return backend.scatter([as_bytes(operation.outputs[0])], lists, options)
+
+
+def _reduce_scatter(backend: Any, operation: Operation, rank: int) -> Any:
+    target, inputs = _number(operation.outputs[0]), operation.inputs
+    options = _options(c10d.ReduceScatterOptions(), operation)
+    if isinstance(inputs, Tensor):
+        return backend._reduce_scatter_base(target, _number(inputs), options)
+    return backend.reduce_scatter([target], [[_number(part) for part in inputs]], options)
+
+
+def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
+    options = _options(c10d.AllToAllOptions(), operation)
+    inputs, outputs = operation.inputs, operation.outputs
+    if isinstance(inputs, Tensor) and isinstance(outputs, Tensor):
+        source, target = as_bytes(inputs), as_bytes(outputs)
+        source = source.clone() if source.data_ptr() == target.data_ptr() else source
+        return backend.alltoall_base(target, source, [], [], options)
+    # torch's form for lists wants equal sizes, the one for a tensor with split sizes does not.
+    sources, targets = _split(inputs, backend.size()), _split(outputs, backend.size())
+    target = targets[0].new_empty(sum(part.numel() for part in targets))
+    splits = [[part.numel() for part in parts] for parts in (targets, sources)]
+    work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
+    work.wait()
+    for part, came in zip(targets, torch.split(target, splits[0]), strict=True):
+        part.copy_(came)
+    return work
+
+
+def _split(parts: Parts, size: int) -> list[Tensor]:
+    if isinstance(parts, Tensor):
+        return list(torch.split(as_bytes(parts), max(parts.nbytes // size, 1)))
+    return _all_bytes(parts)
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as gloo adds it up rightly: truth values are bytes."""
+    return as_bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
+
+
+CALLS: dict[Kind, Callable[[Any, Operation, int], Any]] = {
+    "barrier": _barrier,
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _options(torch_options: Any, operation: Operation) -> Any:
+    if hasattr(torch_options, "reduceOp"):
+        torch_options.reduceOp = _torch_reduce_op(operation.reduce_op, operation.dtype)
+    if hasattr(torch_options, "rootRank"):
+        torch_options.rootRank = operation.root
+    torch_options.timeout = timedelta(seconds=operation.timeout)
+    return torch_options
+
+
+def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
+    kind = kind_of(op)
+    if dtype is torch.bool:  # gloo's sum of bytes counts them
+        kind = _OF_TRUTH.get(kind, kind)
+    if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
+        return c10d._make_nccl_premul_sum(op.factor)
+    return getattr(c10d.ReduceOp, kind.name)
+
+
+_OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
+
+
+def kind_of(op: AnyReduceOp | None) -> RedOpType:
+    """The reduction without its factor; SUM where there is none."""
+    return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type
