@@ -64,6 +64,7 @@ inline void copy_row(char* to, const RowCursor& from, size_t bytes, bool streame
 /// Bytes [offset, offset + length) of `from` to the same place in `to`.
 inline void copy_rows(const Buffer& to, size_t to_offset, const Buffer& from, size_t from_offset,
                       size_t length, bool streamed) {
+  if (length == 0) return;  // a buffer that this rank does not have may be null
   if (to.dense() && from.dense())
     return (streamed ? copy_streaming : copy)(to.data + to_offset, from.data + from_offset, length);
   RowCursor target(to, to_offset), source(from, from_offset);
