@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tests.chaos.environments import ARENAS, arena, replay
+from tests.chaos.environments import ENVIRONMENTS, environment, replay
 from tests.chaos.plan import WORDS, draw_trial
-from tests.chaos.statistics import Tally
+from tests.chaos.statistics import Statistics
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos ARGS=…", description=__doc__)
-    parser.add_argument("--on", nargs="*", default=list(ARENAS), choices=list(ARENAS))
+    parser.add_argument("--on", nargs="*", default=list(ENVIRONMENTS), choices=list(ENVIRONMENTS))
     parser.add_argument("--seed", type=int, default=1, help="of the first trial; the rest follow")
     parser.add_argument("--trials", type=int, default=1_000_000, help="on each, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="on each, at most")
@@ -29,36 +29,36 @@ def main() -> int:
     torch.set_num_threads(1)
     console, bad = Console(), False
     for name in arguments.on:
-        tally = run(name, arguments, console)
-        console.print(tally.table(f"{name}, seeds from {arguments.seed}"))
+        statistics = run(name, arguments, console)
+        console.print(statistics.table(f"{name}, seeds from {arguments.seed}"))
         faults = chosen_faults(name, arguments.faults)
-        for outcome in tally.failed:
+        for outcome in statistics.failed:
             console.print(
                 f"{outcome.trial}\n{replay(name, outcome.trial.seed, faults)}", markup=False
             )
-            console.print("\n".join(outcome.complaints()), markup=False)
-        bad |= bool(tally.failed)
+            console.print("\n".join(outcome.violations()), markup=False)
+        bad |= bool(statistics.failed)
     return int(bad)
 
 
 def chosen_faults(name: str, wanted: list[str]) -> tuple[str, ...]:
     """Those of ``wanted`` that there can be; all for none."""
-    return tuple(fault for fault in ARENAS[name].faults if not wanted or fault in wanted)
+    return tuple(fault for fault in ENVIRONMENTS[name].faults if not wanted or fault in wanted)
 
 
-def run(name: str, arguments: argparse.Namespace, console: Console) -> Tally:
-    """Trials in one arena, until there are enough."""
-    tally, faults = Tally(), chosen_faults(name, arguments.faults)
+def run(name: str, arguments: argparse.Namespace, console: Console) -> Statistics:
+    """Trials in one environment, until there are enough."""
+    statistics, faults = Statistics(), chosen_faults(name, arguments.faults)
     deadline = time.monotonic() + arguments.seconds
-    with tempfile.TemporaryDirectory() as folder, arena(name, Path(folder)) as place:
+    with tempfile.TemporaryDirectory() as folder, environment(name, Path(folder)) as place:
         for seed in range(arguments.seed, arguments.seed + arguments.trials):
             if time.monotonic() > deadline:
                 break
             trial = draw_trial(seed, faults)
             if arguments.verbose:
                 console.print(str(trial), markup=False)
-            tally.add(place.run(trial))
-    return tally
+            statistics.add(place.run(trial))
+    return statistics
 
 
 if __name__ == "__main__":

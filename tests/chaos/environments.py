@@ -14,7 +14,7 @@ from tilework.comm.backends import hybrid_hosts
 
 
 @dataclass(frozen=True)
-class Arena:
+class Environment:
     """Ranks of one kind on one backend."""
 
     kind: Kind
@@ -37,18 +37,18 @@ def two_hosts() -> None:
     hybrid_hosts.host_identity = identity
 
 
-ARENAS = {
-    "shm": Arena("processes", Setting("shm")),
-    "threads": Arena("threads", Setting("threads")),
+ENVIRONMENTS = {
+    "shm": Environment("processes", Setting("shm")),
+    "threads": Environment("threads", Setting("threads")),
     # Threads of one process all end with it, so the core does not watch them one by one.
-    "hybrid": Arena("processes", Setting("hybrid", two_hosts)),
-    "shm-threads": Arena("threads", Setting("shm"), without=("vanish",)),
+    "hybrid": Environment("processes", Setting("hybrid", two_hosts)),
+    "shm-threads": Environment("threads", Setting("shm"), without=("vanish",)),
 }
 
 
-def arena(name: str, folder: Path) -> Processes | Threads:
+def environment(name: str, folder: Path) -> Processes | Threads:
     """A place to run trials in; a context manager."""
-    chosen = ARENAS[name]
+    chosen = ENVIRONMENTS[name]
     if chosen.kind == "threads":
         return Threads(chosen.setting)
     return Processes(chosen.setting, folder)
@@ -56,5 +56,7 @@ def arena(name: str, folder: Path) -> Processes | Threads:
 
 def replay(name: str, seed: int, faults: tuple[str, ...]) -> str:
     """How to have a trial again."""
-    chosen = "" if faults == ARENAS[name].faults else f" --faults {' '.join(map(repr, faults))}"
+    chosen = (
+        "" if faults == ENVIRONMENTS[name].faults else f" --faults {' '.join(map(repr, faults))}"
+    )
     return f'again: make chaos ARGS="--on {name} --seed {seed} --trials 1{chosen}"'

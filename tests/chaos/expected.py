@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos.plan import AT_ODDS, EARLY, LATE, LOST, Trial
-from tests.chaos.rank_program import Anew, Report
+from tests.chaos.rank_program import Report, Restart
 from tilework.comm.backends.shm import CannotShareMemoryError
 from tilework.errors import DistError
 
-#: How soon a lost rank must be noticed. A busy machine is allowed for; the tally has the times.
+#: How soon a lost rank must be noticed. A busy machine is allowed for.
 NOTICE_SECONDS = 2.0
 
 
@@ -20,7 +20,7 @@ class Outcome:
 
     trial: Trial
     reports: dict[int, Report] = field(default_factory=dict)
-    anew: dict[int, Anew] = field(default_factory=dict)
+    restarts: dict[int, Restart] = field(default_factory=dict)
     #: When the fault came, where the driver made it.
     struck: float | None = None
     #: What the driver itself ran into.
@@ -37,13 +37,13 @@ class Outcome:
         if self.struck is None or self.trial.fault.kind not in LOST:
             return []
         firsts = [
-            min(heard.when for heard in report.heard.values())
+            min(error.when for error in report.errors.values())
             for _, report in self.survivors()
-            if report.heard
+            if report.errors
         ]
         return [max(0.0, first - self.struck) for first in firsts]
 
-    def complaints(self) -> list[str]:
+    def violations(self) -> list[str]:
         """Everything that is not as it must be."""
         if self.trouble:
             return [self.trouble]
@@ -51,9 +51,9 @@ class Outcome:
         if self.trial.fault.kind in EARLY:
             return [*found, *self._errors_at_all()]
         found += [
-            complaint
+            violation
             for rank, report in self.reports.items()
-            for complaint in self._heard_wrongly(rank, report)
+            for violation in self._wrong_errors(rank, report)
         ]
         late = [seconds for seconds in self.notices() if seconds > NOTICE_SECONDS]
         return [*found, *(f"noticed after {seconds:.2f} s" for seconds in late)]
@@ -67,40 +67,40 @@ class Outcome:
 
     def _left_behind(self) -> Iterator[str]:
         n = self.trial.n - len(self.trial.gone)
-        for rank, anew in self.anew.items():
-            if anew.total != n * (n + 1) / 2:
-                yield f"rank {rank}: the sum in the new group of {n} is {anew.total}"
-            if not anew.after.within(anew.before):
-                yield f"rank {rank} held {anew.before} before and {anew.after} afterwards"
-        if len(self.anew) != n:
-            yield f"only ranks {sorted(self.anew)} made a new group"
+        for rank, restart in self.restarts.items():
+            if restart.total != n * (n + 1) / 2:
+                yield f"rank {rank}: the sum in the new group of {n} is {restart.total}"
+            if not restart.after.within(restart.before):
+                yield f"rank {rank} held {restart.before} before and {restart.after} afterwards"
+        if len(self.restarts) != n:
+            yield f"only ranks {sorted(self.restarts)} made a new group"
 
     def _errors_at_all(self) -> Iterator[str]:
         for rank, report in self.survivors():
-            heard = list(report.heard.values()) + ([report.unmade] if report.unmade else [])
-            if not heard or not all(issubclass(one.kind, DistError) for one in heard):
-                yield f"rank {rank} heard {heard}"
-            if any(issubclass(one.kind, CannotShareMemoryError) for one in heard):
-                yield f"rank {rank} takes a death for another host: {heard}"
+            errors = list(report.errors.values()) + ([report.unmade] if report.unmade else [])
+            if not errors or not all(issubclass(one.kind, DistError) for one in errors):
+                yield f"rank {rank} raised {errors}"
+            if any(issubclass(one.kind, CannotShareMemoryError) for one in errors):
+                yield f"rank {rank} takes a death for another host: {errors}"
 
-    def _heard_wrongly(self, rank: int, report: Report) -> Iterator[str]:
+    def _wrong_errors(self, rank: int, report: Report) -> Iterator[str]:
         if report.left_early:
             return
         trial = self.trial
         doomed = {g for g in trial.doomed if rank in trial.groups[g]}
-        if set(report.heard) != doomed:
+        if set(report.errors) != doomed:
             yield (
-                f"rank {rank}: groups {sorted(report.heard)} failed, not {sorted(doomed)}: "
-                + str(report.heard)
+                f"rank {rank}: groups {sorted(report.errors)} failed, not {sorted(doomed)}: "
+                + str(report.errors)
             )
-        for group in doomed & set(report.heard):
-            heard, again = report.heard[group], report.again.get(group)
-            if heard.kind is not trial.expected:
-                yield f"rank {rank}, group {group}: expected {trial.expected}, heard {heard}"
-            if rank not in trial.fault.victims and not self._named_rightly(group, heard.ranks):
-                yield f"rank {rank}, group {group}: the wrong ranks are named: {heard}"
-            if again != heard.kind.__name__:
-                yield f"rank {rank}, group {group}: {again} when called again, after {heard}"
+        for group in doomed & set(report.errors):
+            error, again = report.errors[group], report.again.get(group)
+            if error.kind is not trial.expected:
+                yield f"rank {rank}, group {group}: expected {trial.expected}, raised {error}"
+            if rank not in trial.fault.victims and not self._named_rightly(group, error.ranks):
+                yield f"rank {rank}, group {group}: the wrong ranks are named: {error}"
+            if again != error.kind.__name__:
+                yield f"rank {rank}, group {group}: {again} when called again, after {error}"
 
     def _named_rightly(self, group: int, ranks: tuple[int, ...]) -> bool:
         victims = set(self.trial.fault.victims) & set(self.trial.groups[group])

@@ -135,15 +135,15 @@ class Trial:
             lines.append("  a signal comes to every rank every 10 ms")
         lines += [f"  group {i}: ranks {list(ranks)}" for i, ranks in enumerate(self.groups)]
         if fault.call:
-            lines.append(f"  the other call: {_told(fault.call)}")
+            lines.append(f"  the other call: {_describe(fault.call)}")
         lines += [
-            f"  {i}: group {batch.group}: {', '.join(map(_told, batch.steps))}"
+            f"  {i}: group {batch.group}: {', '.join(map(_describe, batch.steps))}"
             for i, batch in enumerate(self.batches)
         ]
         return "\n".join(lines)
 
 
-def _told(step: Step) -> str:
+def _describe(step: Step) -> str:
     case, flag = step.case, " async" if step.async_op else ""
     dtype = str(case.dtype).removeprefix("torch.")
     return f"{step.operation}({dtype}{list(case.shape)} root {step.root} {step.reduction}{flag})"

@@ -19,8 +19,15 @@ import torch
 import tilework.distributed as dist
 from tests.chaos.expected import Outcome
 from tests.chaos.plan import EARLY, Trial
-from tests.chaos.rank_program import Anew, Part, Report, Setting, settled, sum_anew
-from tests.faults.forked_ranks import Crew, Holdings, Say
+from tests.chaos.rank_program import (
+    RankProgram,
+    Report,
+    Restart,
+    Setting,
+    settled,
+    sum_after_restart,
+)
+from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 
 T = TypeVar("T")
 
@@ -37,7 +44,7 @@ class Turn:
 
 
 class Processes:
-    """A crew of ranks that plays trial after trial. None outlives the ``with`` block."""
+    """Ranks that play trial after trial. None outlives the ``with`` block."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         self._setting = setting
@@ -46,17 +53,17 @@ class Processes:
         self._orders: list[tuple[Connection, Connection]] = [
             Pipe(duplex=False) for _ in range(MOST_RANKS)
         ]
-        self._crew = Crew(MOST_RANKS, self._serve)
+        self._ranks = ForkedRanks(MOST_RANKS, self._serve)
 
     def __enter__(self) -> Processes:
-        self._crew.__enter__()
+        self._ranks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for rank in self._crew:
+        for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 rank.kill()
-        self._crew.__exit__(None, None, None)
+        self._ranks.__exit__(None, None, None)
         for reader, writer in self._orders:
             reader.close()
             writer.close()
@@ -81,7 +88,7 @@ class Processes:
             self._orders[rank][1].send(Turn(trial, folder))
         if trial.fault.kind not in EARLY:
             for rank in range(trial.n):
-                said = self._crew[rank].hear(HEARING_SECONDS)
+                said = self._ranks[rank].hear(HEARING_SECONDS)
                 if isinstance(said, Report):
                     raise RuntimeError(f"rank {rank} could not make the groups: {said}")
         self._strike(trial, outcome)
@@ -89,13 +96,13 @@ class Processes:
             outcome.reports[rank] = self._next(rank, Report)
         if trial.fault.kind == "stop":
             for victim in trial.fault.victims:
-                self._crew[victim].kill(signal.SIGCONT)
+                self._ranks[victim].kill(signal.SIGCONT)
                 outcome.reports[victim] = self._next(victim, Report)
         for rank in range(trial.n):
             if rank in trial.gone:
                 self._replace(rank)
             else:
-                outcome.anew[rank] = self._next(rank, Anew)
+                outcome.restarts[rank] = self._next(rank, Restart)
 
     def _staying(self, trial: Trial) -> Iterator[int]:
         """Ranks that report without the driver's help."""
@@ -103,7 +110,7 @@ class Processes:
         return (rank for rank in range(trial.n) if rank not in absent)
 
     def _next(self, rank: int, kind: type[T]) -> T:
-        while not isinstance(said := self._crew[rank].hear(HEARING_SECONDS), kind):
+        while not isinstance(said := self._ranks[rank].hear(HEARING_SECONDS), kind):
             pass  # it was ready
         return said
 
@@ -113,25 +120,25 @@ class Processes:
         if fault.kind in ("kill", "kill two", "kill early", *numbers):
             time.sleep(fault.after)
             number = numbers.get(fault.kind, signal.SIGKILL)
-            outcome.struck = max(self._crew[victim].kill(number) for victim in fault.victims)
+            outcome.struck = max(self._ranks[victim].kill(number) for victim in fault.victims)
         if fault.kind == "exit":
-            self._crew[fault.victims[0]].reap(HEARING_SECONDS)
+            self._ranks[fault.victims[0]].reap(HEARING_SECONDS)
             outcome.struck = time.monotonic()
         if fault.kind == "pause":
             time.sleep(5 * fault.after)
-            self._crew[fault.victims[0]].kill(signal.SIGCONT)
+            self._ranks[fault.victims[0]].kill(signal.SIGCONT)
 
     def _replace(self, rank: int) -> None:
         """A new process, with a new pipe: the old one may hold an order that was not read."""
         for end in self._orders[rank]:
             end.close()
         self._orders[rank] = Pipe(duplex=False)
-        self._crew.replace(rank)
+        self._ranks.replace(rank)
 
     def _start_over(self) -> None:
         """After trouble nobody knows where the ranks are."""
         for rank in range(MOST_RANKS):
-            self._crew[rank].kill(signal.SIGKILL)
+            self._ranks[rank].kill(signal.SIGKILL)
             self._replace(rank)
 
     # -- in a rank -----------------------------------------------------------------------
@@ -143,15 +150,15 @@ class Processes:
             turn = self._orders[rank][0].recv()
             before = Holdings.now()
             store = dist.FileStore(os.fspath(turn.folder / "first"))
-            part = Part(turn.trial, rank)
+            part = RankProgram(turn.trial, rank)
             report = part.play(self._setting, store, lambda: say("ready"))
             part.end()
             store.close()
             say(report)
             left = [r for r in range(turn.trial.n) if r not in turn.trial.gone]
             again = dist.FileStore(os.fspath(turn.folder / "second"))
-            total = sum_anew(self._setting, again, left.index(rank), len(left))
-            say(Anew(total, before, settled(before)))
+            total = sum_after_restart(self._setting, again, left.index(rank), len(left))
+            say(Restart(total, before, settled(before)))
 
 
 def warm_up(setting: Setting) -> Holdings:

@@ -19,7 +19,7 @@ import torch
 import tilework.distributed as dist
 from tests.chaos.plan import AT_ODDS, EARLY, LATE, Batch, Trial
 from tests.faults.forked_ranks import Holdings
-from tests.faults.workload import Heard
+from tests.faults.workload import SeenError
 from tilework.comm.world import AnyGroup
 from tilework.testing.groups.values import Case, assert_same
 from tilework.testing.strategies import OPERATIONS, Started, Step
@@ -46,22 +46,22 @@ class Report:
     """What a rank saw."""
 
     #: By group.
-    heard: dict[int, Heard] = field(default_factory=dict)
+    errors: dict[int, SeenError] = field(default_factory=dict)
     #: What one more call in a failed group raised.
     again: dict[int, str] = field(default_factory=dict)
     operations: Counter[str] = field(default_factory=Counter)
     #: The error by which the groups could not be made.
-    unmade: Heard | None = None
+    unmade: SeenError | None = None
     #: The traceback of what should not have happened.
     broken: str = ""
     left_early: bool = False
 
 
-class Struck(Exception):
+class FaultRaised(Exception):
     """What the victim's own program raises."""
 
 
-class Part:
+class RankProgram:
     """One rank in one trial."""
 
     def __init__(self, trial: Trial, rank: int) -> None:
@@ -78,12 +78,12 @@ class Part:
             self._join(setting, store)
             ready()
             self._program()
-            for group in list(self.report.heard):
+            for group in list(self.report.errors):
                 self._call_again(group)
-        except Struck:
+        except FaultRaised:
             self.report.left_early = True
         except dist.DistError as error:
-            self.report.unmade = _heard(error)
+            self.report.unmade = seen_error(error)
         except BaseException:
             self.report.broken = traceback.format_exc()
         finally:
@@ -141,22 +141,22 @@ class Part:
         """
         doomed = [g for g in self.trial.doomed if self.rank in self.trial.groups[g]]
         deadline = time.monotonic() + LOOKING_SECONDS
-        while time.monotonic() < deadline and any(g not in self.report.heard for g in doomed):
+        while time.monotonic() < deadline and any(g not in self.report.errors for g in doomed):
             for group in doomed:
                 self._run(Batch(group, (TAIL,)))
 
     def _run(self, batch: Batch) -> None:
         """A batch, unless its group has failed."""
         if self._struck:
-            raise Struck
-        if batch.group in self.report.heard:
+            raise FaultRaised
+        if batch.group in self.report.errors:
             return
         under_way = []
         try:
             for step in batch.steps:
                 under_way.append((step, self._start(batch.group, step)))
         except dist.DistBackendError as error:
-            self.report.heard[batch.group] = _heard(error)
+            self.report.errors[batch.group] = seen_error(error)
         for step, started in under_way:
             self._finish(batch.group, step, started)
 
@@ -170,7 +170,7 @@ class Part:
             if started.work is not None:
                 started.work.wait()
         except dist.DistBackendError as error:
-            self.report.heard.setdefault(group, _heard(error))
+            self.report.errors.setdefault(group, seen_error(error))
             return
         for output, expected in zip(started.outputs, started.expected, strict=True):
             assert_same(output, expected, step)
@@ -197,7 +197,7 @@ class Part:
     def _arm(self) -> None:
         def strike(number: int, frame: FrameType | None) -> None:
             self._struck = True
-            raise Struck
+            raise FaultRaised
 
         signal.signal(signal.SIGALRM, strike)
         signal.setitimer(signal.ITIMER_REAL, max(self.trial.fault.after, 1e-5))
@@ -211,7 +211,7 @@ class Part:
             for step in batch.steps:
                 self._start(batch.group, step)
         if fault.kind in ("leave", "raise", "vanish"):
-            raise Struck
+            raise FaultRaised
         if fault.kind in ("late", "hesitate"):
             time.sleep(self.trial.timeout + 0.7 if fault.kind in LATE else fault.after)
         if fault.kind not in AT_ODDS:
@@ -220,13 +220,13 @@ class Part:
         return Batch(batch.group, (*calls, *batch.steps) if fault.kind == "extra" else calls)
 
 
-def _heard(error: dist.DistError) -> Heard:
+def seen_error(error: dist.DistError) -> SeenError:
     ranks = getattr(error, "ranks", ())
-    return Heard(type(error), str(error), ranks, time.monotonic())
+    return SeenError(type(error), str(error), ranks, time.monotonic())
 
 
 @dataclass(frozen=True)
-class Anew:
+class Restart:
     """How it went on afterwards: the sum in a new group, and what is held that was not before."""
 
     total: float
@@ -234,7 +234,7 @@ class Anew:
     after: Holdings
 
 
-def sum_anew(setting: Setting, store: dist.Store, rank: int, size: int) -> float:
+def sum_after_restart(setting: Setting, store: dist.Store, rank: int, size: int) -> float:
     """The sum of 1, 2, … in a new group of those that are left."""
     dist.init_process_group(
         setting.backend,

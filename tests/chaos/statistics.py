@@ -13,7 +13,7 @@ from tests.chaos.plan import WORDS
 
 
 @dataclass
-class Tally:
+class Statistics:
     """What came of trials."""
 
     trials: Counter[str] = field(default_factory=Counter)
@@ -31,9 +31,9 @@ class Tally:
         for rank, report in outcome.reports.items():
             self.operations.update(report.operations)
             if rank not in outcome.trial.fault.victims:
-                errors.update(heard.kind.__name__ for heard in report.heard.values())
+                errors.update(error.kind.__name__ for error in report.errors.values())
                 errors.update([report.unmade.kind.__name__] if report.unmade else [])
-        if outcome.complaints():
+        if outcome.violations():
             self.failed.append(outcome)
 
     def table(self, title: str) -> Table:

@@ -13,7 +13,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.chaos.expected import NOTICE_SECONDS
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join, leave, until_error
 
 pytestmark = pytest.mark.skipif(not dist.is_shm_available(), reason="the core is not built")
@@ -28,16 +28,16 @@ def chat(turn: int) -> None:
     time.sleep(0.002)
 
 
-def assert_noticed(crew: Crew) -> None:
+def assert_noticed(ranks: ForkedRanks) -> None:
     """Rank 1 is killed, and rank 0 hears of it in time."""
-    for rank in crew:
+    for rank in ranks:
         rank.hear()
     time.sleep(0.1)
-    died = crew[1].kill()
-    heard = crew[0].hear()
-    assert heard.kind is dist.PeerLostError
-    assert heard.ranks == (1,)
-    assert heard.when - died < NOTICE_SECONDS
+    died = ranks[1].kill()
+    error = ranks[0].hear()
+    assert error.kind is dist.PeerLostError
+    assert error.ranks == (1,)
+    assert error.when - died < NOTICE_SECONDS
 
 
 @pytest.mark.parametrize("waiting", ["barrier", "recv", "async barrier"])
@@ -60,8 +60,8 @@ def test_signals_do_not_hide_a_death(waiting: str, tmp_path: Path) -> None:
         say(until_error(wait))
         leave(store)
 
-    with Crew(2, story) as crew:
-        assert_noticed(crew)
+    with ForkedRanks(2, story) as ranks:
+        assert_noticed(ranks)
 
 
 def test_other_messages_do_not_hide_a_death(tmp_path: Path) -> None:
@@ -83,5 +83,5 @@ def test_other_messages_do_not_hide_a_death(tmp_path: Path) -> None:
             listener.join()
         leave(store)
 
-    with Crew(3, story) as crew:
-        assert_noticed(crew)
+    with ForkedRanks(3, story) as ranks:
+        assert_noticed(ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.environments import ARENAS, arena, replay
+from tests.chaos.environments import ENVIRONMENTS, environment, replay
 from tests.chaos.plan import LATE, draw_trial
 from tests.chaos.processes import Processes
 from tests.chaos.threads import Threads
@@ -22,26 +22,26 @@ def place(
     name = request.param
     if name != "threads" and core_error():
         pytest.skip(str(core_error()))
-    with arena(name, tmp_path_factory.mktemp(name)) as made:
+    with environment(name, tmp_path_factory.mktemp(name)) as made:
         yield name, made
 
 
 def fails(name: str, place: Processes | Threads, seed: int, faults: tuple[str, ...]) -> str:
     """What is wrong with a trial, with all that is needed to have it again."""
     trial = draw_trial(seed, faults)
-    complaints = place.run(trial).complaints()
-    return "\n".join([*complaints, str(trial), replay(name, seed, faults)]) if complaints else ""
+    violations = place.run(trial).violations()
+    return "\n".join([*violations, str(trial), replay(name, seed, faults)]) if violations else ""
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_random_faults(place: tuple[str, Processes | Threads], part: int) -> None:
     name, made = place
-    quick = tuple(fault for fault in ARENAS[name].faults if fault not in LATE)
+    quick = tuple(fault for fault in ENVIRONMENTS[name].faults if fault not in LATE)
     for seed in range(part, TRIALS[name], 5):
         assert not (why := fails(name, made, seed, quick)), why
 
 
 def test_every_fault(place: tuple[str, Processes | Threads]) -> None:
     name, made = place
-    for fault in ARENAS[name].faults:
+    for fault in ENVIRONMENTS[name].faults:
         assert not (why := fails(name, made, 7, (fault,))), why

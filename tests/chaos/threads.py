@@ -12,7 +12,7 @@ from datetime import timedelta
 import tilework.distributed as dist
 from tests.chaos.expected import Outcome
 from tests.chaos.plan import Trial
-from tests.chaos.rank_program import Anew, Part, Setting, settled, sum_anew
+from tests.chaos.rank_program import RankProgram, Restart, Setting, settled, sum_after_restart
 from tests.faults.forked_ranks import Holdings
 from tilework.comm.world import World, own_world
 
@@ -42,7 +42,7 @@ class Threads:
 
             def first(rank: int) -> None:
                 with own_world(worlds[rank]):
-                    part = Part(trial, rank)
+                    part = RankProgram(trial, rank)
                     outcome.reports[rank] = part.play(self._setting, store, int)
                     if trial.fault.kind != "vanish" or not part.is_victim:
                         part.end()
@@ -54,11 +54,13 @@ class Threads:
 
             def second(rank: int) -> None:
                 with own_world(World()):
-                    totals[rank] = sum_anew(self._setting, again, left.index(rank), len(left))
+                    totals[rank] = sum_after_restart(
+                        self._setting, again, left.index(rank), len(left)
+                    )
 
             outcome.trouble = outcome.trouble or _together(second, left)
         after = settled(before)
-        outcome.anew = {rank: Anew(total, before, after) for rank, total in totals.items()}
+        outcome.restarts = {rank: Restart(total, before, after) for rank, total in totals.items()}
         return outcome
 
 

@@ -42,7 +42,7 @@ def all_reduce(group: Any, values: array.array[float], timeout: float = 20.0) ->
     group.run(*sum_of_doubles, 0, 1.0, buffers, buffers, 0, timeout)
 
 
-def heard(call: Callable[[], None]) -> list[Any]:
+def error_of(call: Callable[[], None]) -> list[Any]:
     """What a call that must fail raised, and when."""
     try:
         call()
@@ -62,7 +62,7 @@ def until_fault(group: Any, nbytes: int = 8, timeout: float = 20.0) -> None:
         while True:
             all_reduce(group, values, timeout)
 
-    say(heard(loop))
+    say(error_of(loop))
 
 
 def scenario_sum(group: Any) -> None:
@@ -89,14 +89,14 @@ def scenario_leave(group: Any) -> None:
         group.close()
         say("left")
         time.sleep(20)
-    say(heard(lambda: all_reduce(group, array.array("d", [1.0]))))
+    say(error_of(lambda: all_reduce(group, array.array("d", [1.0]))))
 
 
 def scenario_receive(group: Any) -> None:
     address, _ = (values := array.array("d", [0.0])).buffer_info()
     say("ready")
     completion = group.irecv(0, address, values.itemsize, core.DTYPES["float64"], 0, 20.0)
-    say(heard(lambda: completion.wait(-1)))
+    say(error_of(lambda: completion.wait(-1)))
 
 
 def scenario_interrupt(group: Any) -> None:
@@ -106,7 +106,7 @@ def scenario_interrupt(group: Any) -> None:
         all_reduce(group, values)
     except KeyboardInterrupt:
         say(["interrupted", time.monotonic()])
-    say(heard(lambda: all_reduce(group, values)))
+    say(error_of(lambda: all_reduce(group, values)))
 
 
 def submit_sum(group: Any, values: array.array[float]) -> Any:

@@ -417,7 +417,7 @@ def check_op(
                     if gathers is not None and call.tensors:
                         assert gathers == bool(one.gathered), f"gathered {one.gathered}"
                 except Exception as error:
-                    error.add_note(f"[mesh {shape}, layouts {told(combination)}]")
+                    error.add_note(f"[mesh {shape}, layouts {describe(combination)}]")
                     raise
                 seen.append(one)
             return seen
@@ -502,7 +502,7 @@ def _layouts(
     return found
 
 
-def told(layouts: Layouts) -> str:
+def describe(layouts: Layouts) -> str:
     """Layouts, in a line."""
     return ", ".join(
         "plain"

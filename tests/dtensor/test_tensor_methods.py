@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from tests.dtensor.op_checks import (
     Layout,
+    describe,
     distributed,
     noting_gatherings,
     partial_tensor,
-    told,
 )
 from tests.dtensor.sharded_values import cut
 from tilework.dtensor import (
@@ -179,7 +179,7 @@ def test_shapes_that_do_not_fit_are_an_error_in_every_layout_on_every_rank() -> 
                     fn(*[distributed(one, mesh, layout) for one, layout in pair])
                 except (RuntimeError, IndexError, ValueError):
                     continue
-                silent.append(f"{number}: {shapes} as {told(layouts)}")
+                silent.append(f"{number}: {shapes} as {describe(layouts)}")
         return silent
 
     with noting_gatherings():

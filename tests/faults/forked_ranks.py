@@ -67,14 +67,14 @@ class Crashed:
 
 
 @dataclass
-class Crew:
+class ForkedRanks:
     """``n`` forked ranks running ``story(rank, say)``. None outlives the ``with`` block."""
 
     n: int
     story: Story
     ranks: list[Rank] = field(default_factory=list)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ForkedRanks:
         for rank in range(self.n):
             self.ranks.append(self._fork(rank))
         return self

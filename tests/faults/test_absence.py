@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.test_death import TOLD
 from tests.faults.workload import join, leave, random_steps, until_error
 from tilework.errors import CollectiveTimeoutError, DistError
@@ -32,20 +32,20 @@ def test_sigstop_at_a_random_moment(seed: int, tmp_path: Path) -> None:
         say(until_error(lambda turn: run_program(random_steps(3, 1000 * seed + turn), rank)))
         leave(store)
 
-    with Crew(3, story) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
             rank.hear()
         time.sleep(draw.uniform(0, 0.05))
-        stopped = crew[victim].kill(signal.SIGSTOP)
-        for rank in crew.others(victim):
+        stopped = ranks[victim].kill(signal.SIGSTOP)
+        for rank in ranks.others(victim):
             heard = rank.hear()
             assert heard.kind is CollectiveTimeoutError
             assert heard.ranks == (victim,)
             assert heard.when - stopped < LIMIT.total_seconds() + 1
             assert TOLD.search(heard.text), heard.text
-        crew[victim].kill(signal.SIGCONT)
+        ranks[victim].kill(signal.SIGCONT)
         # Woken up, it hears what the others think of it.
-        assert crew[victim].hear().kind is CollectiveTimeoutError
+        assert ranks[victim].hear().kind is CollectiveTimeoutError
 
 
 def test_a_short_stop_goes_unnoticed(tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ def test_a_short_stop_goes_unnoticed(tmp_path: Path) -> None:
         say("done")
         leave(store)
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             rank.hear()
-        crew[1].kill(signal.SIGSTOP)
+        ranks[1].kill(signal.SIGSTOP)
         time.sleep(0.2)
-        crew[1].kill(signal.SIGCONT)
-        assert [rank.hear() for rank in crew] == ["done", "done"]
+        ranks[1].kill(signal.SIGCONT)
+        assert [rank.hear() for rank in ranks] == ["done", "done"]
 
 
 def test_a_rank_that_never_comes_to_the_group(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_rank_that_never_comes_to_the_group(tmp_path: Path) -> None:
             join(rank, 3, tmp_path / "store", LIMIT)
         say((time.monotonic() - start, str(caught.value)))
 
-    with Crew(3, story) as crew:
-        for rank in crew.others(2):
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks.others(2):
             seconds, text = rank.hear()
             assert seconds < LIMIT.total_seconds() + 1.5, text
 
@@ -94,8 +94,8 @@ def test_a_rank_that_never_comes_to_a_sub_group(tmp_path: Path) -> None:
             say(0.0)
         leave(store)
 
-    with Crew(3, story) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
             assert rank.hear() < LIMIT.total_seconds() + 1
 
 
@@ -110,8 +110,8 @@ def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
             say((until_error(lambda turn: dist.broadcast(torch.ones(5, 7), src=0)), start))
         leave(store)
 
-    with Crew(3, story) as crew:
-        for rank in crew.others(0):
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks.others(0):
             heard, start = rank.hear()
             assert heard.kind is CollectiveTimeoutError
             assert heard.ranks == (0,)

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Holdings, Say
-from tests.faults.workload import Heard, join, leave, serve, until_error
+from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
+from tests.faults.workload import SeenError, join, leave, serve, until_error
 from tilework.errors import PeerLostError
 
 TOLD = re.compile(r"group 'default'.*#\d+.*(\[[\d, ]*\]|barrier)", re.DOTALL)
 
 
-def assert_told(heard: Heard, victim: int, died: float) -> None:
+def assert_told(heard: SeenError, victim: int, died: float) -> None:
     """Every survivor hears soon, and of the right rank."""
     assert heard.kind is PeerLostError, heard
     assert heard.ranks == (victim,), heard
@@ -39,18 +39,18 @@ def test_kill_9_at_a_random_moment(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     n = draw.choice([2, 3, 4])
     victim = draw.randrange(n)
-    with Crew(n, lambda rank, say: serve(rank, n, seed, tmp_path, say)) as crew:
-        for rank in crew:
+    with ForkedRanks(n, lambda rank, say: serve(rank, n, seed, tmp_path, say)) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
         time.sleep(draw.uniform(0, 0.06))
-        died = crew[victim].kill()
-        for rank in crew.others(victim):
+        died = ranks[victim].kill()
+        for rank in ranks.others(victim):
             assert_told(rank.hear(), victim, died)
             assert_nothing_left(*rank.hear())
-        for rank in crew.others(victim):
+        for rank in ranks.others(victim):
             assert rank.hear() == [n - 1.0] * 3
             assert rank.reap() == 0
-        assert crew[victim].reap() == -signal.SIGKILL
+        assert ranks[victim].reap() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -63,10 +63,10 @@ def test_exit_at_a_random_moment(seed: int, tmp_path: Path) -> None:
         alarm = threading.Timer(seconds, os._exit, (7,))
         serve(rank, n, seed, tmp_path, say, alarm.start if rank == victim else int)
 
-    with Crew(n, story) as crew:
-        assert crew[victim].reap() == 7
+    with ForkedRanks(n, story) as ranks:
+        assert ranks[victim].reap() == 7
         died = time.monotonic()
-        for rank in crew.others(victim):
+        for rank in ranks.others(victim):
             assert rank.hear() == "ready"
             assert_told(rank.hear(), victim, died)
             assert_nothing_left(*rank.hear())
@@ -84,13 +84,13 @@ def test_two_die_at_once(seed: int, tmp_path: Path) -> None:
         say(until_error(lambda turn: dist.all_reduce(torch.ones(1000))))
         leave(store)
 
-    with Crew(4, story) as crew:
-        for rank in crew:
+    with ForkedRanks(4, story) as ranks:
+        for rank in ranks:
             rank.hear()
         time.sleep(draw.uniform(0, 0.03))
-        died = max(crew[victim].kill() for victim in victims)
+        died = max(ranks[victim].kill() for victim in victims)
         for i in set(range(4)) - victims:
-            heard = crew[i].hear()
+            heard = ranks[i].hear()
             assert heard.kind is PeerLostError
             assert set(heard.ranks) <= victims
             assert heard.when - died < 1.0
@@ -111,12 +111,12 @@ def test_kill_9_in_the_middle_of_a_large_operation(seed: int, tmp_path: Path) ->
             say(until_error(lambda turn: dist.all_gather_into_tensor(tensor, parts)))
         leave(store)
 
-    with Crew(3, story) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
             rank.hear()
         time.sleep(draw.uniform(0, 0.05))
-        died = crew[victim].kill()
-        for rank in crew.others(victim):
+        died = ranks[victim].kill()
+        for rank in ranks.others(victim):
             assert_told(rank.hear(), victim, died)
 
 
@@ -129,9 +129,9 @@ def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
             say(until_error(lambda turn: dist.all_reduce(torch.ones(5, 7))))
         leave(store)
 
-    with Crew(3, story) as crew:
-        left = crew[1].hear()
-        for rank in crew.others(1):
+    with ForkedRanks(3, story) as ranks:
+        left = ranks[1].hear()
+        for rank in ranks.others(1):
             rank.hear()
             heard = rank.hear()
             assert_told(heard, 1, left)
@@ -148,12 +148,12 @@ def test_death_while_a_message_is_awaited(tmp_path: Path) -> None:
         say(until_error(lambda turn: dist.recv(torch.ones(3), src=1)))
         leave(store)
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             rank.hear()
         time.sleep(0.05)
-        died = crew[1].kill()
-        assert_told(crew[0].hear(), 1, died)
+        died = ranks[1].kill()
+        assert_told(ranks[0].hear(), 1, died)
 
 
 def test_death_of_a_bystander_does_not_disturb_a_sub_group(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_death_of_a_bystander_does_not_disturb_a_sub_group(tmp_path: Path) -> No
         say("fine")
         leave(store)
 
-    with Crew(3, story) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
             rank.hear()
-        crew[2].kill()
-        for rank in crew.others(2):
+        ranks[2].kill()
+        for rank in ranks.others(2):
             assert rank.hear() == "fine"

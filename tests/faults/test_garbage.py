@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join, leave
 from tilework.errors import DistBackendError
 
@@ -61,5 +61,5 @@ def test_a_garbled_abort_is_an_error_of_ours(
         say("heard")
         leave(store)
 
-    with Crew(2, story) as crew:
-        assert [one.hear() for one in crew] == ["heard", "heard"]
+    with ForkedRanks(2, story) as ranks:
+        assert [one.hear() for one in ranks] == ["heard", "heard"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.test_death import assert_told
 from tests.faults.workload import join, leave, until_error
 
@@ -39,18 +39,18 @@ def test_ctrl_c_ends_a_waiting_rank_and_tells_the_others(async_op: bool, tmp_pat
             say(until_error(lambda turn: dist.all_reduce(torch.ones(2))))
         leave(store)
 
-    with Crew(3, story) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
             rank.hear()
         time.sleep(0.1)
-        pressed = crew[0].kill(signal.SIGINT)
-        assert crew[0].hear() - pressed < 1
-        for rank in crew.others(0):
+        pressed = ranks[0].kill(signal.SIGINT)
+        assert ranks[0].hear() - pressed < 1
+        for rank in ranks.others(0):
             heard = rank.hear()
             assert heard.when - pressed < 2
             assert heard.ranks == (0,)
             assert "KeyboardInterrupt" in heard.text
-        crew[0].kill(signal.SIGINT)
+        ranks[0].kill(signal.SIGINT)
 
 
 def test_a_signal_handler_that_returns_disturbs_nothing(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_a_signal_handler_that_returns_disturbs_nothing(tmp_path: Path) -> None:
         say((len(rang), tensor.tolist()))
         leave(store)
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             rank.hear()
         for _ in range(3):
             time.sleep(0.05)
-            crew[0].kill(signal.SIGUSR1)
-        (rang, mine), others = [rank.hear() for rank in crew]
+            ranks[0].kill(signal.SIGUSR1)
+        (rang, mine), others = [rank.hear() for rank in ranks]
         assert 1 <= rang <= 3  # signals that come before the last was handled are one
         assert mine == [2.0, 2.0]
         assert others == (0, [2.0, 2.0])
@@ -98,8 +98,8 @@ def test_a_forked_child_has_no_group_and_leaves_the_parents_alone(tmp_path: Path
         say(tensor.tolist())
         leave(store)
 
-    with Crew(2, story) as crew:
-        assert [rank.hear() for rank in crew] == [[2.0, 2.0]] * 2
+    with ForkedRanks(2, story) as ranks:
+        assert [rank.hear() for rank in ranks] == [[2.0, 2.0]] * 2
 
 
 def test_a_child_that_outlives_a_rank_does_not_hide_its_death(tmp_path: Path) -> None:
@@ -115,12 +115,12 @@ def test_a_child_that_outlives_a_rank_does_not_hide_its_death(tmp_path: Path) ->
         say(until_error(lambda turn: dist.all_reduce(torch.ones(3))))
         leave(store)
 
-    with Crew(2, story) as crew:
-        crew[0].hear()
-        worker = crew[1].hear()
-        died = crew[1].kill()
+    with ForkedRanks(2, story) as ranks:
+        ranks[0].hear()
+        worker = ranks[1].hear()
+        died = ranks[1].kill()
         try:
-            assert_told(crew[0].hear(), 1, died)
+            assert_told(ranks[0].hear(), 1, died)
         finally:
             os.kill(worker, signal.SIGKILL)
 
@@ -134,11 +134,11 @@ def test_a_debugger_may_stop_everyone(tmp_path: Path) -> None:
         say("done")
         leave(store)
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             rank.hear()
         for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP, signal.SIGCONT):
-            for rank in crew:
+            for rank in ranks:
                 rank.kill(number)
             time.sleep(0.03)
-        assert [rank.hear() for rank in crew] == ["done", "done"]
+        assert [rank.hear() for rank in ranks] == ["done", "done"]

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.comm.backends import shm
 from tilework.errors import DistError, DistNetworkError, DistStoreError
 from tilework.store import FileStore, Store, StoreServer, TCPStore, UnixStore, wire
@@ -104,10 +104,10 @@ def test_another_user_reads_nothing_of_a_group(tmp_path: Path) -> None:
         store.wait(["over"])
         say("went on")
 
-    with Crew(3, story) as crew:
-        refused = crew[2].hear()
+    with ForkedRanks(3, story) as ranks:
+        refused = ranks[2].hear()
         FileStore(str(tmp_path / "store")).set("over", "")
-        assert [rank.hear() for rank in crew.others(2)] == ["went on"] * 2
+        assert [rank.hear() for rank in ranks.others(2)] == ["went on"] * 2
     assert {name: how for name, how in refused.items() if how not in ("EACCES", "EPERM")} == {}
 
 
@@ -132,8 +132,8 @@ def test_a_group_has_no_name_anywhere(tmp_path: Path) -> None:
         dist.barrier()
         store.close()
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             mapped, held = rank.hear()
             assert mapped
             # No socket to ask at and no file to open; its descriptors are the user's own.
@@ -194,12 +194,12 @@ def test_a_flood_of_connections_stops_no_group(who: str, hello: bytes, tmp_path:
         say("made")
         group.close()
 
-    with Crew(4, story) as crew:
+    with ForkedRanks(4, story) as ranks:
         try:
-            assert [rank.hear() for rank in crew.others(3)] == ["made"] * 3
+            assert [rank.hear() for rank in ranks.others(3)] == ["made"] * 3
         finally:
             os.close(done)
-        assert crew[3].hear() > 0
+        assert ranks[3].hear() > 0
     for descriptor in (stop, begun, begin):
         os.close(descriptor)
 
@@ -269,8 +269,8 @@ def test_another_user_reaches_no_store(open_folder: Path) -> None:
                     said[kind] = f"{type(error).__name__}: {error}"
             say(said)
 
-        with Crew(1, story) as crew:
-            said = crew[0].hear()
+        with ForkedRanks(1, story) as ranks:
+            said = ranks[0].hear()
         assert stat.S_IMODE(os.stat(open_folder / "file").st_mode) == 0o600
         # The job goes on.
         with UnixStore(name, secret=SECRET) as ours:

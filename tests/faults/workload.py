@@ -23,7 +23,7 @@ SHAPES = ((5,), (3, 1000), (20_001,), (50_000,))
 
 
 @dataclass(frozen=True)
-class Heard:
+class SeenError:
     """The error by which a rank learnt of a fault."""
 
     kind: type[BaseException]
@@ -63,7 +63,7 @@ def random_step(draw: random.Random, n: int) -> Step:
     )
 
 
-def until_error(act: Callable[[int], object]) -> Heard:
+def until_error(act: Callable[[int], object]) -> SeenError:
     """Call ``act(0)``, ``act(1)``, … until a DistBackendError says that something happened."""
     turn = 0
     try:
@@ -71,7 +71,7 @@ def until_error(act: Callable[[int], object]) -> Heard:
             act(turn)
             turn += 1
     except dist.DistBackendError as error:
-        return Heard(type(error), str(error), error.ranks, time.monotonic())
+        return SeenError(type(error), str(error), error.ranks, time.monotonic())
 
 
 def warm_up() -> Holdings:

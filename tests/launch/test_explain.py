@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.comm.flight.failing_jobs import Scene, doze
-from tests.faults.forked_ranks import Crew
+from tests.comm.flight.failing_jobs import FailingJob, doze
+from tests.faults.forked_ranks import ForkedRanks
 from tilework.cli import dispatch
 from tilework.comm.flight.diagnosis import Finding, Kind
 from tilework.launch.explain import explain
@@ -45,8 +45,8 @@ def test_a_rank_that_does_not_come(backend: str, tmp_path: Path) -> None:
             load_data()
         dist.barrier()
 
-    scene = Scene(tmp_path, 3, story, backend)
-    found = scene.findings(
+    job = FailingJob(tmp_path, 3, story, backend)
+    found = job.findings(
         lambda f: first_is("waiting", told=2)(f) and f[0].number == 2 and "in doze" in str(f)
     )
     assert len(found) == 1
@@ -65,8 +65,8 @@ def test_a_rank_that_does_not_come_in_time(tmp_path: Path) -> None:
             load_data()
         dist.broadcast(torch.ones(5, 7), src=0)
 
-    scene = Scene(tmp_path, 2, story, timeout=timedelta(seconds=0.5))
-    (found,) = scene.findings(first_is("failed"))
+    job = FailingJob(tmp_path, 2, story, timeout=timedelta(seconds=0.5))
+    (found,) = job.findings(first_is("failed"))
     assert "rank 0 failed in broadcast float32 [5, 7] root 0" in found.text
     assert found.awaited == (1,)
     assert 'rank 0 said "CollectiveTimeoutError: ' in found.details[0]
@@ -80,7 +80,9 @@ def test_different_operations(tmp_path: Path) -> None:
         else:
             dist.reduce(torch.ones(5), dst=0)
 
-    (found,) = Scene(tmp_path, 3, story, unasked=range(3)).findings(first_is("mismatch", told=3))
+    (found,) = FailingJob(tmp_path, 3, story, unasked=range(3)).findings(
+        first_is("mismatch", told=3)
+    )
     assert found.text == "group 'default', operation #2: ranks called different things"
     lines = "\n".join(found.details)
     assert "rank 1: broadcast float32 [5] root 0 at " in lines
@@ -91,7 +93,9 @@ def test_different_shapes(tmp_path: Path) -> None:
     def story(rank: int) -> None:
         dist.broadcast(torch.ones(3 + rank), src=0)
 
-    (found,) = Scene(tmp_path, 2, story, unasked=range(2)).findings(first_is("mismatch", told=2))
+    (found,) = FailingJob(tmp_path, 2, story, unasked=range(2)).findings(
+        first_is("mismatch", told=2)
+    )
     assert [line.partition(" root")[0] for line in found.details] == [
         "rank 0: broadcast float32 [3]",
         "rank 1: broadcast float32 [4]",
@@ -104,18 +108,18 @@ def rounds(rank: int) -> None:
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, 3, rounds, then=lambda crew: crew[1].kill(), unasked=range(3))
-    (found,) = scene.findings(first_is("failed", told=2))
+    job = FailingJob(tmp_path, 3, rounds, then=lambda ranks: ranks[1].kill(), unasked=range(3))
+    (found,) = job.findings(first_is("failed", told=2))
     assert found.ranks == (0, 2)
     assert found.text.endswith("rank 1 is lost")
     assert found.details[-1] == "rank 1 left no record; the others saw it die or leave"
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    def stop(crew: Crew) -> None:
-        crew[1].kill(signal.SIGSTOP)
+    def stop(ranks: ForkedRanks) -> None:
+        ranks[1].kill(signal.SIGSTOP)
 
-    found = Scene(tmp_path, 3, rounds, then=stop).findings(first_is("waiting", told=2))
+    found = FailingJob(tmp_path, 3, rounds, then=stop).findings(first_is("waiting", told=2))
     assert found[0].text.endswith("nothing is known of rank 1")
     assert found[0].details[-1].startswith("rank 1 left no record: it is dead, stopped, or")
 
@@ -126,7 +130,7 @@ def test_a_deadlock_over_two_groups(tmp_path: Path) -> None:
         mine = first if rank == 0 else second
         dist.barrier(group=mine)
 
-    (found,) = Scene(tmp_path, 2, story).findings(first_is("deadlock"))
+    (found,) = FailingJob(tmp_path, 2, story).findings(first_is("deadlock"))
     assert found.text == "deadlock: ranks 0 and 1 wait for each other in a circle"
     zero, one = sorted(found.details)
     assert zero.startswith("rank 0 waits in group 'group_1', operation #1, barrier at ")
@@ -138,7 +142,7 @@ def test_a_deadlock_of_receives(tmp_path: Path) -> None:
     def story(rank: int) -> None:
         dist.recv(torch.ones(2), (rank + 1) % 3)
 
-    (found,) = Scene(tmp_path, 3, story).findings(first_is("deadlock"))
+    (found,) = FailingJob(tmp_path, 3, story).findings(first_is("deadlock"))
     assert found.text == "deadlock: ranks 0 to 2 wait for each other in a circle"
     assert len(found.details) == 3
 
@@ -150,7 +154,7 @@ def test_a_receive_that_nobody_sends_to(tmp_path: Path) -> None:
         dist.send(torch.ones(2), 0, tag=5)
         load_data()
 
-    (found,) = Scene(tmp_path, 2, story).findings(
+    (found,) = FailingJob(tmp_path, 2, story).findings(
         lambda f: first_is("message", awaited=1)(f) and len(f[0].details) == 2
     )
     assert "rank 0 waits in recv float32 [2] from rank 1 tag 4" in found.text
@@ -167,7 +171,7 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
         else:
             dist.barrier()
 
-    (found,) = Scene(tmp_path, 2, story, unasked=range(2)).findings(
+    (found,) = FailingJob(tmp_path, 2, story, unasked=range(2)).findings(
         lambda f: first_is("failed", awaited=1)(f) and "was last in #1" in str(f)
     )
     assert 'rank 0 said "PeerLostError: ' in found.details[0]
@@ -179,10 +183,10 @@ def test_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         dist.barrier()
         load_data()
 
-    scene = Scene(tmp_path, 2, story)
-    (found,) = scene.findings(lambda f: first_is("fine", told=2)(f) and "doze" in str(f))
+    job = FailingJob(tmp_path, 2, story)
+    (found,) = job.findings(lambda f: first_is("fine", told=2)(f) and "doze" in str(f))
     assert found.text == "every rank is outside of operations: nobody waits for another"
-    assert explain(scene.records) == 0
+    assert explain(job.records) == 0
     assert capsys.readouterr().out.startswith("every rank is outside of operations")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.forked_ranks import Crew, Holdings, Say
+from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 from tests.rpc.joined_ranks import fork_and_wait, identity, my_name, nothing, until
 from tilework import rpc
 from tilework.errors import PeerLostError, RpcTimeoutError
@@ -65,21 +65,21 @@ def test_a_worker_that_dies_fails_the_calls_to_it(number: int, tmp_path: Path) -
         say(rpc.rpc_sync(2 - rank, my_name))  # the others go on
         rpc.all_gather(None, ["w0", "w2"])
 
-    with Crew(3, story(3, tmp_path, act)) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story(3, tmp_path, act)) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
         time.sleep(0.1)
-        died = crew[1].kill(number)
-        for rank in crew.others(1):
+        died = ranks[1].kill(number)
+        for rank in ranks.others(1):
             for _ in range(2):
-                when, text, ranks = rank.hear()
+                when, text, lost_ranks = rank.hear()
                 assert when - died < 1
                 assert "worker 'w1' (rank 1) died or left before sleep_forever returned" in text
                 assert "test_failures.py:" in text
-                assert ranks == (1,)
+                assert lost_ranks == (1,)
             assert rank.hear()[2] == (1,)
             assert rank.hear()[2] == (1,)
-        assert sorted(rank.hear() for rank in crew.others(1)) == ["w0", "w2"]
+        assert sorted(rank.hear() for rank in ranks.others(1)) == ["w0", "w2"]
 
 
 def test_who_leads_gatherings_may_die_too(tmp_path: Path) -> None:
@@ -92,16 +92,16 @@ def test_who_leads_gatherings_may_die_too(tmp_path: Path) -> None:
         join_by_file(rank - 1, 2, tmp_path / "again")
 
     (tmp_path / "again").mkdir()
-    with Crew(3, story(3, tmp_path, act)) as crew:
-        for rank in crew:
+    with ForkedRanks(3, story(3, tmp_path, act)) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
         time.sleep(0.1)
-        died = crew[0].kill()
-        for rank in crew.others(0):
+        died = ranks[0].kill()
+        for rank in ranks.others(0):
             for _ in range(2):
-                when, _, ranks = rank.hear()
+                when, _, lost_ranks = rank.hear()
                 assert when - died < 1.5
-                assert ranks == (0,)
+                assert lost_ranks == (0,)
 
 
 def _free() -> int:
@@ -125,10 +125,10 @@ def test_what_a_dead_worker_held_is_let_go(tmp_path: Path) -> None:
             until(lambda: current_agent().references.sizes[0] == 1)
         act(rank, say)
 
-    with Crew(2, tell) as crew:
-        assert crew[1].hear() == 1
-        died = crew[1].kill()
-        assert crew[0].hear() - died < 1
+    with ForkedRanks(2, tell) as ranks:
+        assert ranks[1].hear() == 1
+        died = ranks[1].kill()
+        assert ranks[0].hear() - died < 1
 
 
 def test_memory_of_a_dead_worker_is_freed(tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ def test_memory_of_a_dead_worker_is_freed(tmp_path: Path) -> None:
         rpc.barrier()
         act(rank, say)
 
-    with Crew(2, tell) as crew:
-        assert crew[1].hear() == "sent"
-        assert crew[0].hear() == (1,)
-        assert crew[0].hear() == "free"
+    with ForkedRanks(2, tell) as ranks:
+        assert ranks[1].hear() == "sent"
+        assert ranks[0].hear() == (1,)
+        assert ranks[0].hear() == "free"
 
 
 def late_ones() -> torch.Tensor:
@@ -174,17 +174,17 @@ def test_an_answer_whose_memory_died_with_its_sender_is_a_lost_worker(tmp_path: 
         say("asks")
         say(lost(lambda: rpc.rpc_sync("w1", late_ones))[2])
 
-    with Crew(2, story(2, tmp_path, act)) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story(2, tmp_path, act)) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
-        assert crew[0].hear() == "asks"
+        assert ranks[0].hear() == "asks"
         time.sleep(0.1)
-        os.kill(crew[0].pid, signal.SIGSTOP)
+        os.kill(ranks[0].pid, signal.SIGSTOP)
         time.sleep(2)
-        crew[1].kill()
-        crew[1].reap()
-        os.kill(crew[0].pid, signal.SIGCONT)
-        assert crew[0].hear() == (1,)
+        ranks[1].kill()
+        ranks[1].reap()
+        os.kill(ranks[0].pid, signal.SIGCONT)
+        assert ranks[0].hear() == (1,)
 
 
 def test_a_worker_that_stands_still_is_a_timeout_and_goes_on(tmp_path: Path) -> None:
@@ -200,14 +200,16 @@ def test_a_worker_that_stands_still_is_a_timeout_and_goes_on(tmp_path: Path) -> 
                 break
         say(rpc.rpc_sync("w1", my_name))
 
-    with Crew(2, story(2, tmp_path, act)) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story(2, tmp_path, act)) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
-        crew[1].kill(signal.SIGSTOP)
-        assert "RPC ran for more than set timeout (0.5 s): nothing on worker 'w1'" in crew[0].hear()
-        crew[1].kill(signal.SIGCONT)
-        assert crew[0].hear() == "w1"
-        crew[1].kill()
+        ranks[1].kill(signal.SIGSTOP)
+        assert (
+            "RPC ran for more than set timeout (0.5 s): nothing on worker 'w1'" in ranks[0].hear()
+        )
+        ranks[1].kill(signal.SIGCONT)
+        assert ranks[0].hear() == "w1"
+        ranks[1].kill()
 
 
 def _wait_for(to: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -225,14 +227,14 @@ def test_ctrl_c_ends_a_wait(asynchronous: bool, tmp_path: Path) -> None:
         say(time.monotonic())
         say(rpc.rpc_sync("w1", my_name))
 
-    with Crew(2, story(2, tmp_path, act)) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story(2, tmp_path, act)) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
         time.sleep(0.1)
-        pressed = crew[0].kill(signal.SIGINT)
-        assert crew[0].hear() - pressed < 0.7
-        assert crew[0].hear() == "w1"
-        crew[1].kill()
+        pressed = ranks[0].kill(signal.SIGINT)
+        assert ranks[0].hear() - pressed < 0.7
+        assert ranks[0].hear() == "w1"
+        ranks[1].kill()
 
 
 def test_a_forked_child_is_no_worker(tmp_path: Path) -> None:
@@ -241,8 +243,8 @@ def test_a_forked_child_is_no_worker(tmp_path: Path) -> None:
         say(rpc.rpc_sync(1 - rank, my_name))
         rpc.barrier()
 
-    with Crew(2, story(2, tmp_path, act)) as crew:
-        for number, rank in enumerate(crew):
+    with ForkedRanks(2, story(2, tmp_path, act)) as ranks:
+        for number, rank in enumerate(ranks):
             assert rank.hear() == "ready"
             assert rank.hear() == 0
             assert rank.hear() == f"w{1 - number}"

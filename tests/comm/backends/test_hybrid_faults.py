@@ -14,7 +14,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.comm.backends.test_hybrid import pretend
-from tests.faults.forked_ranks import Crew, Holdings, Say
+from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 from tests.faults.workload import leave, random_steps, until_error
 from tilework.testing.strategies import run_program
 
@@ -65,17 +65,17 @@ def test_kill_9_at_a_random_moment(seed: int, tmp_path: Path) -> None:
             after = Holdings.now()
         say((before, after))
 
-    with Crew(4, story) as crew:
-        for rank in crew:
+    with ForkedRanks(4, story) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
         time.sleep(draw.uniform(0, 0.1))
-        died = crew[victim].kill()
-        for rank in crew.others(victim):
+        died = ranks[victim].kill()
+        for rank in ranks.others(victim):
             heard = rank.hear()
             assert heard.kind is dist.PeerLostError, heard
             assert heard.ranks == (victim,), heard
             assert heard.when - died < 3, heard
-        for rank in crew.others(victim):
+        for rank in ranks.others(victim):
             before, after = rank.hear()
             assert after == before
 
@@ -89,17 +89,17 @@ def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path: Path) -> None:
         say(until_error(lambda turn: dist.barrier()))
         leave(store)
 
-    with Crew(4, story) as crew:
-        for rank in crew:
+    with ForkedRanks(4, story) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
-        stopped = crew[3].kill(signal.SIGSTOP)
-        for rank in crew.others(3):
+        stopped = ranks[3].kill(signal.SIGSTOP)
+        for rank in ranks.others(3):
             heard = rank.hear()
             assert heard.kind is dist.CollectiveTimeoutError
             assert 3 in heard.ranks
             assert heard.when - stopped < 4
-        crew[3].kill(signal.SIGCONT)
-        assert issubclass(crew[3].hear().kind, dist.DistBackendError)
+        ranks[3].kill(signal.SIGCONT)
+        assert issubclass(ranks[3].hear().kind, dist.DistBackendError)
 
 
 def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
             say(until_error(lambda turn: dist.all_reduce(torch.ones(5, 7))))
         leave(store)
 
-    with Crew(4, story) as crew:
-        for rank in crew.others(2):
+    with ForkedRanks(4, story) as ranks:
+        for rank in ranks.others(2):
             heard = rank.hear()
             assert heard.kind is dist.PeerLostError
             assert heard.ranks == (2,)
@@ -127,12 +127,12 @@ def test_death_while_a_message_is_awaited_on_another_host(tmp_path: Path) -> Non
         say(until_error(lambda turn: dist.recv(torch.ones(3), src=1)))
         leave(store)
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             rank.hear()
         time.sleep(0.05)
-        died = crew[1].kill()
-        heard = crew[0].hear()
+        died = ranks[1].kill()
+        heard = ranks[0].hear()
         assert heard.kind is dist.PeerLostError
         assert heard.ranks == (1,)
         assert heard.when - died < 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.testing.groups.base import inside
 from tilework.testing.groups.values import Case
 from tilework.testing.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
@@ -126,15 +126,15 @@ def test_killing_a_rank_is_noticed_on_every_host(hosts: Hosts, victim: int) -> N
                 say((type(error), error.ranks, time.monotonic()))
             os._exit(0)
 
-    with Crew(4, story) as crew:
-        for rank in crew:
+    with ForkedRanks(4, story) as ranks:
+        for rank in ranks:
             assert rank.hear() == "ready"
         time.sleep(0.1)
-        died = crew[victim].kill(signal.SIGKILL)
-        for rank in crew.others(victim):
-            kind, ranks, when = rank.hear()
+        died = ranks[victim].kill(signal.SIGKILL)
+        for rank in ranks.others(victim):
+            kind, lost_ranks, when = rank.hear()
             assert kind is dist.PeerLostError
-            assert ranks == (victim,)
+            assert lost_ranks == (victim,)
             assert when - died < 2.5
 
 

@@ -12,13 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew
+from tests.faults.forked_ranks import ForkedRanks
 from tilework.comm.flight.diagnosis import Finding, diagnose
 from tilework.launch.explain import read
 
 
 @dataclass
-class Scene:
+class FailingJob:
     """``n`` ranks that run ``story(rank)`` with a default group, and may hang in it."""
 
     folder: Path
@@ -27,7 +27,7 @@ class Scene:
     backend: str = "shm"
     timeout: timedelta = timedelta(seconds=50)
     #: What happens to them once all have made the group.
-    then: Callable[[Crew], object] = lambda crew: None
+    then: Callable[[ForkedRanks], object] = lambda ranks: None
     #: Who is not asked for a record.
     unasked: Sequence[int] = field(default=())
 
@@ -37,14 +37,14 @@ class Scene:
 
     def findings(self, enough: Callable[[list[Finding]], bool]) -> list[Finding]:
         """Ask the ranks again and again until what they tell is ``enough``."""
-        with Crew(self.n, self._live) as crew:
+        with ForkedRanks(self.n, self._live) as ranks:
             try:
-                for rank in crew:
+                for rank in ranks:
                     rank.hear()
-                self.then(crew)
-                return self._ask(crew, enough)
+                self.then(ranks)
+                return self._ask(ranks, enough)
             finally:
-                for rank in crew:
+                for rank in ranks:
                     rank.kill()
 
     def _live(self, rank: int, say: Callable[[object], None]) -> None:
@@ -58,11 +58,11 @@ class Scene:
             self.story(rank)
         doze()
 
-    def _ask(self, crew: Crew, enough: Callable[[list[Finding]], bool]) -> list[Finding]:
+    def _ask(self, ranks: ForkedRanks, enough: Callable[[list[Finding]], bool]) -> list[Finding]:
         deadline = time.monotonic() + 20
         found: list[Finding] = []
         while time.monotonic() < deadline:
-            for number, rank in enumerate(crew):
+            for number, rank in enumerate(ranks):
                 if number not in self.unasked:
                     rank.kill(signal.SIGUSR1)
             time.sleep(0.1)

@@ -46,7 +46,7 @@ def record(rank: int, *groups: GroupLog, inside: bool = True, **fields: object) 
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def told(*records: Record) -> list[Finding]:
+def findings(*records: Record) -> list[Finding]:
     return diagnose({record.rank: record for record in records})
 
 
@@ -54,7 +54,7 @@ def test_operations_that_nobody_compared() -> None:
     """Backends of torch wait, or worse, where ranks call different things."""
     zero = group(entry(1), entry(2, "all_reduce float32 [3] SUM", "running"))
     one = group(entry(1), entry(2, "broadcast float32 [3] root 0", "running"))
-    (found,) = told(record(0, zero), record(1, one))
+    (found,) = findings(record(0, zero), record(1, one))
     assert (found.kind, found.number) == ("mismatch", 2)
     assert found.details[0] == f"rank 0: all_reduce float32 [3] SUM at {SITE}"
 
@@ -62,18 +62,18 @@ def test_operations_that_nobody_compared() -> None:
 def test_where_they_began_to_differ() -> None:
     zero = group(entry(1, "broadcast float32 [1] root 0"), entry(2), entry(3, outcome="running"))
     one = group(entry(1, "all_gather float32 [1]"), entry(2, outcome="running"))
-    assert told(record(0, zero), record(1, one))[0].number == 1
+    assert findings(record(0, zero), record(1, one))[0].number == 1
 
 
 def test_forms_of_one_operation_do_not_differ() -> None:
     zero = group(entry(1, "all_gather_into_tensor float32 in [3], out [6]"))
     one = group(entry(1, "all_gather float32 in [3], out 2 x [3]"))
-    assert [found.kind for found in told(record(0, zero), record(1, one))] == ["fine"]
+    assert [found.kind for found in findings(record(0, zero), record(1, one))] == ["fine"]
 
 
 def test_all_have_come_and_data_moves() -> None:
     zero, one = group(entry(1, outcome="running")), group(entry(1))
-    (found,) = told(record(0, zero), record(1, one))
+    (found,) = findings(record(0, zero), record(1, one))
     assert found.kind == "busy"
     assert found.details[-1].endswith("or a rank stopped; rank 1 is done with it")
 
@@ -83,8 +83,8 @@ def test_who_computes_while_its_own_work_waits_is_in_no_circle() -> None:
     zero = [group(entry(1, outcome="running"), **a), group(**b)]  # type: ignore[arg-type]
     one = [group(**a), group(entry(1, outcome="running"), **b)]  # type: ignore[arg-type]
     busy = record(0, *zero, inside=False)
-    assert [f.kind for f in told(busy, record(1, *one))] == ["waiting", "waiting"]
-    assert [f.kind for f in told(record(0, *zero), record(1, *one))] == ["deadlock"]
+    assert [f.kind for f in findings(busy, record(1, *one))] == ["waiting", "waiting"]
+    assert [f.kind for f in findings(record(0, *zero), record(1, *one))] == ["deadlock"]
 
 
 def test_a_receive_from_anyone_is_no_circle() -> None:
@@ -92,31 +92,31 @@ def test_a_receive_from_anyone_is_no_circle() -> None:
     from_zero = entry(0, "recv float32 [1] from rank 0 tag 0", "running", peer=0)
     ranks = (0, 1, 2)
     zero, one = group(recv, ranks=ranks), group(from_zero, ranks=ranks)
-    found = told(record(0, zero), record(1, one), record(2, group(ranks=ranks), inside=False))
+    found = findings(record(0, zero), record(1, one), record(2, group(ranks=ranks), inside=False))
     assert {finding.kind for finding in found} == {"message"}
 
 
 def test_two_ends_that_are_both_there() -> None:
     send = entry(0, "send float32 [9] to rank 1 tag 3", "running", peer=1, tag=3)
     recv = entry(0, "recv float32 [9] from rank 0 tag 3", "running", peer=0, tag=3)
-    found = told(record(0, group(send)), record(1, group(recv)))
+    found = findings(record(0, group(send)), record(1, group(recv)))
     assert [finding.kind for finding in found] == ["busy", "busy"]
 
 
 def test_a_rank_that_is_only_seen_by_its_absence() -> None:
-    found = told(record(0, group(entry(1), ranks=(0, 1))))
+    found = findings(record(0, group(entry(1), ranks=(0, 1))))
     assert [finding.kind for finding in found] == ["unheard", "fine"]
     assert found[0].text == "rank 1 left no record: it is dead, stopped, or was not asked"
 
 
 def test_a_rank_that_never_made_a_group() -> None:
-    (found,) = told(record(0, group(entry(1, outcome="running"))), record(1, world_size=0))
+    (found,) = findings(record(0, group(entry(1, outcome="running"))), record(1, world_size=0))
     assert found.details[-1].startswith("rank 1 has not made the group, or left it; its Python")
 
 
 def test_many_ranks_are_told_in_short() -> None:
     ranks = range(1000)
-    (found,) = told(record(0, group(entry(1, outcome="running"), ranks=ranks), world_size=1000))
+    (found,) = findings(record(0, group(entry(1, outcome="running"), ranks=ranks), world_size=1000))
     assert found.text.endswith("nothing is known of ranks 1 to 999")
     assert found.details[-1] == "and 983 more"
 
@@ -124,7 +124,7 @@ def test_many_ranks_are_told_in_short() -> None:
 def test_an_interrupted_wait_says_by_what() -> None:
     lost = "failed: PeerLostError: rank 0: lost rank 1: rank 1 died\nmore"
     fault = Fault(1.0, "PeerLostError: lost rank 1", (1,))
-    (found,) = told(record(0, group(entry(1, outcome=lost)), faults=(fault,)))
+    (found,) = findings(record(0, group(entry(1, outcome=lost)), faults=(fault,)))
     assert found.text.endswith("rank 0 failed in barrier at train.py:7 in step; rank 1 is lost")
     assert found.details[0] == 'rank 0 said "PeerLostError: rank 0: lost rank 1: rank 1 died"'
 
@@ -180,7 +180,7 @@ records = st.builds(
 @given(st.lists(records, min_size=1, max_size=5))
 @settings(max_examples=100, deadline=None)
 def test_whatever_records_say_something_is_told(made: list[Record]) -> None:
-    found = told(*made)
+    found = findings(*made)
     assert found
     assert all(finding.text for finding in found)
 
@@ -213,7 +213,7 @@ def test_a_field_of_another_kind_is_refused_or_harmless(made: Record, data: st.D
         read = decode(json.dumps(document).encode())
     except FlightRecordError:
         return
-    assert told(read)
+    assert findings(read)
 
 
 @given(st.binary(max_size=200))

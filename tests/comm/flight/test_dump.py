@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join
 from tilework.comm.flight import dump, watch
 from tilework.comm.flight.document import Record, decode
@@ -109,8 +109,8 @@ def test_who_left_its_groups_does_not_forget_them(
     assert len(record_of(tmp_path, 0).groups) == 1
 
 
-def complaints(rank: int, crew: Path) -> list[str]:
-    return [line for line in (crew / f"err-{rank}").read_text().splitlines() if "flight" in line]
+def complaints(rank: int, ranks: Path) -> list[str]:
+    return [line for line in (ranks / f"err-{rank}").read_text().splitlines() if "flight" in line]
 
 
 @pytest.mark.parametrize("trouble", ["full", "a file in the way", "a device"])
@@ -134,8 +134,8 @@ def test_what_cannot_be_written_is_one_line(trouble: str, tmp_path: Path) -> Non
         store.close()
         say("went on")
 
-    with Crew(2, story) as crew:
-        for rank in crew:
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
             assert rank.hear() is dist.CollectiveMismatchError
             assert rank.hear() == "went on"
     for number in range(2):
@@ -191,11 +191,11 @@ def test_sigusr1_wherever_a_rank_is(place: Callable[[int], None], tmp_path: Path
         return f" in {place.__name__}" in str(record.stacks[0].frames)
 
     try:
-        with Crew(2, story) as crew:
-            for rank in crew:
+        with ForkedRanks(2, story) as ranks:
+            for rank in ranks:
                 assert rank.hear() == "ready"
             while True:
-                crew[0].kill(signal.SIGUSR1)
+                ranks[0].kill(signal.SIGUSR1)
                 if is_there(record_of(folder, 0)):
                     break
             record = record_of(folder, 0)
@@ -203,7 +203,7 @@ def test_sigusr1_wherever_a_rank_is(place: Callable[[int], None], tmp_path: Path
             assert record.faults == ()
             assert (last_outcome(record) == "running") == (place is barrier_later)
             os.write(writer, b"..")
-            assert [rank.hear() for rank in crew] == ["unharmed"] * 2
+            assert [rank.hear() for rank in ranks] == ["unharmed"] * 2
         assert not (folder / "rank-1.json").exists()
     finally:
         os.close(reader)
@@ -267,7 +267,7 @@ def test_nothing_is_left_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forked_child_is_no_rank(armed: Path) -> None:
     sys.stdout.flush()
-    with Crew(1, lambda rank, say: say(signal.getsignal(signal.SIGUSR1))) as crew:
-        assert crew[0].hear() is signal.SIG_DFL
+    with ForkedRanks(1, lambda rank, say: say(signal.getsignal(signal.SIGUSR1))) as ranks:
+        assert ranks[0].hear() is signal.SIG_DFL
     os.kill(os.getpid(), signal.SIGUSR1)  # the parent still listens; no rank is known here
     assert os.listdir(armed) == []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as torch_dist
 
 import tilework.torch_backend
-from tests.faults.forked_ranks import Crew, Say
+from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.comm.backend import core_error
 from tilework.comm.flight.document import decode
 from tilework.errors import CollectiveMismatchError
@@ -36,8 +36,8 @@ def test_all_groups_of_a_rank_are_in_one_record(tmp_path: Path) -> None:
         torch_dist.destroy_process_group()
         say("over")
 
-    with Crew(3, story) as crew:
-        assert [rank.hear(30) for rank in crew] == ["over"] * 3
+    with ForkedRanks(3, story) as ranks:
+        assert [rank.hear(30) for rank in ranks] == ["over"] * 3
     assert sorted(os.listdir(folder)) == ["rank-1.json", "rank-2.json"]
     record = decode((folder / "rank-2.json").read_bytes())
     assert record.world_size == 3

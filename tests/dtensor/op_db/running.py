@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.dtensor.op_checks import noting_gatherings, run_on, told
+from tests.dtensor.op_checks import describe, noting_gatherings, run_on
 from tests.dtensor.op_db.calls import Case
 from tilework.comm.world import current_world
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -46,7 +46,7 @@ class Result:
         case = self.case
         return (
             f"{case.operator} ({case.form}, {str(case.dtype)[6:]}, mesh {case.mesh}, "
-            f"{told(case.layouts)}; shapes {[list(t.shape) for t in case.call.tensors]}): "
+            f"{describe(case.layouts)}; shapes {[list(t.shape) for t in case.call.tensors]}): "
             f"{self.outcome}: {self.why}"
         )
 

@@ -44,7 +44,7 @@ def write(
     calls: dict[str, list[bool]] = defaultdict(list)
     for one in found:
         calls[one["operator"]].append(bool(one.get("gathered")))
-    told = {name: _told(calls[name]) for name in names}
+    told = {name: _describe(calls[name]) for name in names}
     counts = Counter(told.values())
     text = _HEAD.format(
         count=len(names),
@@ -57,7 +57,7 @@ def write(
     document.write_text(text + "".join(rows))
 
 
-def _told(gathered: Sequence[bool]) -> str:
+def _describe(gathered: Sequence[bool]) -> str:
     if not gathered:
         return NOT_CALLED
     return PARTLY if any(gathered) and not all(gathered) else ALWAYS if any(gathered) else NEVER
