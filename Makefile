@@ -38,7 +38,7 @@ demo: install
 # Three processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
 # of them share one.
 test: install
-	@$(bin)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	@$(bin)/python -m pytest -n 3 $(ARGS)
 
 check: install
 	@$(bin)/python -m tests.check $(ARGS)

@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -34,12 +35,19 @@ IN_A_ROW = re.compile(
 )
 
 
-# Before pytest-xdist's own, which reads the groups.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if IN_A_ROW.search(item.nodeid):
-            item.add_marker(pytest.mark.xdist_group("in a row"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each test is handed to a process by itself, but those that are to run in a row to one.
+
+    pytest-xdist's own groups are in names of tests, which pytest 9.2 does not let it change.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "in a row" if IN_A_ROW.search(nodeid) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -39,6 +39,7 @@ ABOUT_MORE = {
     "test_layers.py": "the imports of all modules",
     "test_package.py": "the package as it is installed",
     "test_structure.py": "the tests themselves",
+    "test_style.py": "the style of all sources",
     "test_without_linux.py": "all that a system without Linux's calls can have",
 }
 
