@@ -38,7 +38,7 @@ SMOKE = (
     "tests/dtensor/test_tensor_methods.py",
     "tests/sharded/test_tensor.py",
     "tests/sharded/test_specs.py",
-    "tests/parallel/test_plans.py",
+    "tests/parallel/tensor_parallel/test_plans.py",
     "tests/rpc/test_calls.py",
     "tests/launch/test_line_prefix.py",
 )
@@ -145,7 +145,7 @@ def pytest_check(changed: Iterable[Path], budget: float) -> Check:
     return Check(
         f"pytest: {len(smoke)} smoke modules, {len(modules) - len(smoke)} of {len(mirrored)} of "
         "changed files",
-        (f"{BIN}/python", "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", *modules),
+        (f"{BIN}/python", "-m", "pytest", "-q", "-n", "2", *modules),
         {"TILEWORK_TEST_SECONDS": str(budget)},
     )
 
