@@ -6,15 +6,18 @@ import ast
 
 import pytest
 
+from tests.architecture.drawing import DRAWINGS, drawings, parts_of
 from tests.architecture.imports import (
     ALL_IMPORTS,
     FILES,
     LAYERS,
     LAZY_UPWARD,
     ROOT,
+    contracted,
     import_cycles,
     imported_modules,
     layer_of,
+    module_graph,
     module_name,
     transitive_reduction,
 )
@@ -74,6 +77,23 @@ def test_imports_inside_functions_are_the_listed_ones() -> None:
 
     late = [each for each in ALL_IMPORTS if each.late and not allowed(each.module)]
     assert not [f"{each.where}: {each.module}" for each in late]
+
+
+def test_no_module_imports_one_that_imports_it_back() -> None:
+    """Imports in functions and under ``TYPE_CHECKING`` count, too."""
+    assert not import_cycles(module_graph())
+
+
+@pytest.mark.parametrize("package", ["dtensor", "sharded", "parallel", "tiled", "layout"])
+def test_no_folder_imports_one_that_imports_it_back(package: str) -> None:
+    graph = module_graph()
+    assert not import_cycles(contracted(graph, parts_of(package, graph)))
+
+
+@pytest.mark.parametrize("name", drawings())
+def test_the_drawing_is_current(name: str) -> None:
+    """``python -m tests.architecture.drawing`` draws it anew."""
+    assert (DRAWINGS / name).read_text() == drawings()[name]
 
 
 def test_what_cycles_are() -> None:

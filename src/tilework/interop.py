@@ -7,7 +7,7 @@ from itertools import permutations, product
 
 from tilework.comm.world import AnyGroup, get_rank
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.construction.from_local import sizes_along
+from tilework.dtensor.from_local import sizes_along
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, wrap
 from tilework.layout import Box, Placement, Replicate, Shard

@@ -46,11 +46,11 @@ def drawings() -> dict[str, str]:
     layers = {module: layer for module in graph if (layer := layer_of(module))}
     return {
         "architecture.svg": picture("tilework", layers, graph),
-        "architecture-dtensor.svg": picture("tilework.dtensor", _rooms("dtensor", graph), graph),
+        "architecture-dtensor.svg": picture("tilework.dtensor", parts_of("dtensor", graph), graph),
     }
 
 
-def _rooms(package: str, graph: Graph) -> dict[str, str]:
+def parts_of(package: str, graph: Graph) -> dict[str, str]:
     """The folder or file directly within a package that each of its modules belongs to."""
     prefix = f"tilework.{package}."
     return {

@@ -6,13 +6,13 @@ from tilework.dtensor import compiler_disable, optimizers, rules
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
-from tilework.dtensor.debug.show import show
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.propagation.register_rule import register_rule
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
+from tilework.dtensor.show import show
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh

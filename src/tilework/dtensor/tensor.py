@@ -13,10 +13,10 @@ from torch import Tensor
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import DTensorBase, wrap_as
-from tilework.dtensor.construction.from_local import spec_from_local
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
-from tilework.dtensor.dispatch.handlers import HANDLERS
+from tilework.dtensor.from_local import spec_from_local
+from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Placement, Replicate

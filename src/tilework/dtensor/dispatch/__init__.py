@@ -1,7 +1,7 @@
 """Calls of torch's functions on DTensors.
 
-``call.py`` runs an operator: its key (``call_key.py``), the fast path, the path with moves, and
-the results (``results.py``). ``handlers.py`` caches what runs each function; ``foreach.py`` has
-operators on lists, ``tensor_attributes.py`` functions that are no operators, and
-``without_overrides.py`` torch's own Python code, run on DTensors.
+``call.py`` runs an operator: its key (``call_key.py``), the fast path, the path with moves
+(``local_inputs.py``), and the results (``results.py``). ``foreach.py`` has operators on lists,
+``tensor_attributes.py`` functions that are no operators, and ``without_overrides.py`` torch's own
+Python code, run on DTensors.
 """

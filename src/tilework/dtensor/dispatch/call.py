@@ -28,7 +28,6 @@ from tilework.dtensor.dispatch.call_key import (
     mesh_of,
     parameter_names,
 )
-from tilework.dtensor.dispatch.handlers import HANDLERS
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import (
     call_with_out,
@@ -38,6 +37,7 @@ from tilework.dtensor.dispatch.results import (
     write,
 )
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
+from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
 from tilework.dtensor.propagation.pytree import Args, Kwargs, with_tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilework.dtensor.dispatch.handlers import forget_handler
+from tilework.dtensor.handlers import forget_handler
 from tilework.tiled.factors import Pattern
 from tilework.tiled.op_rules import RuleResult
 from tilework.tiled.op_table import override_rule
