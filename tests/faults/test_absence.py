@@ -27,7 +27,8 @@ def test_sigstop_at_a_random_moment(seed: int, tmp_path: Path) -> None:
     victim = draw.randrange(3)
 
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 3, tmp_path / "store", LIMIT)
+        store = join(rank, 3, tmp_path / "store")
+        dist.get_default_group().set_timeout(LIMIT)
         say("ready")
         say(until_error(lambda turn: run_program(random_steps(3, 1000 * seed + turn), rank)))
         leave(store)
@@ -101,8 +102,9 @@ def test_a_rank_that_never_comes_to_a_sub_group(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 3, tmp_path / "store", LIMIT)
+        store = join(rank, 3, tmp_path / "store")
         dist.barrier()
+        dist.get_default_group().set_timeout(LIMIT)
         start = time.monotonic()
         if rank == 0:
             time.sleep(1.2)

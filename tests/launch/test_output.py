@@ -101,6 +101,8 @@ def test_full_disk_is_told(launch: Launch) -> None:
 def test_reader_that_pauses_holds_ranks_up_and_not_the_launcher(launch: Launch) -> None:
     name = launch.script("while True: print('x' * 1000)")
     process = launch.start("-n", "2", name)
+    assert process.stdout is not None
+    process.stdout.read(1)  # the ranks have begun
     stat = Path(f"/proc/{process.pid}/statm")
     time.sleep(0.7)  # enough to fill memory, if it were filled
     resident = int(stat.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

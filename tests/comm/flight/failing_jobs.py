@@ -50,9 +50,11 @@ class FailingJob:
     def _live(self, rank: int, say: Callable[[object], None]) -> None:
         os.environ["TILEWORK_FLIGHT_DIR"] = str(self.records)
         store = dist.FileStore(str(self.folder / "store"), self.n)
+        patient = timedelta(seconds=50)
         dist.init_process_group(
-            self.backend, store=store, rank=rank, world_size=self.n, timeout=self.timeout
+            self.backend, store=store, rank=rank, world_size=self.n, timeout=patient
         )
+        dist.get_default_group().set_timeout(self.timeout)
         say("ready")
         with contextlib.suppress(dist.DistBackendError):
             self.story(rank)
