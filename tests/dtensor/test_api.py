@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dtensor.construction.test_from_local import LAYOUTS, raised_by_all
 from tests.dtensor.sharded_values import collectives, cut
+from tests.dtensor.test_from_local import LAYOUTS, raised_by_all
 from tilework.dtensor import (
     DeviceMesh,
     DTensor,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.dtensor.construction.test_from_local import raised_by_all
 from tests.dtensor.sharded_values import full
+from tests.dtensor.test_from_local import raised_by_all
 from tilework.dtensor import (
     DTensor,
     Partial,
