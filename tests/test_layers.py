@@ -8,11 +8,11 @@ import pytest
 
 from tests.architecture.drawing import DRAWINGS, drawings, parts_of
 from tests.architecture.imports import (
-    ALL_IMPORTS,
     FILES,
     LAYERS,
     LAZY_UPWARD,
     ROOT,
+    all_imports,
     contracted,
     import_cycles,
     imported_modules,
@@ -48,7 +48,7 @@ def test_every_module_belongs_to_a_layer() -> None:
 
 def test_imports_point_down() -> None:
     wrong = []
-    for each in ALL_IMPORTS:
+    for each in all_imports():
         importer, imported = layer_of(each.importer), layer_of(each.module)
         if None in (importer, imported):
             continue
@@ -61,13 +61,13 @@ def test_imports_point_down() -> None:
 
 def test_nobody_needs_the_package_itself() -> None:
     """``import tilework`` would run before, and without, any order of layers."""
-    inside = [each for each in ALL_IMPORTS if each.importer != "tilework"]
+    inside = [each for each in all_imports() if each.importer != "tilework"]
     wrong = [f.where for f in inside if f.module == "tilework" and layer_of(f.importer) != "cli"]
     assert not wrong
 
 
 def test_only_launchers_import_testing() -> None:
-    users = [each for each in ALL_IMPORTS if layer_of(each.module) == "testing"]
+    users = [each for each in all_imports() if layer_of(each.module) == "testing"]
     assert not [f.where for f in users if layer_of(f.importer) not in MAY_IMPORT_TESTING]
 
 
@@ -75,7 +75,7 @@ def test_imports_inside_functions_are_the_listed_ones() -> None:
     def allowed(module: str) -> bool:
         return any(module == name or module.startswith(f"{name}.") for name in LATE_IMPORTS)
 
-    late = [each for each in ALL_IMPORTS if each.late and not allowed(each.module)]
+    late = [each for each in all_imports() if each.late and not allowed(each.module)]
     assert not [f"{each.where}: {each.module}" for each in late]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import tilework
@@ -104,13 +105,16 @@ def layer_of(module: str) -> str | None:
     return parts[1] if parts[0] == "tilework" and len(parts) > 1 else None
 
 
-ALL_IMPORTS = [each for path in FILES for each in imports_of(path)]
+@cache
+def all_imports() -> list[Import]:
+    """The imports of every module of the package."""
+    return [each for path in FILES for each in imports_of(path)]
 
 
 def module_graph() -> dict[str, set[str]]:
     """The modules of the package and the modules that each imports, but for ``LAZY_UPWARD``."""
     graph: dict[str, set[str]] = {module_name(path): set() for path in FILES}
-    for each in ALL_IMPORTS:
+    for each in all_imports():
         known = each.module in graph and each.module != each.importer
         if known and (each.importer, each.module) not in LAZY_UPWARD:
             graph[each.importer].add(each.module)
