@@ -22,6 +22,8 @@ from tilework.dtensor import (
 
 Function = Callable[..., Any]
 
+pytestmark = pytest.mark.timeout(180)  # compilers are slow where others are at work, too
+
 
 def scaled(x: Any) -> Any:
     x = torch.relu(x) * 2 + 1
