@@ -221,6 +221,7 @@ def armed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_sigusr1_for_ranks_that_are_threads(armed: Path) -> None:
     # Each is where it is when asked, so ask until both others have come.
     def asked(rank: int) -> list[str]:
+        dist.barrier()  # so that every rank has its group when the signal comes
         if rank < 2:
             dist.barrier()
             return []

@@ -17,6 +17,7 @@ from tilework.dtensor import (
     Shard,
     init_device_mesh,
 )
+from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.testing import run_ranks
 
 GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
@@ -33,6 +34,12 @@ def test_plain_tensors_meet_dtensors() -> None:
         return [pair for one in every for pair in ([one, None], [None, one])]
 
     check_op(mixed, GRID, GRID.flip(0).contiguous(), meshes=((2,),), layouts=layouts)
+
+
+def test_one_element_of_any_stride_is_hashed() -> None:
+    element = torch.arange(6.0).view(1, 6).t()[2:3]
+    assert element.stride() == (1, 6)
+    assert content_hash(element) == content_hash(torch.tensor([[2.0]]))
 
 
 def test_modules_with_plain_weights_take_dtensors() -> None:

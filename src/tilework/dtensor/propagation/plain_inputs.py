@@ -52,5 +52,6 @@ def content_hash(tensor: Tensor) -> str:
         return ""
     with torch.no_grad():
         data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        raw = data.view(torch.uint8) if data.numel() else data
+        # What is contiguous may have any stride along a dim of one element.
+        raw = data.as_strided(data.shape, (1,)).view(torch.uint8) if data.numel() else data
     return blake2b(raw.numpy().tobytes() if raw.numel() else b"", digest_size=16).hexdigest()
