@@ -35,6 +35,7 @@ from tilework.comm.backends.hybrid_steps import STEPS
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import disagreement, header_length, header_of
 from tilework.comm.backends.python_engine import PythonEngine, poll
+from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.backends.torch_engines import end_connections
 from tilework.comm.reduce_op import AnyReduceOp
@@ -272,7 +273,7 @@ class HybridEngine(PythonEngine):
                 return move(tensor, self.hosts.local.index(rank), number, timeout)
             except self._shm.fault_type as fault:
                 raise Fault(*self._from_local(fault.args)) from None
-        memory = _bytes(tensor)
+        memory = as_bytes(tensor)
         works: list[Any] = []
         why = self.attempt(
             lambda: works.append(self.start_transfer(way, memory, rank, _COLLECTIVES + 1 + number)),
@@ -388,10 +389,6 @@ def _read(line: socket.socket, memory: memoryview) -> int:
     return count
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
 class _Transfers:
     """Tensors in flight to and from other hosts.
 
@@ -424,7 +421,7 @@ class _Transfers:
     def _begin(self, way: str, rank: int, tensor: Tensor) -> FaultArgs | None:
         if not tensor.numel():
             return None
-        memory = _bytes(tensor)
+        memory = as_bytes(tensor)
 
         def begin() -> None:
             work = self._engine.start_transfer(way, memory, rank, _COLLECTIVES)

@@ -13,6 +13,12 @@ from tilework.comm.backends.engine_protocol import MANY_INPUTS, MANY_OUTPUTS, Op
 Span = tuple[int, int]
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, byte by byte; shares it."""
+    # What is contiguous may have any stride along a dim of one element, also after view(-1).
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
     """``tensor``'s values as contiguous memory that means what it says."""
     tensor = tensor.detach().resolve_conj().resolve_neg()

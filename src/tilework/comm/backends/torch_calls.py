@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Kind, Operation, Parts
+from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 
 #: torch's engines and their options; absent from builds of torch without them.
 c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _all_bytes(parts: Parts) -> list[Tensor]:

@@ -24,7 +24,8 @@ from tilework.comm.backends.failure_log import FailureLog
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.python_engine import PythonEngine
-from tilework.comm.backends.torch_calls import CALLS, as_bytes, c10d, kind_of
+from tilework.comm.backends.tensor_memory import as_bytes
+from tilework.comm.backends.torch_calls import CALLS, c10d, kind_of
 from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree
+from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.layout import Replicate
 from tilework.mesh import DeviceMesh
@@ -52,6 +53,5 @@ def content_hash(tensor: Tensor) -> str:
         return ""
     with torch.no_grad():
         data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        # What is contiguous may have any stride along a dim of one element.
-        raw = data.as_strided(data.shape, (1,)).view(torch.uint8) if data.numel() else data
-    return blake2b(raw.numpy().tobytes() if raw.numel() else b"", digest_size=16).hexdigest()
+        raw = as_bytes(data).numpy().tobytes() if data.numel() else b""
+    return blake2b(raw, digest_size=16).hexdigest()
