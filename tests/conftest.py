@@ -13,12 +13,19 @@ import time
 from collections.abc import Generator
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tilework.comm.backend import core_error
 
 WHY = core_error()
 DEADLINE = pytest.StashKey[float]()
+
+# A busy machine is no fault of a property.
+hypothesis.settings.register_profile(
+    "tilework", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tilework")
 
 # Shells and nohup start jobs with these ignored, which all processes of theirs inherit.
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
