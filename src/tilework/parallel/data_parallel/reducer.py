@@ -75,7 +75,6 @@ class _Bucket:
     """All gradients, one after the other; None for a sparse gradient."""
     views: list[Tensor]
     pending: int = 0
-    started: bool = False
     work: Work | torch.futures.Future[Any] | None = None
     times: BucketTimes = field(default_factory=BucketTimes)
 
@@ -180,7 +179,8 @@ class Reducer:
         self._missing: list[int] = []
         self._next = 0
         for bucket in self.buckets:
-            bucket.pending, bucket.started, bucket.work = len(bucket.members), False, None
+            bucket.pending, bucket.work = len(bucket.members), None
+            bucket.times = BucketTimes()
 
     def expect(self, unused: set[int] | None) -> None:
         """Expect a backward pass, after a forward pass. Local.
@@ -271,7 +271,6 @@ class Reducer:
 
     def _start(self, bucket: _Bucket) -> None:
         """Copy a bucket's gradients into its buffer and start its reduction."""
-        bucket.started = True
         bucket.times.started = time.perf_counter()
         if bucket.flat is None or bucket.flat.is_meta:
             return  # sparse gradients are reduced at the end
@@ -339,7 +338,7 @@ class Reducer:
         self._clock.ended = time.perf_counter()
         for bucket in self.buckets:
             self._hand_out(bucket, used)
-        self._clock.buckets = [bucket.times.copy() for bucket in self.buckets]
+        self._clock.buckets = [bucket.times for bucket in self.buckets]
         self.times.append(self._clock)
         del self.times[:-1]
         self.passes += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -22,10 +22,6 @@ class BucketTimes:
     ready: float = 0.0
     started: float = 0.0
     reduced: float = 0.0
-
-    def copy(self) -> BucketTimes:
-        """The same times, which do not change any more."""
-        return replace(self)
 
 
 @dataclass
