@@ -28,6 +28,7 @@ LAYERS = (
     "sharded",
     "dtensor",
     "interop",
+    "data",
     "parallel",
     "torch_backend",
     "testing",

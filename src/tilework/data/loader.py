@@ -1,0 +1,225 @@
+"""The loader of each rank's batches, which can be resumed within an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset
+
+from tilework.comm.world import AnyGroup
+from tilework.data.rows import Division, Uneven
+from tilework.data.sampler import DistributedSampler, divide
+from tilework.mesh import DeviceMesh
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(TorchDataLoader[T_co]):
+    """torch's DataLoader, in which each rank has batches of its own rows.
+
+    Making it is collective over the ranks that share the rows, and blocks, as they compare their
+    arguments; iterating is local. Each full iteration is an epoch; the next has the next order. The
+    batches of all ranks together are those of one process with ``batch_size`` times as many rows:
+    step by step the same rows, for any number of ranks. Workers' random numbers are seeded by seed,
+    epoch and place among the ranks, so that ranks augment differently, and a run can be repeated.
+
+    :meth:`state_dict` says by rows where the loop is: it may go on with another number of ranks.
+
+    Args:
+        dataset: With a length, or iterable. Of an iterable dataset each rank reads the full stream
+            (in each worker, that worker's) and keeps every n-th row.
+        batch_size: Rows in a batch of this rank.
+        shuffle: Whether each epoch has an order of its own; not for iterable datasets.
+        global_batch_size: Rows in a step of all ranks, instead of ``batch_size``.
+        seed: Of the order and of workers; the same on each rank.
+        uneven: Where rows do not divide evenly: see :class:`DistributedSampler`. With ``"keep"``
+            ranks may have different numbers of batches: train within ``join()``.
+        drop_last: Whether a last batch that is not full is left out.
+        group: The ranks that share the rows; None: the default group, or this process alone if
+            there is none.
+        mesh: The mesh along whose axes rows are divided, instead of a group: ``mesh["dp"]``.
+        options: The rest of torch's, such as ``num_workers`` and ``collate_fn``.
+
+    Raises:
+        ValueError: Contradictory arguments; or ranks were given different ones (on every rank).
+        TypeError: A sampler is given: rows are taken by the loader's own.
+
+    Example:
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     return [batch.tolist() for batch in DataLoader(range(6), global_batch_size=4)]
+        >>> run_ranks(2, program)
+        [[[0, 2], [4]], [[1, 3], [5]]]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        *,
+        global_batch_size: int | None = None,
+        seed: int = 0,
+        uneven: Uneven = "pad",
+        drop_last: bool = False,
+        group: AnyGroup = None,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        streams = isinstance(dataset, IterableDataset)
+
+        def facts() -> dict[str, Any]:
+            _check(streams, shuffle, batch_size, global_batch_size, options)
+            return {
+                "length": None if streams else len(cast(Any, dataset)),
+                "batch_size": batch_size,
+                "global_batch_size": global_batch_size,
+                "shuffle": bool(shuffle),
+                "seed": seed,
+                "uneven": uneven,
+                "drop_last": bool(drop_last),
+            }
+
+        division = divide(uneven, group, mesh, facts)
+        rows = _rows_of_a_batch(batch_size, global_batch_size, division.ranks)
+        self._division, self._seed, self._epoch = division, seed, 0
+        self._batches, self._taken_before, self._resume_at = 0, 0, 0
+        self._seeded = None if options.get("generator") is not None else torch.Generator()
+        options = {**options, "generator": self._seeded or options["generator"]}
+        sampler = None
+        if streams:
+            dataset = cast("Dataset[T_co]", _RankRows(cast(Any, dataset), division))
+        else:
+            sampler = DistributedSampler(
+                cast(Any, dataset), division.ranks, division.rank, shuffle, seed, uneven=uneven
+            )
+        self._own_sampler = sampler
+        super().__init__(dataset, rows, sampler=sampler, drop_last=drop_last, **options)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is iterated, or comes next."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration has, from its start."""
+        self._epoch, self._resume_at, self._taken_before, self._batches = epoch, 0, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """This rank's batches; after a resumption, first those that are left of the epoch."""
+        if self._seeded is not None:
+            place = (self._seed * 1_000_003 + self._epoch) * 65_537 + self._division.rank
+            self._seeded.manual_seed(place % (1 << 63))
+        self._taken_before, self._resume_at = self._resume_at, 0
+        self._batches = 0
+        if self._own_sampler is not None:
+            self._own_sampler.resume(self._epoch, self._taken_before)
+            batches: Iterator[Any] = super().__iter__()
+        else:
+            batches = islice(super().__iter__(), self._taken_before // self._rows_of_a_step, None)
+        return self._counted(batches)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._batches += 1
+            yield batch
+        self._epoch, self._batches, self._taken_before = self._epoch + 1, 0, 0
+
+    @property
+    def _rows_of_a_step(self) -> int:
+        return cast(int, self.batch_size) * self._division.ranks
+
+    def state_dict(self) -> dict[str, int]:
+        """The place of the loop: its epoch, and the rows of it that the ranks have taken.
+
+        Local, and alike on ranks that are at the same step. A batch counts once it was returned.
+        """
+        taken = self._resume_at or self._taken_before + self._batches * self._rows_of_a_step
+        if self._own_sampler is not None:
+            taken = min(taken, len(cast(Any, self.dataset)))
+        return {"epoch": self._epoch, "rows_taken": taken, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next iteration go on where :meth:`state_dict` was taken. Local.
+
+        Of an iterable dataset the rows before are read again, and left out.
+
+        Raises:
+            ValueError: The state is that of another seed, or of a longer dataset.
+        """
+        if state["seed"] != self._seed:
+            raise ValueError(
+                f"the state was saved with seed={state['seed']}, and this loader has "
+                f"seed={self._seed}: it would take rows in another order"
+            )
+        taken = state["rows_taken"]
+        if self._own_sampler is not None:
+            self._own_sampler.resume(state["epoch"], taken)
+        elif taken % self._rows_of_a_step:
+            raise ValueError(
+                f"cannot resume an iterable dataset after {taken} rows in steps of "
+                f"{self._rows_of_a_step} rows: take the batch size that it was saved with"
+            )
+        self.set_epoch(state["epoch"])
+        self._resume_at = taken
+
+
+class _RankRows(IterableDataset[Any]):
+    """The rows of one rank in the stream of an iterable dataset."""
+
+    def __init__(self, dataset: IterableDataset[Any], division: Division) -> None:
+        self.dataset, self.division = dataset, division
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[Any] = []
+        ranks, rank, uneven = self.division.ranks, self.division.rank, self.division.uneven
+        rows = iter(self.dataset)
+        while turn := list(islice(rows, ranks)):
+            first = first or turn
+            if len(turn) < ranks and uneven == "drop":
+                return
+            if len(turn) < ranks and uneven == "pad":
+                turn += (first * ranks)[: ranks - len(turn)]
+            yield from turn[rank : rank + 1]
+
+
+def _check(
+    streams: bool,
+    shuffle: bool,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise if one rank's arguments alone are wrong."""
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            raise TypeError(
+                f"{name}= cannot be given: the loader takes each rank's rows by a sampler of its "
+                "own. Give shuffle=, seed= and uneven=, or use torch's DataLoader with "
+                "tilework.data.DistributedSampler"
+            )
+    if streams and shuffle:
+        raise ValueError("an iterable dataset gives its own order: shuffle it there")
+    for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    if batch_size is not None and global_batch_size is not None:
+        raise ValueError("give batch_size, of each rank, or global_batch_size, of all: not both")
+
+
+def _rows_of_a_batch(batch_size: int | None, global_batch_size: int | None, ranks: int) -> int:
+    """The number of rows in a batch of one rank."""
+    if global_batch_size is None:
+        return 1 if batch_size is None else batch_size
+    rows, rest = divmod(global_batch_size, ranks)
+    if rest:
+        near = f"{rows * ranks} or {(rows + 1) * ranks}" if rows else f"{ranks}"
+        raise ValueError(
+            f"global_batch_size={global_batch_size} does not divide evenly among {ranks} ranks: "
+            f"take {near}"
+        )
+    return rows

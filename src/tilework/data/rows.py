@@ -1,0 +1,82 @@
+"""The rows of an epoch, and each rank's part of them: values, nothing that communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+#: The ranks' rows where their number does not divide evenly: repeat the first ones, leave out the
+#: last ones, or let some ranks have a row more than others.
+Uneven = Literal["pad", "drop", "keep"]
+
+
+def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch takes the ``length`` rows of a dataset; the same on every rank.
+
+    Args:
+        length: The number of rows.
+        shuffle: Whether each epoch has an order of its own; else it is that of the dataset.
+        seed: Of the order.
+        epoch: Added to the seed, as torch's DistributedSampler does: both give the same order.
+
+    Example:
+        >>> epoch_order(4, shuffle=False, seed=0, epoch=0).tolist()
+        [0, 1, 2, 3]
+    """
+    if not shuffle:
+        return torch.arange(length)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+@dataclass(frozen=True)
+class Division:
+    """A division of rows among ranks: each takes every ``ranks``-th, from its own number on.
+
+    So if each rank takes ``b`` rows at a time, the ranks together take the next ``b * ranks`` rows
+    of the order, whatever their number: batches are those of one process.
+
+    Raises:
+        ValueError: The rank does not fit their number, or ``uneven`` is not one of the three.
+    """
+
+    rank: int
+    ranks: int
+    uneven: Uneven = "pad"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(
+                f"rank {self.rank} of {self.ranks}: ranks count from 0 to their number less one"
+            )
+        if self.uneven not in get_args(Uneven):
+            expected = ", ".join(map(repr, get_args(Uneven)))
+            raise ValueError(f"uneven must be one of {expected}, got {self.uneven!r}")
+
+    def count(self, length: int) -> int:
+        """The number of rows that this rank has of ``length``."""
+        full, rest = divmod(length, self.ranks)
+        if self.uneven == "pad":
+            return full + (rest > 0)
+        return full if self.uneven == "drop" else full + (self.rank < rest)
+
+    def part(self, order: Tensor, start: int = 0) -> Tensor:
+        """This rank's rows of ``order``, once the ranks have taken the first ``start`` of it.
+
+        Example:
+            >>> order = epoch_order(5, shuffle=False, seed=0, epoch=0)
+            >>> [Division(rank, 2).part(order).tolist() for rank in range(2)]
+            [[0, 2, 4], [1, 3, 0]]
+            >>> [Division(rank, 2, "keep").part(order).tolist() for rank in range(2)]
+            [[0, 2, 4], [1, 3]]
+        """
+        left = order[start:]
+        missing = -len(left) % self.ranks
+        if self.uneven == "pad" and missing:
+            repeats = -(-missing // len(order))
+            left = torch.cat([left, order.repeat(repeats)[:missing]])
+        elif self.uneven == "drop" and missing:
+            left = left[: len(left) - len(left) % self.ranks]
+        return left[self.rank :: self.ranks]

@@ -1,0 +1,164 @@
+"""The sampler that gives each rank its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from tilework.comm.agreement import agree_equal
+from tilework.comm.world import AnyGroup, NonMember, is_initialized, resolve
+from tilework.data.rows import Division, Uneven, epoch_order
+from tilework.mesh import DeviceMesh
+
+_DIFFERENT = "ranks must load the same rows, in the same way:"
+
+
+class DistributedSampler(Sampler[int]):
+    """A sampler of the rows of one rank, for a DataLoader; torch's class of that name, by mesh.
+
+    Making it is collective over the ranks that share the rows, and blocks: they compare what they
+    were given, since ranks with different lengths or orders would wait for each other later, or
+    see rows twice. With ``num_replicas`` and ``rank`` given it is local, and nothing is compared.
+    Without a process group it is that of one rank.
+
+    Args:
+        dataset: Anything that has a length, the same on each rank.
+        num_replicas: The number of ranks that share the rows; None: those of ``mesh`` or ``group``.
+        rank: This rank's number among them; together with ``num_replicas``.
+        shuffle: Whether each epoch has an order of its own; the order is torch's.
+        seed: Of the order; the same on each rank.
+        drop_last: Torch's name for ``uneven="drop"``.
+        uneven: Where the rows do not divide evenly: ``"pad"`` repeats the first ones, so that all
+            ranks have as many; ``"drop"`` leaves out the last; ``"keep"`` lets some ranks have one
+            more, as evaluation wants it, and training within ``join()``.
+        group: The ranks that share the rows; None: the default group.
+        mesh: The mesh along whose axes rows are divided, instead of a group; ``mesh["dp"]`` for one
+            axis. Ranks at the same place along it have the same rows, such as those that are
+            parallel in tensors.
+
+    Raises:
+        ValueError: Contradictory arguments; or ranks were given different ones (on every rank).
+        TypeError: The dataset has no length.
+
+    Example:
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     return list(DistributedSampler(range(5), shuffle=False, uneven="keep"))
+        >>> run_ranks(2, program)
+        [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        uneven: Uneven | None = None,
+        group: AnyGroup = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.shuffle, self.seed, self.epoch = bool(shuffle), seed, 0
+        self._start = 0
+        rule: Uneven = uneven or ("drop" if drop_last else "pad")
+
+        def facts() -> dict[str, Any]:
+            if not hasattr(dataset, "__len__"):
+                raise TypeError(
+                    f"the dataset must have a length, and {type(dataset).__name__} has none; "
+                    "tilework.data.DataLoader takes iterable datasets"
+                )
+            if drop_last and rule != "drop":
+                raise ValueError(f"drop_last=True is uneven='drop', but uneven={rule!r} was given")
+            length = len(dataset)
+            return {"length": length, "shuffle": self.shuffle, "seed": seed, "uneven": rule}
+
+        if num_replicas is None and rank is None:
+            self.division = divide(rule, group, mesh, facts)
+        elif num_replicas is None or rank is None or group is not None or mesh is not None:
+            raise ValueError(
+                "give num_replicas and rank together, or neither of them and a group or a mesh"
+            )
+        else:
+            facts()
+            self.division = Division(rank, num_replicas, rule)
+        self._length = len(dataset)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that share the rows."""
+        return self.division.ranks
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share the rows."""
+        return self.division.rank
+
+    def __len__(self) -> int:
+        """The number of this rank's rows in a full epoch."""
+        return self.division.count(self._length)
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's rows of the epoch, in order; the first time after a resumption, the rest."""
+        start, self._start = self._start, 0
+        order = epoch_order(self._length, self.shuffle, self.seed, self.epoch)
+        return iter(self.division.part(order, start).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, which gives the order; torch's habit at the start of each epoch."""
+        self.epoch = epoch
+
+    def resume(self, epoch: int, taken: int) -> None:
+        """Let the next iteration begin within an epoch.
+
+        Args:
+            epoch: The epoch.
+            taken: The number of rows of its order that all ranks together have taken already; the
+                ranks may have been more or fewer then.
+
+        Raises:
+            ValueError: The epoch has not as many rows.
+        """
+        if not 0 <= taken <= self._length:
+            raise ValueError(f"cannot resume after {taken} rows: the dataset has {self._length}")
+        self.epoch, self._start = epoch, taken
+
+
+def divide(
+    uneven: Uneven,
+    group: AnyGroup,
+    mesh: DeviceMesh | None,
+    facts: Callable[[], Mapping[str, Any]],
+) -> Division:
+    """The division among the ranks of a group or mesh, once they have the same ``facts``.
+
+    Collective over these ranks; blocks.
+
+    Raises:
+        ValueError: Both a group and a mesh are given, this rank is in neither, or facts differ.
+        Exception: ``facts`` raised, here or on another rank.
+    """
+    if group is not None and mesh is not None:
+        raise ValueError("give a group or a mesh to divide the rows by, not both")
+    if mesh is not None:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"this rank is not in {mesh}, by which the rows are divided")
+        position = 0
+        for size, at in zip(mesh.shape, coordinate, strict=True):
+            position = position * size + at
+        agree_equal(facts, mesh.axes_group(range(mesh.ndim)), _DIFFERENT)
+        return Division(position, mesh.size(), uneven)
+    if group is None and not is_initialized():
+        facts()
+        return Division(0, 1, uneven)
+    pg = resolve(group)
+    if isinstance(pg, NonMember):
+        raise ValueError("this rank is not in the group by which the rows are divided")
+    agree_equal(facts, pg, _DIFFERENT)
+    return Division(pg.rank(), pg.size(), uneven)

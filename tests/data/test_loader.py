@@ -1,0 +1,199 @@
+"""The loader: batches of one process whatever the ranks, and loops that go on where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from tests.hypothesis_settings import examples
+from tilework.data import DataLoader
+from tilework.mesh import init_device_mesh
+from tilework.testing import run_ranks
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, without a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Draws(torch.utils.data.Dataset[int]):
+    """Random numbers of the worker that is asked."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 40, ()))
+
+
+def steps(ranks: int, epochs: int = 1, **options: Any) -> list[list[int]]:
+    """The rows of each step of all ranks together."""
+
+    def program(rank: int) -> list[list[int]]:
+        loader: DataLoader[int] = DataLoader(range(17), shuffle=True, seed=4, **options)  # type: ignore[arg-type]
+        return [batch.tolist() for _ in range(epochs) for batch in loader]
+
+    by_rank = run_ranks(ranks, program)
+    longest = max(map(len, by_rank))
+    rows = ([row for batches in by_rank for row in batches[at : at + 1]] for at in range(longest))
+    return [sorted(row for batch in step for row in batch) for step in rows]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_steps_have_the_rows_of_one_process(ranks: int) -> None:
+    options: dict[str, Any] = {"global_batch_size": 12, "uneven": "keep", "epochs": 2}
+    assert steps(ranks, **options) == steps(1, **options)
+
+
+def test_epochs_have_orders_of_their_own() -> None:
+    batches = steps(2, epochs=2, batch_size=2, uneven="drop")
+    assert batches[:4] != batches[4:]
+
+
+@examples(20)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 9), st.booleans())
+def test_a_loop_goes_on_with_other_ranks(before: int, after: int, stop: int, shuffle: bool) -> None:
+    def start(rank: int) -> tuple[list[int], dict[str, int]]:
+        loader = make()
+        seen: list[int] = []
+        for at, batch in enumerate(loader):
+            seen += batch.tolist()
+            if at == stop:
+                break
+        return seen, loader.state_dict()
+
+    def make() -> DataLoader[int]:
+        return DataLoader(range(23), batch_size=2, shuffle=shuffle, uneven="keep")  # type: ignore[arg-type]
+
+    first = run_ranks(before, start)
+    state = first[0][1]
+
+    def go_on(rank: int) -> tuple[list[int], int]:
+        loader = make()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        return [row for batch in loader for row in batch.tolist()], loader.epoch
+
+    rest = run_ranks(after, go_on)
+    rows = [row for seen, _ in first for row in seen] + [row for seen, _ in rest for row in seen]
+    if state["epoch"] == 0:
+        assert sorted(rows) == list(range(23))
+        assert {epoch for _, epoch in rest} == {1}
+    else:
+        assert state == {"epoch": 1, "rows_taken": 0, "seed": 0}
+
+
+def test_a_loop_that_was_left_begins_its_epoch_again() -> None:
+    loader: DataLoader[int] = DataLoader(range(6), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    next(iter(loader))
+    first = [batch.tolist() for batch in loader]
+    assert sorted(row for batch in first for row in batch) == list(range(6))
+    assert loader.epoch == 1
+
+
+def test_an_axis_of_a_mesh_divides() -> None:
+    def program(rank: int) -> list[list[int]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        loader: DataLoader[int] = DataLoader(range(8), batch_size=2, mesh=mesh["dp"])  # type: ignore[arg-type]
+        return [batch.tolist() for batch in loader]
+
+    even, odd = [[0, 2], [4, 6]], [[1, 3], [5, 7]]
+    assert run_ranks(4, program) == [even, even, odd, odd]
+
+
+@pytest.mark.parametrize(
+    ("uneven", "rows"),
+    [("pad", [[0, 2, 4], [1, 3, 0]]), ("drop", [[0, 2], [1, 3]]), ("keep", [[0, 2, 4], [1, 3]])],
+)
+def test_streams_are_divided(uneven: Any, rows: list[list[int]]) -> None:
+    def program(rank: int) -> list[int]:
+        loader = DataLoader(Stream(5), batch_size=2, uneven=uneven)
+        return [row for batch in loader for row in batch.tolist()]
+
+    assert run_ranks(2, program) == rows
+
+
+def test_a_stream_shorter_than_the_ranks_is_repeated() -> None:
+    def program(rank: int) -> list[int]:
+        return [row for batch in DataLoader(Stream(2), batch_size=1) for row in batch.tolist()]
+
+    assert run_ranks(5, program) == [[0], [1], [0], [1], [0]]
+
+
+def test_a_stream_goes_on_where_it_was() -> None:
+    def program(rank: int) -> list[list[int]]:
+        loader = DataLoader(Stream(9), batch_size=2)
+        next(iter(loader))
+        again = DataLoader(Stream(9), batch_size=2)
+        again.load_state_dict(loader.state_dict())
+        other = DataLoader(Stream(9), batch_size=3)
+        with pytest.raises(ValueError, match="after 4 rows in steps of 6"):
+            other.load_state_dict(loader.state_dict())
+        return [batch.tolist() for batch in again]
+
+    assert run_ranks(2, program) == [[[4, 6], [8]], [[5, 7], [0]]]
+
+
+def test_workers_draw_differently_on_ranks_and_alike_in_runs() -> None:
+    """In this process, one rank after the other: forking from threads is not safe."""
+
+    def draws(rank: int, epochs: int) -> list[int]:
+        torch.manual_seed(0)
+        loader = DataLoader(Draws(), batch_size=2, num_workers=1)
+        loader._division = type(loader._division)(rank, 2)
+        return [row for _ in range(epochs) for batch in loader for row in batch.tolist()]
+
+    first = draws(0, 2)
+    assert first == draws(0, 2)
+    assert not set(first) & set(draws(1, 2))
+    assert len(set(first)) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"sampler": range(3)}, TypeError, "sampler= cannot be given"),
+        ({"batch_size": 0}, ValueError, "batch_size must be a positive whole number, got 0"),
+        ({"batch_size": 2, "global_batch_size": 4}, ValueError, "not both"),
+        ({"global_batch_size": 5}, ValueError, "among 2 ranks: take 4 or 6"),
+        ({"global_batch_size": 1}, ValueError, "among 2 ranks: take 2"),
+        ({"uneven": "wrap"}, ValueError, "uneven must be one of"),
+    ],
+)
+def test_wrong_arguments_raise_on_all_ranks(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    def program(rank: int) -> str:
+        with pytest.raises(kind) as caught:
+            DataLoader(range(4), **options)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert all(message in text for text in run_ranks(2, program))
+
+
+def test_ranks_with_other_lengths_all_raise() -> None:
+    def program(rank: int) -> str:
+        with pytest.raises(ValueError, match="the same rows") as caught:
+            DataLoader(range(4 + rank))  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert all("length=4 on rank 0" in text for text in run_ranks(2, program))
+
+
+def test_a_state_of_another_seed_is_refused() -> None:
+    loader: DataLoader[int] = DataLoader(range(4), seed=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="saved with seed=0, and this loader has seed=1"):
+        loader.load_state_dict({"epoch": 0, "rows_taken": 0, "seed": 0})
+    with pytest.raises(ValueError, match="the dataset has 4"):
+        loader.load_state_dict({"epoch": 0, "rows_taken": 5, "seed": 1})
