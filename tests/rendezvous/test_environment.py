@@ -14,7 +14,7 @@ from tests.store.client_process import process
 from tilework.errors import DistNetworkError
 from tilework.rendezvous import Settings, detect_environment, handlers, rendezvous
 from tilework.rendezvous.environment import first_host
-from tilework.store import PrefixStore, Store, StoreServer, TCPStore, UnixStore
+from tilework.store import HashStore, PrefixStore, Store, StoreServer, TCPStore, UnixStore
 from tilework.testing.stores import Background
 
 LAUNCHERS = ("RANK", "WORLD", "LOCAL", "MASTER", "TILEWORK", "TORCHELASTIC", "OMPI", "PMI", "SLURM")
@@ -136,6 +136,44 @@ def test_a_second_meeting_finds_the_same_server(env: SetEnv, free_port: int) -> 
     assert early.get("k") == b"v"
     second.close()
     early.close()
+
+
+# Alone
+
+
+def test_without_a_launcher_there_is_one_rank(
+    env: SetEnv, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_said_alone", set())
+    monkeypatch.setattr("sys.argv", ["/somewhere/train.py"])
+    for url in ("env://", "env://?rank=0", "env://?world_size=1"):
+        store, rank, size = meet(url)
+        assert (type(store), rank, size) == (HashStore, 0, 1)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "rank 0 of 1" in said[0]
+    assert "tilework run -n 2 train.py" in said[0]
+
+
+@pytest.mark.parametrize("query", ["world_size=2", "rank=1", "rank=0&world_size=2"])
+def test_who_asks_for_others_is_not_alone(env: SetEnv, query: str) -> None:
+    with pytest.raises(ValueError, match=r"not set.*`tilework run`"):
+        meet(f"env://?{query}")
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({"RANK": 0, "WORLD_SIZE": 2, "TILEWORK_STORE": "unix:@x"}, "tilework run"),
+        ({"OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 2}, "mpirun"),
+    ],
+)
+def test_more_ranks_than_were_started_are_refused(
+    env: SetEnv, variables: dict[str, object], launcher: str
+) -> None:
+    env(**variables, TILEWORK_SECRET="0a" * 16)
+    with pytest.raises(ValueError, match=f"world_size=8 .* but {launcher} has started 2"):
+        meet("env://?rank=0&world_size=8")
 
 
 # tilework run

@@ -20,6 +20,9 @@ class _Threads:
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
         self._lock = threading.Lock()
+        #: Tasks that were handed in and have not ended; who waits for that is told.
+        self._open = 0
+        self._ended = threading.Condition(self._lock)
         #: Threads that wait, and that no task which was handed in counts on.
         self._idle = 0
 
@@ -28,9 +31,11 @@ class _Threads:
         with self._lock:
             start = self._idle == 0
             self._idle -= not start
-        self._tasks.put(task)
-        if start:
+        if start:  # first, as the interpreter refuses it at its end
             threading.Thread(target=self._work, name="tilework callbacks", daemon=True).start()
+        with self._lock:
+            self._open += 1
+        self._tasks.put(task)
 
     def _work(self) -> None:
         while True:
@@ -42,13 +47,27 @@ class _Threads:
                         self._idle -= 1
                         return
                 continue
-            task()
-            with self._lock:
-                self._idle += 1
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._idle += 1
+                    self._open -= 1
+                    self._ended.notify_all()
+
+    def finish(self) -> None:
+        """Wait until every task has ended, those included that tasks hand in. Blocks.
+
+        To be called before the interpreter ends: it stops threads that ask for its lock by
+        unwinding them, and within torch's futures that ends the process with SIGABRT.
+        """
+        with self._ended:
+            self._ended.wait_for(lambda: not self._open)
 
 
 _threads = _Threads()
 run_soon = _threads.run_soon
+finish_callbacks = _threads.finish
 
 if hasattr(os, "register_at_fork"):
     # A forked child has none of these threads.

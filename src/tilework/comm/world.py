@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 
 from tilework.comm.backend import Backend, BackendConfig
+from tilework.comm.callbacks import finish_callbacks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import watch
 from tilework.comm.flight.notes import Notes
@@ -224,8 +225,18 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
-# Programs that end without destroying their groups leave them in order all the same.
-atexit.register(_process_world.end)
+
+
+def end_process() -> None:
+    """Close this process's groups, and wait for the callbacks that run. Idempotent; blocks.
+
+    Programs that end without destroying their groups leave them in order all the same.
+    """
+    _process_world.end()
+    finish_callbacks()
+
+
+atexit.register(end_process)
 
 
 # -- what ranks ask about groups -----------------------------------------------------------

@@ -186,7 +186,7 @@ def _abort_groups(rank: int, error: BaseException, code: int) -> None:
 def _leave_groups() -> None:
     world = sys.modules.get("tilework.comm.world")
     if world is not None:
-        world.current_world().close()
+        world.end_process()
 
 
 def _call_hook(error: BaseException) -> None:

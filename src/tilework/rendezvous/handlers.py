@@ -15,7 +15,15 @@ from urllib.parse import unquote
 from tilework.errors import DistNetworkError
 from tilework.rendezvous.environment import Settings, detect_environment, integer
 from tilework.rendezvous.place import UNSET, Place, place_of, split_url
-from tilework.store import FileStore, PrefixStore, Store, StoreServer, TCPStore, UnixStore
+from tilework.store import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    StoreServer,
+    TCPStore,
+    UnixStore,
+)
 
 _Meeting = Iterator[tuple[Store, int, int]]
 
@@ -35,6 +43,9 @@ _PORTS: Final = 15000
 #: and form it again; a rank that is early at the second meeting must not find the first one's
 #: server just about to go. By process, since a forked child has none of them.
 _held: dict[tuple[int, str, bytes | None], StoreServer] = {}
+
+#: Processes that have said that they are alone: this one, or that which it was forked from.
+_said_alone: set[int] = set()
 
 
 def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
@@ -92,10 +103,45 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
     parts = split_url(url)
     if parts.netloc or parts.path:
         raise ValueError(f"expected env:// and nothing but a query behind it, got {url!r}")
-    settings = detect_environment()
-    place = _place(place_of(url), settings)
+    settings, asked = detect_environment(), place_of(url)
+    if settings is None and _alone(asked):
+        _say_alone()
+        yield HashStore(), 0, 1
+        return
+    _check_launched(asked, settings)
+    place = _place(asked, settings)
     store = _env_store(place, settings, timeout, _secret() if secret is None else secret)
     yield store, place.rank, place.world_size
+
+
+def _alone(asked: Place) -> bool:
+    """True if neither the caller nor the environment speaks of other ranks."""
+    named = any(name in os.environ for name in (*_ADVICE, "LOCAL_RANK", "TILEWORK_STORE"))
+    return asked.rank in (UNSET, 0) and asked.world_size in (UNSET, 1) and not named
+
+
+def _say_alone() -> None:
+    """One line on stderr, the first time in this process."""
+    if os.getpid() not in _said_alone:
+        _said_alone.add(os.getpid())
+        program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "PROGRAM"
+        print(
+            f"tilework: no launcher started this process, so it is rank 0 of 1 "
+            f"(for more: tilework run -n 2 {program})",
+            file=sys.stderr,
+        )
+
+
+def _check_launched(asked: Place, settings: Settings | None) -> None:
+    """Raise ValueError if the caller expects more ranks than the launcher has started."""
+    if settings is None or settings.launcher == "RANK" or asked.world_size == UNSET:
+        return
+    if asked.world_size > settings.world_size:
+        raise ValueError(
+            f"world_size={asked.world_size} was asked for, but {settings.launcher} has started "
+            f"{settings.world_size}, so the others would never come: leave out rank and "
+            "world_size, which the launcher gives, or start as many ranks"
+        )
 
 
 def _place(place: Place, settings: Settings | None) -> Place:
