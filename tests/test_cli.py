@@ -91,6 +91,19 @@ def test_doctor_reports_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.count("passed in") == 1 + is_backend_available("shm")
 
 
+def test_doctor_lists_every_backend() -> None:
+    assert {finding.name for finding in doctor.backends()} == {Backend.THREADS, *KNOWN_BACKENDS}
+
+
+def test_doctor_names_first_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [[(3e-4, 5e-6), (2e-2, 1e-3)]])
+    (threads, *_) = doctor.self_test()
+    assert threads.note == (
+        "all_reduce of 8 bytes in 5 µs (the first call 300), "
+        "of 4 MiB in 1,000 µs (the first call 20,000)"
+    )
+
+
 def test_doctor_fails_if_the_self_test_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,4 +120,5 @@ def test_doctor_tells_why_the_core_is_missing(monkeypatch: pytest.MonkeyPatch) -
     found = {finding.name: finding for finding in [*doctor.machine(), *doctor.backends()]}
     assert found["shared-memory core"].note == "it was not built: install g++"
     assert found["shm"] == Finding("shm", "needs the shared-memory core", "no")
+    assert found["hybrid"] == Finding("hybrid", "needs the shared-memory core", "no")
     assert [finding.name for finding in doctor.self_test()] == ["2 threads"]

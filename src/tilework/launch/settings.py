@@ -12,7 +12,7 @@ StartMethod = Literal["fork", "spawn"]
 PrefixMode = Literal["auto", "all", "others", "none"]
 
 #: Backends that ranks in processes of their own can use by name.
-KNOWN_BACKENDS: Final = ("shm", "gloo", "nccl", "ucc", "mpi")
+KNOWN_BACKENDS: Final = ("shm", "hybrid", "gloo", "nccl", "ucc", "mpi")
 #: Device types that a backend may be chosen for, as in "cpu:shm,cuda:nccl".
 KNOWN_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
