@@ -110,3 +110,16 @@ class CollectiveMismatchError(DistBackendError):
 
 class CollectiveTimeoutError(DistBackendError):
     """Some rank did not enter or finish an operation within its timeout."""
+
+
+def text_of(error: BaseException) -> str:
+    """The message of an exception of anyone's; its class may raise instead of giving one.
+
+    Example:
+        >>> text_of(ValueError("too large"))
+        'too large'
+    """
+    try:
+        return str(error)
+    except Exception:  # which must not hide the failure itself
+        return "(its message cannot be shown)"

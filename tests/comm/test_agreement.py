@@ -22,6 +22,23 @@ def test_one_rank_alone() -> None:
     check_all_raise(1, lambda rank: agree(lambda: int("x")), ValueError, "^invalid literal")
 
 
+class MuteError(ValueError):
+    """Without words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_that_has_no_text_is_raised_by_all() -> None:
+    def make(rank: int) -> None:
+        if rank == 1:
+            raise MuteError
+
+    errors = errors_of(2, lambda rank: agree(lambda: make(rank)))
+    assert type(errors[1]) is MuteError
+    assert str(errors[0]) == "rank 1: (its message cannot be shown)"
+
+
 class OwnError(NotImplementedError, ValueError):
     """Of two kinds."""
 

@@ -177,6 +177,28 @@ def test_async_execution_without_a_future_is_told() -> None:
 # -- what goes wrong ----------------------------------------------------------------------------
 
 
+class Mute(ValueError):
+    """An exception without words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def mute() -> None:
+    raise Mute("given")
+
+
+def test_an_exception_that_has_no_text_crosses() -> None:
+    def act() -> Mute:
+        with pytest.raises(Mute) as caught:
+            rpc.rpc_sync("w1", mute)
+        return caught.value
+
+    error = together(2, only(0, act))[0]
+    assert error.args == ("given",)
+    assert "On worker 'w1'" in str(error.__cause__)
+
+
 class Awkward(Exception):
     """An exception that pickles and then cannot be built again."""
 

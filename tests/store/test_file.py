@@ -88,6 +88,12 @@ def test_a_path_that_cannot_be_a_file(tmp_path: Path, target: str) -> None:
         FileStore(tmp_path / target)
 
 
+def test_a_pipe_is_no_store(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DistStoreError, match="not a plain file"):
+        FileStore(tmp_path / "pipe")
+
+
 @pytest.mark.parametrize("content", [b"hello", b"PK\x03\x04" * 100, MAGIC[:-1] + b"\x09"])
 def test_a_foreign_file_is_refused_and_kept(path: Path, content: bytes) -> None:
     path.write_bytes(content)

@@ -13,7 +13,7 @@ from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import all_gather_pickled, device_of
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, member, resolve
-from tilework.errors import DistBackendError
+from tilework.errors import DistBackendError, text_of
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]
@@ -60,7 +60,7 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
         data = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         own_error = error
-        report = (None, _kind(error).__name__, str(error))
+        report = (None, _kind(error).__name__, text_of(error))
         data = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
     reports = [report] * pg.size() if pg.size() == 1 else _gather(report, data, pg)
     if own_error is not None:

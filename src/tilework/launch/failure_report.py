@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Final
 
+from tilework.errors import text_of
+
 #: A traceback's end says what went wrong, so that is what is kept of a longer one.
 MAX_TRACEBACK_CHARS: Final = 128 << 10
 #: What an error says, in a line that has the traceback below it.
@@ -117,10 +119,7 @@ def _class_names(error: BaseException | None) -> set[str]:
 
 def summary(error: BaseException) -> str:
     """``ValueError: its message``, one line, not too long."""
-    try:
-        text = str(error).strip().partition("\n")[0]
-    except Exception:  # a broken __str__ must not hide the failure itself
-        text = "(its message cannot be shown)"
+    text = text_of(error).strip().partition("\n")[0]
     name = type(error).__qualname__
     if len(text) > MAX_SUMMARY_CHARS:
         text = f"{text[:MAX_SUMMARY_CHARS]}…"

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from tilework.comm.callsite import in_library
-from tilework.errors import RemoteError
+from tilework.errors import RemoteError, text_of
 from tilework.rpc.workers import WorkerInfo
 
 
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
         """The Failure for ``error``."""
         lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        return cls(_pickled(error), name.removeprefix("builtins."), str(error), "".join(lines))
+        return cls(_pickled(error), name.removeprefix("builtins."), text_of(error), "".join(lines))
 
     def rebuild(self, where: WorkerInfo) -> BaseException:
         """The exception, as it is raised on this rank."""
@@ -41,7 +41,7 @@ class Failure(NamedTuple):
         error = _unpickled(self.pickled)
         if error is None:
             error = RemoteError(f"{self.name}: {self.text}\n\n{text}")
-        elif len(error.args) == 1 and error.args[0] == str(error):
+        elif len(error.args) == 1 and error.args[0] == text_of(error):
             error.args = (f"{error.args[0]}\n\n{text}",)
         else:
             error.__cause__ = RemoteTraceback(text)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from tilework.errors import CollectiveMismatchError, DistError, DistStoreError, StoreTimeoutError
+from tilework.errors import (
+    CollectiveMismatchError,
+    DistError,
+    DistStoreError,
+    StoreTimeoutError,
+    text_of,
+)
 from tilework.rpc.memory import Probe
 from tilework.store import PrefixStore, Store
 from tilework.store.checks import first_few
@@ -60,7 +66,7 @@ class Meeting:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with contextlib.suppress(DistError):  # whoever serves the store may have gone
             if error is not None and not isinstance(error, DistError):  # which all find out alone
-                failure = f"rank {self._rank} raised {type(error).__name__}: {error}"
+                failure = f"rank {self._rank} raised {type(error).__name__}: {text_of(error)}"
                 self.store.compare_set("failure", "", failure)
             self._visits.add(f"left/{self._rank}", 1)
             if error is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 import threading
 import time
@@ -149,6 +150,12 @@ class Log:
                     f"{self} could not be opened: {error.strerror}. Its path must be a file, or a "
                     "new name, in a directory that every rank can read and write."
                 ) from error
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                self._drop_fd()
+                raise DistStoreError(
+                    f"{self} could not be opened: it is not a plain file (a pipe, or a device). "
+                    "Its path must be a file or a new name."
+                )
             with self.writing(wait_seconds):
                 # The last user of an earlier store may have removed the file since it was opened.
                 if os.fstat(self._fd).st_nlink:

@@ -25,7 +25,7 @@ import torch
 from tilework.comm.flight import watch
 from tilework.comm.groups import destroy_process_group, init_process_group
 from tilework.comm.world import World, own_world
-from tilework.errors import RankFailedError
+from tilework.errors import RankFailedError, text_of
 from tilework.store import HashStore, Store, StoreServer, UnixStore
 from tilework.testing.generators import give_generator, own_generators
 
@@ -172,7 +172,7 @@ def _thread_rank(
             outcome.result = program.run(rank, store, "threads")
         except BaseException as error:
             outcome.error, outcome.when = error, time.monotonic()
-            world.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+            world.abort(f"rank {rank} raised {type(error).__name__}: {text_of(error)}")
         finally:
             world.end()
 
