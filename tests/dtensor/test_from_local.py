@@ -179,9 +179,8 @@ def test_gradients_come_back_to_the_parts() -> None:
 def test_ranks_outside_the_mesh_have_no_part() -> None:
     def program(rank: int) -> Any:
         mesh = DeviceMesh("cpu", [0, 1])
-        if rank == 2:
-            with pytest.raises(ValueError, match="pass shape="):
-                DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        inferred = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        assert (inferred.shape, inferred.to_local().numel()) == ((4,), 0 if rank == 2 else 2)
         found = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], shape=(4,))
         return found.shape, found.to_local().numel()
 
@@ -240,3 +239,42 @@ def test_offsets_of_parts_are_where_the_elements_are() -> None:
                 assert torch.equal(full(x), whole)
 
     run_ranks(4, program)
+
+
+def test_a_tensor_made_from_a_leaf_may_be_written_to() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = torch.full((4, 8), 3.0, requires_grad=True)
+        y: Any = DTensor.from_local(x, mesh, [Shard(0)]).mul_(2)
+        (y * y).sum().backward()
+        assert x.is_leaf
+        assert y.full_tensor().unique().tolist() == [6.0]
+        assert x.grad is not None
+        assert x.grad.unique().tolist() == [24.0]  # d(2x)^2 where x was 3
+
+    run_ranks(2, program)
+
+
+def test_the_gradient_of_a_part_lies_as_grad_placements_say() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def gradient(placement: Placement, grad_placement: Placement, **kwargs: Any) -> list[float]:
+            x: Any = torch.ones(2, requires_grad=True)
+            y: Any = DTensor.from_local(
+                x, mesh, [placement], grad_placements=[grad_placement], **kwargs
+            )
+            (y * torch.arange(1.0, y.numel() + 1)).sum().backward()
+            found: list[float] = x.grad.tolist()
+            return found
+
+        assert gradient(Replicate(), Replicate()) == [1, 2]
+        assert gradient(Replicate(), Partial()) == ([0, 0] if rank else [1, 2])
+        assert gradient(Partial(), Replicate()) == [1, 2]
+        assert gradient(Shard(0), Shard(0)) == ([3, 4] if rank else [1, 2])
+        with pytest.raises(ValueError, match="cannot lie as"):
+            gradient(Shard(0), Replicate())
+        with pytest.raises(ValueError, match="its own gradient"):
+            gradient(Partial("max"), Partial())
+
+    run_ranks(2, program)

@@ -39,12 +39,9 @@ def spec_from_local(
         isinstance(placement, Shard) and length > 1
         for placement, length in zip(placements, mesh.shape, strict=False)
     )
-    if not mesh.here and sharded:
-        raise ValueError(
-            "this rank is outside the mesh, so it cannot know the shape of a tensor that is cut: "
-            "pass shape="
-        )
-    if not (sharded or run_check) or not mesh.here:
+    if not mesh.here:
+        return _outside(local, mesh, placements, shape, order)
+    if not (sharded or run_check):
         return _checked(local, spec_of(mesh, placements, shape or local.shape, order), None)
     facts = agree(
         lambda: _facts(local, mesh, placements, shape, order, run_check),
@@ -57,6 +54,28 @@ def spec_from_local(
     if spec is None:
         spec = mesh.specs[key] = _spec_from_facts(facts, mesh, placements, shape, order)
     return spec
+
+
+def _outside(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+    order: Sequence[int] | None,
+) -> DTensorSpec:
+    """The layout on a rank outside the mesh, which nobody tells the shape.
+
+    It is that of even shards like this rank's own tensor: the true one, where all ranks make local
+    tensors of one shape. Nothing is computed here with it.
+    """
+    if shape is None:
+        extents = list(local.shape)
+        for placement, length in zip(placements, mesh.shape, strict=False):
+            if isinstance(placement, Shard) and -local.ndim <= placement.dim < local.ndim:
+                dim = placement.dim % local.ndim
+                extents[dim] = sum(placement.sizes) if placement.sizes else extents[dim] * length
+        shape = extents
+    return spec_of(mesh, placements, shape, order)
 
 
 def _checked(local: Tensor, spec: DTensorSpec, shape: Sequence[int] | None) -> DTensorSpec:

@@ -146,6 +146,27 @@ class DTensorSpec:
         )
 
     @cached_property
+    def grad_spec(self) -> DTensorSpec:
+        """The layout in which a user sees the gradient: replicated where this is a partial sum.
+
+        Where it is partial in another reduction, each rank's gradient is that of what it holds
+        itself, and all ranks' add up to the gradient of the value: a partial sum.
+
+        Raises:
+            NotImplementedError: It is a partial product, whose gradient is not that sum.
+        """
+        if self.reduce_op in (None, "sum"):
+            return self.dual
+        if self.reduce_op == "product":
+            raise NotImplementedError(
+                f"the gradient of a tensor that is a partial product ({list(self.placements)}) "
+                f"cannot be seen: redistribute() the tensor first, and take the result's gradient"
+            )
+        return self.with_placements(
+            [Partial() if isinstance(p, Partial) else p for p in self.placements], self.order
+        )
+
+    @cached_property
     def replicated(self) -> DTensorSpec:
         """The same mesh and shape, with the full value on each rank."""
         return self.with_placements([Replicate()] * len(self.placements))

@@ -33,7 +33,8 @@ class DTensor(DTensorBase):
     Every operator of torch takes it, together with others and with plain tensors, which count as
     replicated. Each rank's local tensor is a plain one with an autograd graph of its own; only
     changes of layout communicate, and partial gradients are reduced in backward. A gradient has
-    its tensor's layout, but is replicated where the tensor is partial.
+    its tensor's layout, but is replicated where the tensor is a partial sum, and a partial sum
+    where it is partial in another reduction.
 
     All operators are collective over the mesh. Make one with :meth:`from_local`,
     :func:`~tilework.dtensor.distribute_tensor` or a creation function such as
@@ -80,6 +81,7 @@ class DTensor(DTensorBase):
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         order: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The DTensor whose local tensor on this rank is ``local_tensor``. Shares memory with it.
 
@@ -99,10 +101,13 @@ class DTensor(DTensorBase):
             shape: The global shape.
             stride: Accepted for torch's sake: strides are those of the local tensors.
             order: The axes in the order in which they shard; None: from the first to the last.
+            grad_placements: The placements that the gradient of ``local_tensor`` is to have, which
+                it is redistributed to; by default the tensor's, replicated where it is partial.
+                Where each rank along an axis computes its replicated part from values of its own,
+                as from its shard of a tensor, ``Partial()`` gives it its share.
 
         Raises:
-            ValueError: Local tensors do not fit together or to ``shape``, ranks differ, or this
-                rank is outside the mesh and cannot know the shape.
+            ValueError: Local tensors do not fit together or to ``shape``, or ranks differ.
             TypeError: It is no plain tensor.
             RuntimeError: No mesh is given or active.
 
@@ -131,9 +136,7 @@ class DTensor(DTensorBase):
         spec = spec_from_local(local, mesh, placements, shape, order, run_check)
         if not spec.takes_part:
             return wrap(empty_local(local), spec)
-        if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
-            local = local.view_as(local)  # a DTensor that is made of a leaf is none itself
-        return wrap(local, spec)
+        return wrap(gradients.entering(local, spec, grad_placements), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's local tensor, a plain one, at the same place in the autograd graph.
@@ -233,7 +236,7 @@ class DTensor(DTensorBase):
             return None
         known = self._grad
         if known is None or known._local_tensor is not local:
-            known = self._grad = wrap(local, self._spec.dual)
+            known = self._grad = wrap(local, self._spec.grad_spec)
         return known
 
     @grad.setter

@@ -34,6 +34,52 @@ def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Ten
     return alias(tensor, incoming.partial_axes)
 
 
+def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] | None) -> Tensor:
+    """A local tensor that becomes a DTensor's, in the same memory.
+
+    A leaf stays one: the result is computed from it, and may be written to in place. It is no view
+    for torch, which forbids writes to views of leaves.
+
+    Args:
+        local: The local tensor.
+        spec: The DTensor's layout.
+        placements: What the gradient of ``local`` is redistributed to; None: nothing.
+    """
+    incoming = spec.dual
+    outgoing = incoming
+    if placements is not None:
+        outgoing = spec_of(spec.mesh, placements, spec.shape, spec.order)
+        if outgoing.local_shape != spec.local_shape:
+            raise ValueError(
+                f"the gradient of a local tensor of shape {list(spec.local_shape)} cannot lie as "
+                f"{list(placements)}, where it has shape {list(outgoing.local_shape)}"
+            )
+        if outgoing != incoming and spec.reduce_op not in (None, "sum"):
+            raise ValueError(
+                f"each rank has its own gradient of what lies as {list(spec.placements)}: "
+                f"grad_placements cannot change it"
+            )
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return local
+    if outgoing == incoming and not local.is_leaf:
+        return local
+    entered: Tensor = _Enter.apply(local, incoming, outgoing)  # type: ignore[no-untyped-call]
+    return entered
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, whose gradient is redistributed."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
+        ctx.incoming, ctx.outgoing = incoming, outgoing
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return redistribute_local(grad, ctx.incoming, ctx.outgoing), None, None
+
+
 def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     """Make ``value`` the tensor's gradient."""
     tensor._grad = None
@@ -46,8 +92,9 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         raise RuntimeError(
             f"a gradient has its tensor's shape, {list(tensor.shape)}, got {list(value.shape)}"
         )
-    tensor._local_tensor.grad = local_as(value, tensor._spec.dual, "the gradient")
-    if value._spec == tensor._spec.dual:
+    spec = tensor._spec.grad_spec
+    tensor._local_tensor.grad = local_as(value, spec, "the gradient")
+    if value._spec == spec:
         tensor._grad = value
 
 
@@ -135,11 +182,18 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
-    spec = tensor._spec.dual
+    spec = tensor._spec.grad_spec
 
     def called(grad: Tensor) -> Tensor | None:
         result = hook(wrap_as(type(tensor), grad, spec))
-        return None if result is None else local_as(result, spec, "what a hook returns")
+        if result is None:
+            return None
+        if spec.partial_axes:
+            raise NotImplementedError(
+                f"a hook on a tensor that lies as {list(tensor.placements)} cannot change its "
+                f"gradient, of which each rank has a share: redistribute() the tensor first"
+            )
+        return local_as(result, spec, "what a hook returns")
 
     local: Any = local_of(tensor)
     return local.register_hook(called)
@@ -172,7 +226,7 @@ def autograd_grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap_as(type(tensor), _differentiable(grad, tensor._spec), tensor._spec.dual)
+        wrap_as(type(tensor), _differentiable(grad, tensor._spec), tensor._spec.grad_spec)
         if isinstance(tensor, DTensorBase) and grad is not None
         else grad
         for tensor, grad in zip(ins, grads, strict=True)
@@ -181,4 +235,5 @@ def autograd_grad(
 
 def _differentiable(grad: Tensor, spec: DTensorSpec) -> Tensor:
     """The gradient of a tensor, to be differentiated further: counted once if that is partial."""
-    return counted_once(grad, spec.dual, spec.partial_axes) if spec.partial_axes else grad
+    is_sum = spec.partial_axes and spec.reduce_op == "sum"
+    return counted_once(grad, spec.dual, spec.partial_axes) if is_sum else grad

@@ -31,6 +31,7 @@ from tilework.dtensor.dispatch.call_key import (
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import (
     call_with_out,
+    reduced,
     replicated_like,
     result_outside,
     wrapped,
@@ -228,6 +229,8 @@ class Operator:
         if self.in_place and result is not None:
             return self._written(sharding, call.args[0], result)
         outputs = sharding.outputs
+        if sharding.reduces_nonlinearly:
+            result, outputs = reduced(result, outputs)
         if outputs is not None and result.__class__ is Tensor:
             if result.requires_grad and not _grad_enabled():
                 result = result.detach()
@@ -242,11 +245,7 @@ class Operator:
 
     def _written(self, sharding: OpSharding, target: Any, result: Tensor) -> DTensor:
         """The first argument, which the operator has written to or which gets the result."""
-        if not isinstance(target, DTensor):
-            raise TypeError(
-                f"{self.name}_ would write the values of DTensors to a plain tensor, which has no "
-                f"layout: make them plain with full_tensor(), or the tensor a DTensor"
-            )
+        assert isinstance(target, DTensor)  # the propagator refuses others
         if sharding.outputs is None and result.shape != target._spec.size:
             return gradients.become(target, replicated_like(target, result))
         if sharding.rewrite and result is not target._local_tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilework.comm.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.propagation.propagation import refuse_to_write
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
@@ -34,6 +35,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
+    if name.endswith("_"):
+        _check_targets(name, lists)
     is_elementwise = name in _FUSED or entry_of(_plain_name(name)).is_elementwise
     layouts = _layouts(lists) if is_elementwise else None
     if layouts is None:
@@ -65,6 +68,16 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if mesh.here:
             group = axes_group(mesh, tuple(range(mesh.ndim)))
             all_reduce(local_graph.plain(found_inf), ReduceOp.MAX, group)
+
+
+def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
+    """Raise, before anything is written, if a plain tensor would get the values of DTensors."""
+    for at, target in enumerate(lists[0]):
+        if target.__class__ is DTensor:
+            continue
+        for others in lists[1:]:
+            if at < len(others) and others[at].__class__ is DTensor:
+                refuse_to_write(name.removesuffix("_"), target)
 
 
 def _plain_name(name: str) -> str:

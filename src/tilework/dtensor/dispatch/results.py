@@ -42,6 +42,21 @@ def wrapped(result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh
     )  # fmt: skip
 
 
+def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[DTensorSpec] | None]:
+    """A local result and its layouts, reduced where it is partial otherwise than as a sum.
+
+    Each rank's gradient of such a value is its own: what a user sees at the tensor would not be the
+    value's gradient. Without gradients nothing is done. Collective.
+    """
+    tensors = tensors_in(result)
+    if outputs is None or not (
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    ):
+        return result, outputs
+    locals_ = [redistribute_local(t, s, s.dual) for t, s in zip(tensors, outputs, strict=True)]
+    return rebuilt(result, iter(locals_)), [spec.dual for spec in outputs]
+
+
 def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:
     """The result on a rank outside the mesh: DTensors of the right shapes without elements."""
     if sharding.meta_result is None:
@@ -75,10 +90,16 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str) -> None:
 
 def replicated_like(target: DTensor, full: Tensor) -> DTensor:
     """A full result of another shape as a DTensor, laid out as ``target`` is if that can be."""
-    tensor = replicated(full, target._spec.mesh)
+    return _laid_out_like(target, replicated(full, target._spec.mesh))
+
+
+def _laid_out_like(target: DTensor, tensor: DTensor) -> DTensor:
+    """A tensor of another shape, with the placements of ``target`` if it has as many dims."""
     if tensor.ndim != target.ndim:
         return tensor
-    return tensor.redistribute(placements=[_even(placement) for placement in target.placements])
+    return tensor.redistribute(
+        placements=[_even(placement) for placement in target.placements], order=target._spec.order
+    )
 
 
 def _even(placement: Placement) -> Placement:
@@ -89,6 +110,13 @@ def _even(placement: Placement) -> Placement:
 def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The result of a call with ``out=``: computed, then written there."""
     out = kwargs.pop("out")
+    for target in tensors_in(out):
+        if not isinstance(target, DTensor):
+            raise TypeError(
+                f"{name} with out= needs a DTensor there if its inputs are DTensors, got "
+                f"{type(target).__name__}: make the inputs plain with full_tensor(), or out= a "
+                f"DTensor"
+            )
     result = func(*args, **kwargs)
     if isinstance(out, Tensor):
         write_out(out, result, name)
@@ -103,11 +131,9 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def write_out(out: Any, value: Any, name: str) -> None:
     """Write a result to the tensor that was passed as ``out=``."""
-    if not isinstance(out, DTensor) or not isinstance(value, DTensor):
-        raise TypeError(
-            f"{name} with out= needs a DTensor there if its inputs are DTensors, got "
-            f"{type(out).__name__}"
-        )
+    assert isinstance(out, DTensor)
+    if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
+        value = replicated(value, out._spec.mesh)
     if not torch.can_cast(value.dtype, out.dtype):
         raise RuntimeError(
             f"result type {value.dtype} of {name} can't be cast to the desired output type "
@@ -119,9 +145,6 @@ def write_out(out: Any, value: Any, name: str) -> None:
             f"but one of the arguments requires grad"
         )
     if out.shape != value.shape:
-        replacement = (
-            value.redistribute(placements=out.placements) if out.ndim == value.ndim else value
-        )
-        gradients.set_data(out, replacement.to(out.dtype))
+        gradients.set_data(out, _laid_out_like(out, value).to(out.dtype))
         return
     write(out, value._local_tensor, value._spec, name)

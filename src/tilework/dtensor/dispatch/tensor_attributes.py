@@ -154,10 +154,18 @@ def _property(name: str, read: Callable[[Tensor], Any]) -> None:
     dtensor_handler(f"{name}.__get__")(lambda func, args, kwargs: read(args[0]))
 
 
+def _matrix_transposed(x: Tensor, name: str) -> Tensor:
+    if x.dim() == 1:
+        raise RuntimeError(
+            f"tensor.{name} is only supported on matrices or batches of matrices. Got 1-D tensor."
+        )
+    return x if x.dim() == 0 else x.transpose(-2, -1)
+
+
 _property("T", lambda x: x.permute(tuple(range(x.dim()))[::-1]))
-_property("mT", lambda x: x.transpose(-2, -1))
+_property("mT", lambda x: _matrix_transposed(x, "mT"))
 _property("H", lambda x: x.transpose(0, 1).conj() if x.dim() == 2 else x.conj())
-_property("mH", lambda x: x.transpose(-2, -1).conj())
+_property("mH", lambda x: _matrix_transposed(x, "mH").conj())
 _property("real", torch.real)
 _property("imag", torch.imag)
 _property("nbytes", lambda x: x.numel() * x.element_size())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ class OpSharding:
     #: True if results share memory with the first argument in torch; and if they are copies here.
     view: bool = False
     copied: bool = False
+    #: True if a result is partial in a reduction that is no sum, and no input is.
+    reduces_nonlinearly: bool = False
     #: Numbers of the tensors that it writes to without torch counting it as a write.
     silent_writes: frozenset[int] = frozenset()
     #: The result without memory, for ranks outside the mesh.
@@ -91,7 +93,13 @@ class ShardingPropagator:
         self.name, self.draws = entry.name, entry.draws
 
     def propagate(self, call: Call) -> OpSharding:
-        """The sharding of calls like this one. Collective if plain tensors are among theirs."""
+        """The sharding of calls like this one. Collective if plain tensors are among theirs.
+
+        Raises:
+            TypeError: It would write to a plain tensor; nothing is written, and nothing cached.
+        """
+        if self.in_place and not isinstance(target := _written_to(call), DTensorBase):
+            refuse_to_write(self.name, target)
         sharding = self._sharding(call)
         sharding.view = self.entry.is_view and sharding.composed is None
         sharding.copied = sharding.view and _moves_elements(sharding, call.tensors)
@@ -99,7 +107,10 @@ class ShardingPropagator:
         sharding.specs = call.specs
         if not call.mesh.here:
             sharding.as_is = sharding.as_is_without_grad = False
-        if sharding.outputs and not (sharding.view or self.in_place):
+        sharding.reduces_nonlinearly = _reduces_nonlinearly(sharding, call)
+        if sharding.outputs and not (
+            sharding.view or self.in_place or sharding.reduces_nonlinearly
+        ):
             sharding.output = sharding.outputs[0]
         return sharding
 
@@ -207,6 +218,27 @@ class ShardingPropagator:
         rewrite = self.in_place and inputs[0] is not None
         as_is = not (any(inputs) or self.draws)
         return OpSharding(inputs, None, as_is=as_is, rewrite=rewrite, meta_result=meta_result)
+
+
+def _written_to(call: Call) -> Any:
+    """The argument that an operator in place writes to."""
+    return call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("self"))
+
+
+def refuse_to_write(name: str, target: Any) -> NoReturn:
+    """Raise for a plain tensor that values of DTensors would be written to."""
+    raise TypeError(
+        f"{name}_ would write the values of DTensors to a {type(target).__name__}, which has no "
+        f"layout: make them plain with full_tensor(), or what is written to a DTensor, or "
+        f"compute a new tensor. Nothing was written."
+    )
+
+
+def _reduces_nonlinearly(sharding: OpSharding, call: Call) -> bool:
+    """True if some result, but no input, is partial in a reduction that is no sum."""
+    return any(spec.reduce_op not in (None, "sum") for spec in sharding.outputs or ()) and all(
+        spec.reduce_op in (None, "sum") for spec in call.specs
+    )
 
 
 def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[InputLayout | None]:

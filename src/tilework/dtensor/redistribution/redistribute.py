@@ -69,6 +69,8 @@ def redistribute_local(
     if explain.watchers:
         explain.record_steps(source, prepared.steps, local.dtype)
     if local.requires_grad and torch.is_grad_enabled():
+        if prepared.adjoint.nonlinear:
+            local = local.clone()  # is kept for its gradient, and may be written to afterwards
         call = _Call(prepared, async_op)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
         return out if call.work is None else attached(out, call.work)

@@ -155,7 +155,8 @@ def decomposed_attention(
         if attn_mask is not None and attn_mask.dim() > 2:
             many = attn_mask.size(-3) != 1
             attn_mask = torch.unflatten(attn_mask, -3, shared if many else (1, 1))
-    factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    # Of queries without elements all scores are zero, whatever the factor.
+    factor = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     weights = _weights(query * factor, key, attn_mask)
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)

@@ -209,6 +209,7 @@ def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> RuleResult:
     def compute(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
         if dim is None:
             return input.reshape(-1).gather(0, indices.reshape(-1))
+        indices = torch.where(indices < 0, indices + input.shape[dim], indices)
         sizes, wanted = list(input.shape), list(indices.shape)
         sizes[dim] = wanted[dim] = 1
         both = list(common_shape(sizes, wanted))

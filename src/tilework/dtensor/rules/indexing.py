@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
@@ -134,11 +135,21 @@ def _fill(target: Tensor, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.dim() > target.dim():
             value = _without(value, list(target.shape))
+        if _shares_memory(target, value):  # x[1] += 1 writes a view of x to x
+            value = value.clone()
         target.copy_(value)
     elif isinstance(value, (bool, int, float, complex)):
         target.fill_(value)
     else:
         target.copy_(torch.as_tensor(value, dtype=target.dtype))
+
+
+def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """True if the local tensors lie in one storage."""
+    a, b = (local_graph.plain(each) for each in (tensor, other))
+    if a.is_meta or b.is_meta:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.numel() > 0
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.op_rules import RuleFunction
 from tilework.tiled.op_table import register
@@ -26,7 +27,7 @@ def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            if any(isinstance(arg, DTensor) for arg in args):
+            if any(isinstance(tensor, DTensor) for tensor in tensors_in(args)):
                 return DTensor._dispatch(function, args, {})
             return function(*args)
 
