@@ -42,8 +42,23 @@ def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tens
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    return any(stride == 0 and size > 1 for stride, size in sizes)
+    """True if two elements of ``tensor`` have the same address."""
+    if tensor.numel() == 0:
+        return False
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach, nested = 0, True
+    for stride, size in dims:
+        nested = nested and stride > reach  # each step leads past all that lies within it
+        reach += stride * (size - 1)
+    if nested:
+        return False
+    if any(stride == 0 for stride, _ in dims) or tensor.numel() > reach + 1:
+        return True
+    # Interleaved, as with strides 2 and 3: no formula is cheap, and the case is rare.
+    addresses = torch.zeros((), dtype=torch.int64)
+    for stride, size in dims:
+        addresses = addresses.unsqueeze(-1) + torch.arange(size) * stride
+    return len(set(addresses.flatten().tolist())) < tensor.numel()
 
 
 def rows(tensor: Tensor, splits: list[int]) -> Parts:
