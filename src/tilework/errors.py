@@ -14,11 +14,12 @@ call moved nothing. What goes wrong at run time is one of these::
         └── DistBackendError           a process group's backend
             ├── PeerLostError          a rank died or left while others needed it
             ├── CollectiveMismatchError  ranks called different things
-            └── CollectiveTimeoutError   ranks did not come in time
+            ├── CollectiveTimeoutError   ranks did not come in time
+            └── ExcludedError            the other ranks went on without this one
 
 A group whose operation raised one of the ``DistBackendError`` family is *aborted*: every
-later operation on it raises the same class at once, on every rank. Destroy it and make a new
-one.
+later operation on it raises the same class at once, on every rank. Go on with those that are
+left (``shrink_group``), or destroy it and make a new one.
 """
 
 from __future__ import annotations
@@ -110,6 +111,14 @@ class CollectiveMismatchError(DistBackendError):
 
 class CollectiveTimeoutError(DistBackendError):
     """Some rank did not enter or finish an operation within its timeout."""
+
+
+class ExcludedError(DistBackendError):
+    """The other ranks of a group went on without this one, which they took for lost.
+
+    It was stopped, or came later than they waited. It cannot get back into the group that they have
+    now: end it, and have it started again (``tilework run --restarts``).
+    """
 
 
 def text_of(error: BaseException) -> str:

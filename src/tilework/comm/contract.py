@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from tilework.comm.capabilities import Capability
+from tilework.comm.elastic.ledger import Ledger
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
@@ -149,6 +150,16 @@ class FastPath:
 NO_FAST_PATH = FastPath()
 
 
+class Successors(Protocol):
+    """The maker of the groups that follow on one."""
+
+    def shrink(
+        self, group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None
+    ) -> ProcessGroup: ...
+
+    def grow(self, group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup: ...
+
+
 class ProcessGroup:
     """Ranks that run collective operations together, through one backend.
 
@@ -192,6 +203,13 @@ class ProcessGroup:
         self.global_ranks: tuple[int, ...] = tuple(range(size))
         #: Group rank of each global rank; set when the group is registered.
         self.group_ranks: dict[int | None, int] = {rank: rank for rank in range(size)}
+        #: The ledger that outlives its ranks; set when the group is made.
+        self.ledger: Ledger | None = None
+        #: The maker of the groups that follow on this one; set when the group is registered.
+        self.successors: Successors | None = None
+        #: For each rank its rank in the group that this one follows on, None for one that came
+        #: anew; None if it follows on no group.
+        self.origins: tuple[int | None, ...] | None = None
 
     def rank(self) -> int:
         """This process's rank within the group."""
@@ -360,6 +378,25 @@ class ProcessGroup:
         return torch.empty(shape_of(size), dtype=dtype)
 
     # -- its life ------------------------------------------------------------------------
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int] = (), timeout: timedelta | None = None
+    ) -> ProcessGroup:
+        """The group of the ranks that are left; see ``tilework.distributed.shrink_group``."""
+        return self._successors().shrink(self, ranks_to_exclude, timeout)
+
+    def grow(self, timeout: timedelta | None = None) -> ProcessGroup:
+        """The group with the ranks that came back; see ``tilework.distributed.grow_group``."""
+        return self._successors().grow(self, timeout)
+
+    def departed(self) -> Sequence[int]:
+        """The group ranks that the backend knows to have ended or left. Local, never blocks."""
+        return ()
+
+    def _successors(self) -> Successors:
+        if self.successors is None:
+            raise ValueError(f"{self!r} is not registered: make it with init_process_group")
+        return self.successors
 
     def get_sequence_number_for_group(self) -> int:
         """The number of collectives that this rank has entered on this group."""

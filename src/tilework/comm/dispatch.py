@@ -49,6 +49,7 @@ class DispatchGroup(ProcessGroup):
         self.uneven_sizes = all(end.uneven_sizes for end in self.ends)
         self.holds_copies = any(end.holds_copies for end in self.ends)
         super().__init__(self.ends[0].rank(), self.ends[0].size())
+        self.ledger = next((end.ledger for end in self.ends if end.ledger is not None), None)
         if by_device.get("cpu") is self.ends[0]:
             self.fast_path = self.ends[0].fast_path  # it refuses the tensors of other devices
 

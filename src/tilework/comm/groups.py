@@ -6,25 +6,18 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tilework.comm.backend import (
-    BackendConfig,
-    DistributedBackendOptions,
-    core_error,
-    is_backend_available,
-)
-from tilework.comm.backends import make_backend
+from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.debug import logger
-from tilework.comm.dispatch import DispatchGroup
+from tilework.comm.elastic.grow import grow, rejoin
+from tilework.comm.elastic.shrink import shrink
+from tilework.comm.group_plan import GroupPlan
 from tilework.comm.init_generation import InitGeneration
 from tilework.comm.world import (
     AnyGroup,
     GroupMember,
-    GroupRecord,
     NonMember,
     World,
     current_world,
@@ -38,6 +31,8 @@ from tilework.store import PrefixStore, Store, store_based_barrier
 #: The time that an operation may wait for other ranks unless another is given.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_GROUP_NAME = "default"
+#: Set where this process takes the place of a rank that died: it joins the group that there is.
+REJOIN_VARIABLE = "TILEWORK_REJOIN"
 
 
 def init_process_group(
@@ -96,6 +91,7 @@ def init_process_group(
             UserWarning,
             stacklevel=2,
         )
+    owned = store is None
     if store is None:
         url = "env://" if init_method is None else init_method
         store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=limit))
@@ -104,12 +100,18 @@ def init_process_group(
         _check_store_arguments(init_method, rank, world_size)
     try:
         store.set_timeout(limit)
+        if os.environ.get(REJOIN_VARIABLE) and owned:
+            world.default_group = rejoin(world, store, rank, limit)
+            world.default_group.successors = _SUCCESSORS
+            return
         generation = InitGeneration(store, rank)
         ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
         asked = f"{world_size} ranks, backend {config}"
         _agree(generation.store, name, asked, rank, ranks, limit, generation.check)
-        plan = _Plan(world, generation.store, ranks, rank, name, limit)
+        plan = GroupPlan(world, generation.store, ranks, rank, name, limit)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
+        world.default_group.successors = _SUCCESSORS
+        world.seats = ranks
     except BaseException:
         world.close()
         raise
@@ -148,53 +150,100 @@ def _check_store_arguments(init_method: str | None, rank: int, world_size: int) 
         )
 
 
-@dataclass(slots=True)
-class _Plan:
-    """A group about to be made on this rank."""
+class _Successors:
+    """The makers of groups that follow on others."""
 
-    world: World
-    store: Store
-    ranks: tuple[int, ...]
-    group_rank: int
-    name: str
-    timeout: timedelta
-    desc: str = ""
+    def shrink(
+        self, group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None
+    ) -> ProcessGroup:
+        return shrink(group, exclude, timeout)
 
-    def make(self, config: BackendConfig, pg_options: Any, fall_back: bool) -> ProcessGroup:
-        """Make and register it; with ``fall_back``, on hybrid where ranks share no memory."""
-        try:
-            group = self._make(config, pg_options)
-        except Exception as error:
-            if not (fall_back and getattr(error, "elsewhere", False)):
-                raise
-            instead = "hybrid" if is_backend_available("hybrid") else "gloo"
-            logger.info("ranks do not share one host, using %s: %s", instead, error)
-            config = BackendConfig(str(config).replace("cpu:shm", f"cpu:{instead}"))
-            group = self._make(config, pg_options)
-        backends = config.get_device_backend_map()
-        backend = backends.get("cpu", next(iter(backends.values())))
-        record = GroupRecord(group, self.store, config, backend, self.timeout)
-        self.world.register(record, self.name, self.ranks, self.desc)
-        logger.info("made %r", group)
-        return group
+    def grow(self, group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
+        return grow(group, timeout)
 
-    def _make(self, config: BackendConfig, pg_options: Any) -> ProcessGroup:
-        by_device = config.get_device_backend_map()
-        by_name = {name: self._end(name, pg_options) for name in dict.fromkeys(by_device.values())}
-        if len(by_name) == 1:
-            return next(iter(by_name.values()))
-        return DispatchGroup({device: by_name[name] for device, name in by_device.items()})
 
-    def _end(self, name: str, pg_options: Any) -> ProcessGroup:
-        request = DistributedBackendOptions(
-            PrefixStore(name, self.store),
-            self.group_rank,
-            len(self.ranks),
-            self.timeout,
-            self.name,
-            self.ranks,
-        )
-        return make_backend(name, request, pg_options)
+_SUCCESSORS = _Successors()
+
+
+def shrink_group(
+    ranks_to_exclude: Sequence[int] = (),
+    group: AnyGroup = None,
+    timeout: timedelta | None = None,
+) -> ProcessGroup:
+    """The group of the ranks that are left of ``group``, once some were lost or are to leave.
+
+    Collective over the ranks that are left; blocks. To be called when an operation has raised
+    PeerLostError or CollectiveTimeoutError: this rank's other groups are aborted, so that ranks
+    which still wait in one get there, too. The ranks agree on who is left, also if more of them die
+    meanwhile; each that calls and lives gets the same group, and the old one is closed.
+
+    Ranks are numbered anew within the group, in their old order; ``group.origins`` tells their old
+    numbers. The default group's successor is the default group then: global ranks are its ranks,
+    and every other group and mesh is to be made again. The store goes on, or, where it was served
+    by a rank that is lost, a new one takes its place.
+
+    Args:
+        ranks_to_exclude: Global ranks that are to leave; they do not call.
+        group: None: the default group.
+        timeout: How long to wait for a rank whose process has not ended; one that comes later is
+            out. None: the group's timeout, at most 30 s.
+
+    Raises:
+        ExcludedError: The others went on without this rank.
+        DistBackendError: No group could be made.
+        ValueError: This rank is to leave, or a rank to exclude is not in the group.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     if rank == 1:
+        ...         return None  # and ends
+        ...     try:
+        ...         dist.barrier()
+        ...     except dist.PeerLostError:
+        ...         dist.shrink_group()
+        ...     return dist.get_rank(), dist.get_world_size()
+        >>> run_ranks(3, program)
+        [(0, 2), None, (1, 2)]
+    """
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
+        raise ValueError(f"this rank is not in {resolved!r}: call shrink_group on its ranks")
+    return resolved.shrink(ranks_to_exclude, timeout)
+
+
+def grow_group(group: AnyGroup = None, timeout: timedelta | None = None) -> ProcessGroup:
+    """The default group with the ranks that were started again and wait to be let in.
+
+    Collective over the group, at a place where newcomers can take part in what follows, such as the
+    end of a step; blocks. Where nobody waits it is the group as it is, after one small exchange. A
+    newcomer waits in ``init_process_group`` (``tilework run --restarts`` starts it so).
+
+    Ranks are numbered anew, in the order of the numbers that they were started with: whoever
+    comes back has its old number, if all came back. ``group.origins`` has None for newcomers. All
+    other groups and meshes are to be made again. If a rank dies meanwhile the group stays as it is.
+
+    Args:
+        group: The default group; None means that.
+        timeout: The time to make the new group in; None: the group's timeout, at most 30 s.
+
+    Raises:
+        DistBackendError: As any collective; the group is aborted then.
+        ValueError: The group is not the default group.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     return dist.grow_group().size()  # nobody waits
+        >>> run_ranks(2, program)
+        [2, 2]
+    """
+    resolved = resolve(group)
+    if isinstance(resolved, NonMember):
+        raise ValueError(f"this rank is not in {resolved!r}: only the default group can grow")
+    return resolved.grow(timeout)
 
 
 def destroy_process_group(group: AnyGroup = None) -> None:
@@ -312,8 +361,10 @@ def new_group(
     _agree(store, name, f"ranks {list(members)}, backend {config}", me, awaited, limit)
     if me not in members:
         return NonMember(name, members)
-    plan = _Plan(world, store, members, members.index(me), name, limit, group_desc)
-    return plan.make(config, pg_options, fall_back=False)
+    plan = GroupPlan(world, store, members, members.index(me), name, limit, group_desc)
+    made = plan.make(config, pg_options, fall_back=False)
+    made.successors = _SUCCESSORS
+    return made
 
 
 def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:

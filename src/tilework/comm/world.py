@@ -106,6 +106,8 @@ class World:
     generator: torch.Generator | None = None
     #: The state that higher layers keep of this rank, by its class.
     states: dict[type, Any] = field(default_factory=dict)
+    #: By rank of the default group, the number that it was started with: its seat.
+    seats: tuple[int, ...] = ()
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
         """Name a group and remember it."""
@@ -150,7 +152,24 @@ class World:
         """Close one group."""
         record = self.records.pop(group, None)
         if record is not None:
+            if group.ledger is not None:
+                group.ledger.leave(group.rank())
             record.group.close()
+
+    def succeed(self, group: ProcessGroup, seats: tuple[int, ...]) -> None:
+        """Make a registered group the default group, and close all others: it renumbers ranks.
+
+        What higher layers keep of those is dropped: their states' ``forget_groups()``.
+        """
+        for known in reversed(list(self.records)):
+            if known is not group:
+                self.forget(known)
+        self.default_group, self.seats = group, seats
+        self.group_count, self.local_counts = itertools.count(1), {}
+        self.warned.clear()
+        for state in self.states.values():
+            if hasattr(state, "forget_groups"):
+                state.forget_groups()
 
     def state(self, kind: type[StateT]) -> StateT:
         """The one object of class ``kind`` that a higher layer keeps for this rank.
@@ -175,7 +194,7 @@ class World:
         """Close every group, newest first, and the store. Idempotent, never waits for ranks."""
         for known in reversed(list(self.records)):
             self.forget(known)
-        self.default_group = None
+        self.default_group, self.seats = None, ()
         self.group_count, self.local_counts = itertools.count(1), {}
         self.warned.clear()
         store, self.owned_store = self.owned_store, None

@@ -46,10 +46,12 @@ from tilework.comm.debug import (
 from tilework.comm.groups import (
     abort_process_group,
     destroy_process_group,
+    grow_group,
     init_process_group,
     new_group,
     new_subgroups,
     new_subgroups_by_enumeration,
+    shrink_group,
 )
 from tilework.comm.objects import (
     all_gather_object,
@@ -86,6 +88,7 @@ from tilework.errors import (
     DistError,
     DistNetworkError,
     DistStoreError,
+    ExcludedError,
     PeerLostError,
 )
 from tilework.rendezvous import register_rendezvous_handler, rendezvous
@@ -122,6 +125,7 @@ __all__ = [
     "DistNetworkError",
     "DistStoreError",
     "DistributedBackendOptions",
+    "ExcludedError",
     "FileStore",
     "GatherOptions",
     "GroupMember",
@@ -170,6 +174,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "grow_group",
     "init_process_group",
     "irecv",
     "is_available",
@@ -200,5 +205,6 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "shrink_group",
     "store_based_barrier",
 ]

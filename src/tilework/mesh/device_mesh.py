@@ -38,6 +38,10 @@ class _Meshes:
         default_factory=WeakValueDictionary
     )
 
+    def forget_groups(self) -> None:
+        """Forget meshes of ranks that have other numbers now."""
+        self.known.clear()
+
 
 class DeviceMesh:
     """Ranks in a grid, with a process group along each axis through this rank.

@@ -21,7 +21,7 @@ from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
 from tilework.comm.compiler_disable import leave_function
 from tilework.comm.contract import Options, ProcessGroup, Work
-from tilework.comm.groups import _Plan
+from tilework.comm.group_plan import GroupPlan
 from tilework.comm.sparse import all_reduce_sparse
 from tilework.comm.world import World
 from tilework.store import PrefixStore
@@ -382,5 +382,5 @@ def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
     shared = PrefixStore(f"tilework/{generation}", store)
     choice = os.environ.get("TILEWORK_BACKEND")
     backend = BackendConfig(choice).get_device_backend_map().get("cpu")
-    plan = _Plan(world, shared, ranks, rank, str(request.group_id), timeout)
+    plan = GroupPlan(world, shared, ranks, rank, str(request.group_id), timeout)
     return plan.make(BackendConfig(f"cpu:{backend}"), options, fall_back=choice is None)

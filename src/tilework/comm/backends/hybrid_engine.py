@@ -298,6 +298,9 @@ class HybridEngine(PythonEngine):
     def wake(self) -> None:
         self._control.wake()
 
+    def departed(self) -> Sequence[int]:
+        return [*self._left, *self._died]
+
     # -- frames of the control channel ---------------------------------------------------
 
     def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None:

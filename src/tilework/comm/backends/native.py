@@ -352,6 +352,9 @@ class NativeGroup(ProcessGroup):
     def statistics(self) -> dict[str, int]:
         return self.engine.statistics()
 
+    def departed(self) -> Sequence[int]:
+        return self.engine.departed()
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout.total_seconds()
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
+from tilework.comm.elastic.ledger import MemoryLedger
 from tilework.errors import DistBackendError, DistStoreError
 
 try:
@@ -57,32 +58,45 @@ def create_shm_group(request: DistributedBackendOptions, options: Any) -> ShmGro
     if missing is not None or _core is None:
         raise DistBackendError(f"backend 'shm' is not usable: {missing}")
     rank, size = request.group_rank, request.group_size
-    group = _host(request) if rank == 0 else _join(request)
-    return ShmGroup(ShmEngine(group, size), rank, size, request.timeout)
+    core, ledger = _host(request) if rank == 0 else _join(request)
+    group = ShmGroup(ShmEngine(core, size), rank, size, request.timeout)
+    group.ledger = ledger
+    return group
 
 
-def _host(request: DistributedBackendOptions) -> _core.Group:
+#: This rank's end of the core's group, and of what outlives ranks.
+_Ends = tuple["_core.Group", MemoryLedger]
+
+
+def _host(request: DistributedBackendOptions) -> _Ends:
     """Rank 0's side: create the segment, hand it to everyone, announce the verdict."""
     nonce = secrets.token_bytes(16)
     # Socket names are there for every user to read: the nonce must not be in one.
     name = f"tilework-shm-{secrets.token_hex(16)}"
     fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce)
+    ledger_fd = -1
     try:
+        ledger_fd = MemoryLedger.create()
         group = _core.Group(fd, 0, request.group_size, nonce)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{name}")
             listener.listen(_MAX_NEWCOMERS)
             request.store.set("shm/host", f"{name} {nonce.hex()} {_host_identity()}")
-            reception = _Reception(request, listener, fd, nonce)
+            reception = _Reception(request, listener, (fd, ledger_fd), nonce)
             verdict = reception.receive_all()
             request.store.set("shm/verdict", verdict)
             reception.dismiss(go=verdict == _FINE)
+    except BaseException:
+        if ledger_fd >= 0:
+            os.close(ledger_fd)
+        raise
     finally:
         os.close(fd)
     if verdict != _FINE:
         group.close()
+        os.close(ledger_fd)
         raise _error_of(verdict)
-    return group
+    return group, MemoryLedger(ledger_fd)
 
 
 def _error_of(verdict: str) -> DistBackendError:
@@ -95,11 +109,15 @@ class _Reception:
     """Rank 0 waiting for the others at its socket."""
 
     def __init__(
-        self, request: DistributedBackendOptions, listener: socket.socket, fd: int, nonce: bytes
+        self,
+        request: DistributedBackendOptions,
+        listener: socket.socket,
+        fds: tuple[int, int],
+        nonce: bytes,
     ) -> None:
         self._request = request
         self._listener = listener
-        self._fd = fd
+        self._fds = fds
         self._nonce = nonce
         #: Connected, and silent so far: since when, oldest first.
         self._newcomers: dict[socket.socket, float] = {}
@@ -175,7 +193,7 @@ class _Reception:
             if rank is None:
                 connection.close()
                 return
-            socket.send_fds(connection, [b"S"], [self._fd])
+            socket.send_fds(connection, [b"S"], list(self._fds))
         except BlockingIOError:  # it has not sent anything yet
             self._newcomers[connection] = time.monotonic()
             selector.register(connection, selectors.EVENT_READ, None)
@@ -230,16 +248,16 @@ def _is_ready(connection: socket.socket) -> bool:
         return False
 
 
-def _join(request: DistributedBackendOptions) -> _core.Group:
+def _join(request: DistributedBackendOptions) -> _Ends:
     """Any other rank's side."""
     store = request.store
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
-    group = None
+    ends = None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
-            group = _enter(connection, name, bytes.fromhex(nonce_hex), request)
+            ends = _enter(connection, name, bytes.fromhex(nonce_hex), request)
             if connection.recv(1) == _GO:
-                return group
+                return ends
         except TimeoutError:
             pass  # rank 0's time is up, too: it says why, or has just gone on
         except (OSError, ValueError) as error:
@@ -250,35 +268,37 @@ def _join(request: DistributedBackendOptions) -> _core.Group:
         verdict = store.get("shm/verdict").decode()
     except DistStoreError:
         verdict = f"{_FAILED}:rank 0 ended while the group was made"
-    if group is not None and verdict == _FINE:
-        return group
-    if group is not None:
-        group.close()
+    if ends is not None and verdict == _FINE:
+        return ends
+    for end in ends or ():
+        end.close()
     raise _error_of(verdict)
 
 
 def _enter(
     connection: socket.socket, name: str, nonce: bytes, request: DistributedBackendOptions
-) -> _core.Group:
+) -> _Ends:
     """Connect to rank 0, prove to be one of the job's, and map what it hands over."""
     connection.connect(f"\0{name}")
     if _peer_uid(connection) != os.geteuid():
         raise PermissionError("the other side runs as another user")
     connection.send(_HELLO.pack(nonce, request.group_rank))
     connection.settimeout(request.timeout.total_seconds())
-    group = _map(connection, request.group_rank, request.group_size, nonce)
+    ends = _map(connection, request.group_rank, request.group_size, nonce)
     connection.send(_READY)
-    return group
+    return ends
 
 
-def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _core.Group:
-    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-    if not fds:
-        raise ConnectionError("rank 0 closed the connection without handing over the segment")
+def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends:
+    _, fds, _, _ = socket.recv_fds(connection, 1, 2)
     try:
-        return _core.Group(fds[0], rank, size, nonce)
+        if len(fds) < 2:
+            raise ConnectionError("rank 0 closed the connection without handing over the segment")
+        group = _core.Group(fds[0], rank, size, nonce)
+        return group, MemoryLedger(fds.pop())
     finally:
-        os.close(fds[0])
+        for fd in fds:
+            os.close(fd)
 
 
 def _refuse(request: DistributedBackendOptions, identity: str, error: Exception) -> None:

@@ -224,6 +224,9 @@ class ThreadsEngine(PythonEngine):
             self.hub.changed.wait_for(lambda: None not in self.hub.failures, timeout)
             return list(self.hub.failures)
 
+    def departed(self) -> Sequence[int]:
+        return self.hub.lost(range(self.size))
+
     def aborted(self) -> Abort | None:
         return self.hub.abortion
 

@@ -10,7 +10,7 @@ around it is as it is, stands in docs/how-to/many-hosts.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -100,6 +100,9 @@ class TorchEngine(PythonEngine):
             return TorchCompletion(start(), memory, timeout, self._run)
         except RuntimeError as error:
             raise self._fault(error) from error
+
+    def departed(self) -> Sequence[int]:
+        return ()  # torch's engines do not tell
 
     def last_entered(self) -> list[str]:
         return ["an operation of which it reported nothing"] * self.size

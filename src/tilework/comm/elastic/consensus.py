@@ -1,0 +1,172 @@
+"""The protocol by which ranks agree on who is left, one shared access at a time.
+
+docs/algorithms/membership.md tells it with its assumptions and the argument why it is right. These
+are generators: each ``yield`` stands before an access to what ranks share, or, if it yields True,
+for a pause. Real ranks run straight through and sleep in the pauses; a model check decides after
+each step who runs next, who dies and what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from tilework.comm.elastic.ledger import Ledger
+
+T = TypeVar("T")
+#: Steps of the protocol: True asks for a pause, since others must move first.
+Steps = Generator[bool, None, T]
+
+_YES = "yes"
+_MADE, _FAILED = "made", "failed"
+
+
+@dataclass(frozen=True)
+class Party:
+    """A rank that takes part, and what it sees of the others. Ranks are those of the old group."""
+
+    me: int
+    ledger: Ledger
+    #: The ranks that have surely ended or left, of those that are asked for.
+    lost: Callable[[Collection[int]], set[int]]
+    #: Seconds on a clock of any origin.
+    clock: Callable[[], float]
+    #: The longest that a rank is waited for that has not ended.
+    patience: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The ranks that go on after a round."""
+
+    round: int
+    members: tuple[int, ...]
+    #: The proposer's remark, the same for all.
+    remark: str = ""
+
+
+class Builder(Protocol):
+    """The maker of the group that a decision asks for."""
+
+    def build(self, decision: Decision) -> Steps[str | None]:
+        """Make it, together with the other members; the reason if that failed here."""
+        ...
+
+    def discard(self) -> None:
+        """Drop what was made: some member could not make it."""
+        ...
+
+    def remark(self) -> str:
+        """This rank's view that the other members must know, if it is the one that decides."""
+        ...
+
+
+def survive(
+    party: Party, candidates: Collection[int], builder: Builder, rounds: int
+) -> Steps[Decision]:
+    """Rounds until the ranks that are left have made a group, or have gone on without this one.
+
+    Returns:
+        The last round's decision: this rank is a member, and has the group, or it is out.
+
+    Raises:
+        NoGroupError: The rounds are used up.
+    """
+    for round_ in range(1, rounds + 1):
+        decision = yield from decide(party, round_, candidates, builder.remark)
+        if party.me not in decision.members:
+            return decision
+        yield False
+        if not failed(party, round_):
+            error = yield from builder.build(decision)
+            made = yield from confirm(party, decision, error)
+            if made and error is None:
+                return decision
+            builder.discard()
+        candidates = decision.members
+    raise NoGroupError(answers(party, decision))
+
+
+class NoGroupError(Exception):
+    """No round has made a group; its argument has the ranks' reasons."""
+
+
+def decide(
+    party: Party, round_: int, candidates: Collection[int], remark: Callable[[], str]
+) -> Steps[Decision]:
+    """Arrive at a round, wait for the others, and agree on those that have come.
+
+    The decision may lack this rank: then the others went on without it.
+
+    Args:
+        party: This rank.
+        round_: The number of the round.
+        candidates: The ranks that may come, this one included; the same on all of them.
+        remark: Makes the proposer's remark, once this rank is about to propose.
+    """
+    ledger = party.ledger
+    yield False
+    ledger.write(f"{round_}/here/{party.me}", "")
+    deadline = party.clock() + party.patience
+    while True:
+        yield False
+        text = ledger.read(f"{round_}/members")
+        if text is not None:
+            return _decision(round_, text)
+        yield False
+        here = [r for r in candidates if ledger.read(f"{round_}/here/{r}") is not None]
+        absent = set(candidates).difference(here)
+        yield False
+        if not absent - party.lost(absent) or party.clock() >= deadline:
+            proposal = f"{','.join(map(str, sorted(here)))};{remark()}"
+            yield False
+            return _decision(round_, ledger.write(f"{round_}/members", proposal))
+        yield True
+
+
+def failed(party: Party, round_: int) -> bool:
+    """True if the group of a round is known to be never made."""
+    return party.ledger.read(f"{round_}/outcome") == _FAILED
+
+
+def confirm(party: Party, decision: Decision, error: str | None) -> Steps[bool]:
+    """Agree that all members have made the group, or that nobody uses it.
+
+    Args:
+        party: This rank.
+        decision: The round's.
+        error: The reason why this rank could not make the group; None if it could.
+    """
+    ledger, round_, members = party.ledger, decision.round, decision.members
+    yield False
+    ledger.write(f"{round_}/made/{party.me}", _YES if error is None else f"no: {error}")
+    deadline = party.clock() + party.patience
+    while True:
+        yield False
+        outcome = ledger.read(f"{round_}/outcome")
+        if outcome is not None:
+            return outcome == _MADE
+        yield False
+        answers = {rank: ledger.read(f"{round_}/made/{rank}") for rank in members}
+        missing = {rank for rank, answer in answers.items() if answer is None}
+        refused = any(answer not in (None, _YES) for answer in answers.values())
+        yield False
+        if not missing and not refused:
+            return ledger.write(f"{round_}/outcome", _MADE) == _MADE
+        if refused or party.lost(missing) or party.clock() >= deadline:
+            yield False
+            return ledger.write(f"{round_}/outcome", _FAILED) == _MADE
+        yield True
+
+
+def answers(party: Party, decision: Decision) -> dict[int, str]:
+    """The reasons that members gave for not having made the group, by rank."""
+    texts = {rank: party.ledger.read(f"{decision.round}/made/{rank}") for rank in decision.members}
+    return {rank: text[4:] for rank, text in texts.items() if text is not None and text != _YES}
+
+
+def _decision(round_: int, text: str) -> Decision:
+    ranks, _, remark = text.partition(";")
+    members = tuple(int(rank) for rank in ranks.split(",") if rank)
+    return Decision(round_, members, remark)

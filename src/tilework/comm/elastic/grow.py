@@ -1,0 +1,223 @@
+"""``grow_group``: ranks that were started again are let into the default group.
+
+A newcomer leaves a *ticket* in the job's store and waits for the answer. The members look for
+tickets when they call ``grow_group``; rank 0 reads them, all members agree on what it read, and
+make the new group together with the newcomers. Either all of these have it, or the members keep
+the old one and the newcomers ask again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from tilework.comm.agreement import agree
+from tilework.comm.backend import BackendConfig
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.debug import logger
+from tilework.comm.elastic.consensus import Decision, Party, confirm, failed
+from tilework.comm.elastic.ledger import Ledger, StoreLedger, identity_key
+from tilework.comm.elastic.liveness import has_ended, process_identity
+from tilework.comm.elastic.meeting_store import innermost
+from tilework.comm.elastic.party import drive
+from tilework.comm.elastic.shrink import PATIENCE
+from tilework.comm.group_plan import GroupPlan, Watch
+from tilework.comm.world import World, current_world
+from tilework.errors import DistBackendError, DistError, PeerLostError
+from tilework.store import PrefixStore, Store
+
+_TICKETS: Final = "tickets"
+_HANDLED: Final = "handled"
+#: Admissions that may fail, because ranks die meanwhile, before a newcomer gives up.
+_MOST_TICKETS: Final = 20
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The group that lets newcomers in, as its members and they know it."""
+
+    epoch: int
+    name: str
+    backend: str
+    #: By rank of the new group: the number that the rank was started with, its identity, its rank
+    #: in the old group.
+    seats: tuple[int, ...]
+    identities: tuple[str, ...]
+    origins: tuple[int | None, ...]
+    #: The tickets of those that come anew.
+    tickets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    token: str
+    seat: int
+    identity: str
+
+
+def tickets_waiting(group: ProcessGroup) -> bool:
+    """True if ranks wait to be let in, as the job's store has it. Local; one question to it."""
+    return bool(_tickets(_desk(current_world().record(group).store)))
+
+
+def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
+    """The successor of ``group``; see ``tilework.distributed.grow_group``."""
+    world = current_world()
+    record = world.record(group)
+    if group is not world.default_group:
+        raise ValueError(f"only the default group can grow, got {group!r}")
+    desk = _desk(record.store)
+    if group.rank() == 0:
+        offer = agree(lambda: _offer(world, group, desk), group)[0]
+    else:
+        offer = agree(lambda: None, group)[0]
+    if offer is None:
+        return group
+    admission = _admission(offer)
+    if group.rank() == 0:
+        for ticket in admission.tickets:
+            desk.set(f"answer/{ticket}", json.dumps(offer))
+    me = admission.origins.index(group.rank())
+    limit = min(PATIENCE, record.timeout) if timeout is None else timeout
+    grown = _make(world, admission, me, desk, (limit, record.timeout))
+    if grown is None:
+        return group
+    grown.successors = group.successors
+    world.succeed(grown, admission.seats)
+    return grown
+
+
+def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> ProcessGroup:
+    """The default group that lets this newcomer in; blocks until its members call grow.
+
+    Raises:
+        StoreTimeoutError: They did not, within ``timeout``.
+    """
+    desk = _desk(store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    for _ in range(_MOST_TICKETS):
+        left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+        token = secrets.token_hex(8)
+        desk.append(_TICKETS, f"{token};{seat};{process_identity()}\n")
+        logger.info("seat %d waits to be let in", seat)
+        admission = _admission(json.loads(desk.get(f"answer/{token}", left)))
+        me = admission.seats.index(seat)
+        group = _make(world, admission, me, desk, (min(PATIENCE, timeout), timeout))
+        if group is not None:
+            world.seats = admission.seats
+            return group
+    raise DistBackendError(f"seat {seat} was not let in: {_MOST_TICKETS} attempts failed")
+
+
+def _desk(store: Store) -> Store:
+    """The part of the job's store where newcomers and members meet."""
+    return PrefixStore("tilework/rejoin", innermost(store))
+
+
+def _offer(world: World, group: ProcessGroup, desk: Store) -> dict[str, Any] | None:
+    """Rank 0's: the admission of those who wait and live; None if there are none."""
+    ledger = group.ledger
+    assert ledger is not None
+    seats = world.seats or tuple(range(group.size()))
+    members = {
+        seat: (ledger.read(identity_key(rank)) or "unknown", rank)
+        for rank, seat in enumerate(seats)
+    }
+    places: dict[int, tuple[str, int | None]] = dict(members)
+    tickets = []
+    for ticket in _tickets(desk):
+        if ticket.seat in places and not has_ended(ticket.identity):
+            continue  # the seat is free once the group has shrunk without who had it
+        desk.append(_HANDLED, f"{ticket.token}\n")
+        if not has_ended(ticket.identity):
+            places[ticket.seat] = ticket.identity, None
+            tickets.append(ticket.token)
+    if not tickets:
+        return None
+    seated = sorted(places)
+    record = world.record(group)
+    return asdict(
+        Admission(
+            desk.add("epoch", 1),
+            group.group_name,
+            str(record.config),
+            tuple(seated),
+            tuple(places[seat][0] for seat in seated),
+            tuple(places[seat][1] for seat in seated),
+            tuple(tickets),
+        )
+    )
+
+
+def _tickets(desk: Store) -> list[_Ticket]:
+    """The tickets that have not been handled, oldest first."""
+    lines = _lines(desk, _TICKETS)
+    handled = set(_lines(desk, _HANDLED)) if lines else set()
+    parts = [line.split(";") for line in lines]
+    return [_Ticket(p[0], int(p[1]), p[2]) for p in parts if p[0] not in handled]
+
+
+def _lines(desk: Store, key: str) -> list[str]:
+    return desk.get(key).decode().splitlines() if desk.check([key]) else []
+
+
+def _admission(offer: dict[str, Any]) -> Admission:
+    lists: dict[str, Any] = {}
+    for name, value in offer.items():
+        lists[name] = tuple(value) if isinstance(value, list) else value
+    return Admission(**lists)
+
+
+def _make(
+    world: World, admission: Admission, me: int, desk: Store, limits: tuple[timedelta, timedelta]
+) -> ProcessGroup | None:
+    """The new group; None if some of its ranks could not make it. Collective; blocks.
+
+    Args:
+        limits: The time for making it, and that of its operations.
+    """
+    patience, timeout = limits
+    size = len(admission.seats)
+    ledger: Ledger = StoreLedger(PrefixStore(f"ledger/{admission.epoch}", desk))
+    party = Party(me, ledger, _losses(admission), time.monotonic, patience.total_seconds())
+    decision = Decision(1, tuple(range(size)))
+
+    def check() -> None:
+        if failed(party, 1):
+            raise DistBackendError("another rank gave this attempt up")
+        lost = party.lost(range(size))
+        if lost:
+            raise PeerLostError(f"lost ranks {sorted(lost)} while the group was made")
+
+    plan = GroupPlan(
+        world,
+        PrefixStore(f"epoch/{admission.epoch}", desk),
+        tuple(range(size)),
+        me,
+        admission.name,
+        timeout,
+        watch=Watch(check, patience),
+    )
+    group, error = None, None
+    try:
+        group = plan.make(BackendConfig(admission.backend), None, fall_back=False)
+    except (DistError, OSError) as reason:
+        error = f"{type(reason).__name__}: {reason}"[:500]
+    if drive(confirm(party, decision, error)) and group is not None:
+        group.origins = admission.origins
+        return group
+    if group is not None:
+        world.forget(group)
+    return None
+
+
+def _losses(admission: Admission) -> Any:
+    def lost(asked: Collection[int]) -> set[int]:
+        return {rank for rank in asked if has_ended(admission.identities[rank])}
+
+    return lost

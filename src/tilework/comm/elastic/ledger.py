@@ -1,0 +1,149 @@
+"""Ledgers: keys to the first values that were written to them, which outlive the writers.
+
+A ledger is all that agreement needs: whoever writes a key first has decided it, for everyone and
+for good. Nothing in it can be held by a rank that died or was stopped: there are no locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+from abc import ABC, abstractmethod
+from typing import Final
+
+from tilework.errors import DistStoreError
+from tilework.store import Store
+
+if sys.platform != "win32":
+    import fcntl
+
+#: A record never crosses a page of the file, so the kernel writes it whole or not at all.
+RECORD_BYTES: Final = 1024
+_HEADER = struct.Struct("=4sHH")
+_MAGIC: Final = b"TWL1"
+_MOST_BYTES: Final = RECORD_BYTES - _HEADER.size
+
+
+class Ledger(ABC):
+    """Keys to first values. Safe in any thread and process; nothing ever waits for a rank."""
+
+    @abstractmethod
+    def write(self, key: str, value: str) -> str:
+        """Write ``value`` unless ``key`` has one; return the value that it has from now on."""
+
+    @abstractmethod
+    def read(self, key: str) -> str | None:
+        """The value of ``key``; None if nobody has written it."""
+
+    @abstractmethod
+    def leave(self, rank: int) -> None:
+        """Write that a rank has left the group, where that costs no waiting; release the ledger."""
+
+
+class StoreLedger(Ledger):
+    """A ledger in a store, which must be served by no rank that may be lost."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, key: str, value: str) -> str:
+        # An empty value would be no value to compare_set.
+        return self._store.compare_set(key, "", f"={value}").decode()[1:]
+
+    def leave(self, rank: int) -> None:
+        """Nothing: the store may have gone before."""
+
+    def read(self, key: str) -> str | None:
+        return self._store.get(key).decode()[1:] if self._store.check([key]) else None
+
+
+class MemoryLedger(Ledger):
+    """A ledger in a memory file that the ranks of one host share.
+
+    Each write appends a record, and the order in which the kernel has appended them decides. The
+    file is in append mode, which all its descriptors share, and lives as long as one of them.
+
+    Args:
+        fd: The file's descriptor, which the ledger owns from now on.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read_bytes = 0
+        self._values: dict[str, str] = {}
+
+    @staticmethod
+    def create() -> int:
+        """The descriptor of a new, empty file; Linux only."""
+        fd = os.memfd_create("tilework-ledger", os.MFD_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        return fd
+
+    def write(self, key: str, value: str) -> str:
+        known = self.read(key)
+        if known is not None:
+            return known
+        record = _packed(key, value)
+        written = os.write(self._fd, record)
+        if written != len(record):
+            raise DistStoreError(f"there is no memory for a record of {len(record)} bytes")
+        known = self.read(key)
+        assert known is not None
+        return known
+
+    def read(self, key: str) -> str | None:
+        size = os.fstat(self._fd).st_size
+        while self._read_bytes + RECORD_BYTES <= size:
+            record = os.pread(self._fd, RECORD_BYTES, self._read_bytes)
+            unpacked = _unpacked(record)
+            if unpacked is not None:
+                self._values.setdefault(*unpacked)
+            self._read_bytes += RECORD_BYTES
+        return self._values.get(key)
+
+    def leave(self, rank: int) -> None:
+        with contextlib.suppress(OSError, DistStoreError):
+            os.write(self._fd, _packed(left_key(rank), ""))
+        self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def left_key(rank: int) -> str:
+    """The key that says that a rank has left the group."""
+    return f"left/{rank}"
+
+
+def identity_key(rank: int) -> str:
+    """The key of a rank's identity, by which others see that it has ended."""
+    return f"who/{rank}"
+
+
+def _packed(key: str, value: str) -> bytes:
+    name, data = key.encode(), value.encode()
+    if len(name) + len(data) > _MOST_BYTES:
+        raise ValueError(
+            f"a ledger's key and value take {_MOST_BYTES} bytes at most, got "
+            f"{len(name)} and {len(data)}"
+        )
+    return (_HEADER.pack(_MAGIC, len(name), len(data)) + name + data).ljust(RECORD_BYTES, b"\0")
+
+
+def _unpacked(record: bytes) -> tuple[str, str] | None:
+    """Key and value; None where somebody else wrote there."""
+    if len(record) < RECORD_BYTES:
+        return None
+    magic, name, data = _HEADER.unpack_from(record)
+    if magic != _MAGIC or name + data > _MOST_BYTES:
+        return None
+    start = _HEADER.size
+    try:
+        key = record[start : start + name].decode()
+        return key, record[start + name : start + name + data].decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,63 @@
+"""The knowledge which ranks have ended: processes, or threads where ranks are threads.
+
+A rank writes its identity into the group's ledger when the group is made. Others ask the system
+about it: the start time tells a process from a later one with its number. A rank in another place
+(host, container) cannot be asked for; it is neither known to live nor to have ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_numbers = itertools.count(1)
+#: The threads of this process that are ranks, by number: a thread's own number is used again.
+_threads: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
+
+
+def thread_identity() -> str:
+    """The identity of this thread, as a rank."""
+    number = next(_numbers)
+    _threads[number] = threading.current_thread()
+    return f"thread {_place()} {os.getpid()} {number}"
+
+
+def process_identity() -> str:
+    """The identity of this process, as a rank."""
+    return f"process {_place()} {os.getpid()} {_start_time(os.getpid()) or 0}"
+
+
+def has_ended(identity: str) -> bool:
+    """True if the rank with this identity has ended; False also where that cannot be known."""
+    parts = identity.split(" ")
+    if len(parts) != 4 or parts[1] != _place():
+        return False
+    kind, _, pid, number = parts
+    if kind == "process":
+        return int(number) > 0 and _start_time(int(pid)) != int(number)
+    if int(pid) != os.getpid():
+        return False
+    thread = _threads.get(int(number))
+    return thread is None or not thread.is_alive()
+
+
+def _place() -> str:
+    """Names what a process number belongs to: this boot, and the namespace."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # another system
+        return "-"
+
+
+def _start_time(pid: int) -> int | None:
+    """Of a process that lives; None if it has ended, or waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])

@@ -1,0 +1,67 @@
+"""The store of a group's successor: the old one, or a new one where that was lost with a rank."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+from tilework.comm.elastic.ledger import Ledger
+from tilework.errors import DistBackendError, DistError
+from tilework.store import PrefixStore, Store, UnixStore
+
+#: Remarks on a decision: the old store serves, or the first member makes another.
+OLD_STORE: Final = "store"
+NEW_STORE: Final = "server"
+#: Seconds within which a store that is there answers.
+_ANSWER_SECONDS = 1.0
+_PAUSE_SECONDS = 0.005
+
+
+def answers_soon(store: Store) -> bool:
+    """True if the store's server answers. Its process may have ended, or been stopped."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            store.check(["tilework/answers"])
+        except DistError:
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, name="tilework-ask-store", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return answered.is_set()
+
+
+def serve_store(ledger: Ledger, key: str, timeout: timedelta) -> UnixStore:
+    """A store that this process serves, and that others find in the ledger. Local."""
+    secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
+    store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
+    ledger.write(key, f"{name} {secret.hex()}")
+    return store
+
+
+def find_store(
+    ledger: Ledger, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
+) -> UnixStore:
+    """The store that another rank serves; waits until it does. ``check`` may end that."""
+    deadline = time.monotonic() + limit
+    while (text := ledger.read(key)) is None:
+        check()
+        if time.monotonic() > deadline:
+            raise DistBackendError(f"no rank served a store within {limit:g} s")
+        time.sleep(_PAUSE_SECONDS)
+    name, secret = text.split(" ")
+    return UnixStore(name, timeout=timeout, secret=bytes.fromhex(secret))
+
+
+def innermost(store: Store) -> Store:
+    """The store under all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

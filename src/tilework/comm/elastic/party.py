@@ -1,0 +1,52 @@
+"""A real rank as a party of the protocol: its clock, its ledger, its view of the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import TypeVar
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.elastic.consensus import Party, Steps
+from tilework.comm.elastic.ledger import Ledger, identity_key, left_key
+from tilework.comm.elastic.liveness import has_ended
+
+T = TypeVar("T")
+#: Seconds of a pause, from the first to the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+
+
+class GroupLosses:
+    """The ranks that a group has lost, as one of its ranks sees it. Once lost, always lost."""
+
+    def __init__(self, group: ProcessGroup, ledger: Ledger) -> None:
+        self._group, self._ledger = group, ledger
+        self._lost: set[int] = set()
+
+    def __call__(self, asked: Collection[int]) -> set[int]:
+        departed = set(self._group.departed())
+        for rank in set(asked) - self._lost:
+            identity = self._ledger.read(identity_key(rank))
+            ended = identity is not None and has_ended(identity)
+            if ended or rank in departed or self._ledger.read(left_key(rank)) is not None:
+                self._lost.add(rank)
+        return self._lost.intersection(asked)
+
+
+def party_of(group: ProcessGroup, ledger: Ledger, patience: float) -> Party:
+    """This rank as a party of the agreement of ``group``'s ranks."""
+    return Party(group.rank(), ledger, GroupLosses(group, ledger), time.monotonic, patience)
+
+
+def drive(steps: Steps[T]) -> T:
+    """The result of a protocol's steps, taken one after the other. Blocks."""
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            wants_pause = next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if wants_pause:
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)

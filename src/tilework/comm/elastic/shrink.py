@@ -1,0 +1,169 @@
+"""``shrink_group``: the group of the ranks that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.debug import logger
+from tilework.comm.elastic.consensus import Decision, NoGroupError, Steps, failed, survive
+from tilework.comm.elastic.meeting_store import (
+    NEW_STORE,
+    OLD_STORE,
+    answers_soon,
+    find_store,
+    serve_store,
+)
+from tilework.comm.elastic.party import drive, party_of
+from tilework.comm.group_plan import GroupPlan, Watch
+from tilework.comm.world import GroupRecord, World, current_world
+from tilework.errors import DistBackendError, DistError, ExcludedError, PeerLostError
+from tilework.store import PrefixStore, Store
+
+#: The longest that a rank which has not ended is waited for, unless the group's timeout is less.
+PATIENCE = timedelta(seconds=30)
+#: Rounds that may fail besides those in which a rank is lost.
+_SPARE_ROUNDS = 3
+
+
+def shrink(group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
+    """The successor of ``group``; see ``tilework.distributed.shrink_group``."""
+    world = current_world()
+    record = world.record(group)
+    _check_excluded(group, exclude)
+    patience = min(PATIENCE, record.timeout) if timeout is None else timeout
+    # Whoever still waits in an operation, of whichever group, is to come here.
+    for known in list(world.records):
+        known.abort(f"rank {group.global_ranks[group.rank()]} shrinks group {group.group_name!r}")
+    return _Shrinking(world, record, patience).run([group.group_ranks[rank] for rank in exclude])
+
+
+def _check_excluded(group: ProcessGroup, exclude: Sequence[int]) -> None:
+    strangers = sorted(set(exclude).difference(group.global_ranks))
+    if strangers:
+        raise ValueError(
+            f"ranks_to_exclude names ranks {strangers}, which are not in group "
+            f"{group.group_name!r} of ranks {list(group.global_ranks)}"
+        )
+    if group.global_ranks[group.rank()] in exclude:
+        raise ValueError(
+            f"rank {group.global_ranks[group.rank()]} is to be excluded: call shrink_group on the "
+            f"ranks that stay"
+        )
+
+
+class _Shrinking:
+    """A rank's part in finding a group's successor."""
+
+    def __init__(self, world: World, record: GroupRecord, patience: timedelta) -> None:
+        self._world, self._record, self._patience = world, record, patience
+        self._old = record.group
+        assert self._old.ledger is not None
+        self._ledger = self._old.ledger
+        self._party = party_of(self._old, self._ledger, patience.total_seconds())
+        self._served: Store | None = None
+        self._group: ProcessGroup | None = None
+
+    def run(self, excluded: Sequence[int]) -> ProcessGroup:
+        """Agree with the others, and put the new group in the place of the old one. Blocks."""
+        candidates = [rank for rank in range(self._old.size()) if rank not in excluded]
+        rounds = len(candidates) + _SPARE_ROUNDS
+        try:
+            decision = drive(survive(self._party, candidates, self, rounds))
+        except NoGroupError as error:
+            reasons = "; ".join(
+                f"rank {self._old.global_ranks[rank]}: {why}" for rank, why in error.args[0].items()
+            )
+            raise DistBackendError(
+                f"no successor of group {self._old.group_name!r} could be made in {rounds} "
+                f"attempts: {reasons}"
+            ) from None
+        if self._party.me not in decision.members:
+            raise self._excluded_error(decision)
+        assert self._group is not None
+        return self._adopt(self._group, decision)
+
+    def build(self, decision: Decision) -> Steps[str | None]:
+        """Make the group of a decision; blocks, but not for ever: see :meth:`_make`."""
+        try:
+            self._group = self._make(decision)
+        except (DistError, OSError) as error:
+            logger.info("attempt %d to shrink failed here: %s", decision.round, error)
+            return f"{type(error).__name__}: {error}"[:500]
+        return None
+        yield False  # it is a generator, as a model's builder
+
+    def discard(self) -> None:
+        """Drop the group, and the store that was made for it."""
+        if self._group is not None:
+            self._world.forget(self._group)
+        if self._served is not None:
+            self._served.close()
+        self._group = self._served = None
+
+    def remark(self) -> str:
+        """The store to meet at, as the proposer sees it."""
+        return OLD_STORE if answers_soon(self._record.store) else NEW_STORE
+
+    def _make(self, decision: Decision) -> ProcessGroup:
+        members, old = decision.members, self._old
+
+        def check() -> None:
+            if failed(self._party, decision.round):
+                raise DistBackendError("another rank gave this attempt up")
+            lost = self._party.lost(members)
+            if lost:
+                ranks = sorted(old.global_ranks[rank] for rank in lost)
+                raise PeerLostError(f"lost ranks {ranks} while the group was made", ranks=ranks)
+
+        seconds = self._patience.total_seconds()
+        store = self._record.store
+        if decision.remark == NEW_STORE:
+            key = f"{decision.round}/server"
+            if members[0] == self._party.me:
+                store = serve_store(self._ledger, key, self._record.timeout)
+            else:
+                store = find_store(self._ledger, key, self._record.timeout, seconds, check)
+            self._served = store
+        is_default = old is self._world.default_group
+        ranks = tuple(range(len(members))) if is_default else self._globals(members)
+        plan = GroupPlan(
+            self._world,
+            PrefixStore(f"{old.group_name}/shrunk/{decision.round}", store),
+            ranks,
+            members.index(self._party.me),
+            old.group_name,
+            self._record.timeout,
+            old.group_desc,
+            Watch(check, self._patience),
+        )
+        return plan.make(self._record.config, None, fall_back=False)
+
+    def _globals(self, members: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._old.global_ranks[rank] for rank in members)
+
+    def _adopt(self, group: ProcessGroup, decision: Decision) -> ProcessGroup:
+        """Put the new group in the place of the old one."""
+        world, old = self._world, self._old
+        group.origins, group.successors = decision.members, old.successors
+        if old is not world.default_group:
+            world.forget(old)
+            return group
+        seats = world.seats or tuple(range(old.size()))
+        world.succeed(group, tuple(seats[rank] for rank in decision.members))
+        if self._served is not None:
+            before, world.owned_store = world.owned_store, self._served
+            if before is not None:
+                before.close()
+        return group
+
+    def _excluded_error(self, decision: Decision) -> ExcludedError:
+        old = self._old
+        return ExcludedError(
+            f"rank {old.global_ranks[old.rank()]} is out: ranks "
+            f"{list(self._globals(decision.members))} of group {old.group_name!r} went on without "
+            f"it: it was left out on purpose, or was stopped or busy for longer than they wait "
+            f"(shrink_group's timeout). End this rank; started again it can rejoin",
+            ranks=[old.global_ranks[old.rank()]],
+        )

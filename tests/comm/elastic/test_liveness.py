@@ -1,0 +1,54 @@
+"""Identities of ranks: whether their process or thread has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tilework.comm.elastic.liveness import has_ended, process_identity, thread_identity
+
+
+def test_this_process_and_thread_live() -> None:
+    assert not has_ended(process_identity())
+    assert not has_ended(thread_identity())
+
+
+def test_a_thread_that_ended_has_ended() -> None:
+    identities: list[str] = []
+    thread = threading.Thread(target=lambda: identities.append(thread_identity()))
+    thread.start()
+    thread.join()
+    assert has_ended(identities[0])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_has_ended_before_it_is_reaped() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    kind, place, _, _ = process_identity().split(" ")
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert has_ended(f"{kind} {place} {child} 1")
+    os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_another_process_with_the_same_number_is_another() -> None:
+    kind, place, pid, start = process_identity().split(" ")
+    assert has_ended(f"{kind} {place} {pid} {int(start) + 1}")
+
+
+def test_elsewhere_nothing_is_known() -> None:
+    assert not has_ended("process other-boot/1 1 1")
+    assert not has_ended("garbage")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_tells_its_own_identity() -> None:
+    program = "from tilework.comm.elastic.liveness import process_identity as i; print(i())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert has_ended(done.stdout.strip())
