@@ -152,8 +152,6 @@ class World:
         """Close one group."""
         record = self.records.pop(group, None)
         if record is not None:
-            if group.ledger is not None:
-                group.ledger.leave(group.rank())
             record.group.close()
 
     def succeed(self, group: ProcessGroup, seats: tuple[int, ...]) -> None:

@@ -65,6 +65,8 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
             undo.callback(leader.close)
         backend = _connect_gloo(request, address)
         undo.pop_all()
+    if shared.ledger is not None:
+        shared.ledger.leave(shared.rank())  # one host's: this group's is in the store
     engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections, backend)
     return HybridGroup(engine, request)
 

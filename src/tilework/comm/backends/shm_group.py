@@ -210,6 +210,11 @@ class ShmGroup(NativeGroup):
         super().set_timeout(timeout)
         self._make_fast_path()  # it keeps the timeout that it was made with
 
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.leave(self._rank)
+        super().close()
+
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         shape = shape_of(size)
         dtype = dtype or torch.get_default_dtype()
