@@ -154,12 +154,18 @@ def test_shards_over_hosts_and_replicas() -> None:
     run_ranks(4, program)
 
 
-def test_beside_tensor_parallelism() -> None:
+@pytest.mark.parametrize("local", [True, False])
+def test_beside_tensor_parallelism(local: bool) -> None:
+    """With plain tensors between the layers, and with DTensors."""
+
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = seeded()
         for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            plan = {
+                "up": ColwiseParallel(use_local_output=local),
+                "down": RowwiseParallel(use_local_output=local),
+            }
             parallelize_module(block, mesh["tp"], plan)
         shard_all(model, mesh=mesh["dp"])
         weight = model.blocks[0].up.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree
-from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.layout import Replicate
 from tilework.mesh import DeviceMesh
@@ -53,5 +53,6 @@ def content_hash(tensor: Tensor) -> str:
         return ""
     with torch.no_grad():
         data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        raw = as_bytes(data).numpy().tobytes() if data.numel() else b""
+        # Not by way of numpy, after which the memory could not be resized any more.
+        raw = ctypes.string_at(data.data_ptr(), data.nbytes) if data.numel() else b""
     return blake2b(raw, digest_size=16).hexdigest()

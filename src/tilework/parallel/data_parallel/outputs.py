@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor import DTensor
+from tilework.dtensor.autograd.local_graph import local_of
+from tilework.dtensor.tensor import wrap
+
 
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a value, in a fixed order."""
@@ -93,12 +97,19 @@ class BackwardStart(torch.autograd.Function):
 def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
     """A copy of a module's output; ``call`` runs when backward reaches one of its tensors."""
     tensors = [
-        tensor
-        for tensor in tensors_of(value)
-        if tensor.requires_grad and type(tensor) in (Tensor, torch.nn.Parameter)
+        tensor for tensor in tensors_of(value) if tensor.requires_grad and _has_graph(tensor)
     ]
     if not tensors:
         return value
-    results = BackwardStart.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    changed = {id(old): new for old, new in zip(tensors, results, strict=True)}
+    # The graph of a DTensor is that of its local tensor.
+    nodes = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
+    results = BackwardStart.apply(call, *nodes)  # type: ignore[no-untyped-call]
+    changed = {
+        id(old): wrap(new, old._spec) if isinstance(old, DTensor) else new
+        for old, new in zip(tensors, results, strict=True)
+    }
     return replace_tensors(value, lambda tensor: changed.get(id(tensor), tensor))
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) or isinstance(tensor, DTensor)
