@@ -1,15 +1,15 @@
 """Train a small GPT on bytes, on several processes, with tilework.
 
-    tilework run -n 4 examples/byte_gpt.py --dp 2 --tp 2   # four ranks, two by two
-    python examples/byte_gpt.py --dp 2 --tp 2              # the same: the script launches itself
-    python examples/byte_gpt.py --text my_book.txt         # your own text: a file or a folder
+    tilework run -n 4 examples/byte_gpt.py                           # two by two: ddp and tp
+    python examples/byte_gpt.py --parallel fsdp,tp --dp 2 --tp 2     # the script launches itself
+    python examples/byte_gpt.py --parallel ddp --text my_book.txt    # your text: a file or a folder
 
 The ranks form a mesh of two axes. Along ``dp`` they share the batch: each has some of its rows.
-Along ``tp`` they share the model: each has some of the attention heads, of the features between
-``up`` and ``down``, and of the table of bytes; what is between the layers is cut along the
-sequence. ``plan`` says so in a few lines, and ``parallelize_module`` makes the parameters DTensors.
-The model and the training loop are those of one process: operators on DTensors send what has to be
-sent, and gradients of what several ranks hold are summed over them, together, after each backward.
+Either each holds all of the model and gradients are averaged (``ddp``), or each holds a shard of
+everything and gathers a layer when it computes it (``fsdp``). Along ``tp`` they share the model:
+each has some of the attention heads, of the features between ``up`` and ``down``, and of the
+tables of bytes; what is between the layers is cut along the sequence. ``plan`` says so in a few
+lines. ``in_parallel`` is all that it takes: model, loss and optimizer are those of one process.
 
 ``--check`` trains the same batches again on one process and compares the losses. The text is
 Python's own standard library, so there is nothing to download. The last line that rank 0 prints is
@@ -22,31 +22,30 @@ import argparse
 import json
 import math
 import os
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from common import Display, Parser, launch_myself, launched_ranks, stdlib_files, whole_number
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
-from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, explain
+from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from tilework.launch.cores import usable_cores
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
+    DistributedDataParallel,
     ParallelStyle,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    comm_hooks,
+    fully_shard,
     parallelize_module,
 )
 
@@ -56,45 +55,25 @@ PEAK_LEARNING_RATE = 3e-3
 PROMPT = "def "
 #: Steps in which sums in another order have not yet made losses differ.
 EARLY_STEPS = 10
-#: Not Python that people write: other packages, tests, long tables.
-STDLIB_SKIPPED = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
-)
+#: What the ranks can share, by the names of ``--parallel``.
+WAYS = ("ddp", "fsdp", "tp")
+HOOKS = ("all_reduce", "bf16", "powersgd")
 
 
 # --- what the user can ask for ---------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag once, not once per rank."""
-
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(2)
-        super().error(message)
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers from ``least`` on that fit into 63 bits, as seeds must."""
-
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or not least <= int(text) < 1 << 63:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {least}, got {text!r}"
-            )
-        return int(text)
-
-    return parse
 
 
 @dataclass(frozen=True)
 class Options:
     """The flags, checked."""
 
+    parallel: tuple[str, ...]
     steps: int
     ranks: int
     dp: int
     tp: int
+    hook: str
+    hook_rank: int
     seed: int
     batch: int
     context: int
@@ -104,15 +83,35 @@ class Options:
     check: bool
 
 
+def ways(text: str) -> tuple[str, ...]:
+    """The ways in ``ddp,tp``."""
+    found = tuple(part.strip() for part in text.split(","))
+    known = f"{', '.join(WAYS)}, or two of them like ddp,tp"
+    for way in found:
+        if way not in WAYS:
+            raise argparse.ArgumentTypeError(f"expected {known}, got {text!r}")
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names one twice; expected {known}")
+    if {"ddp", "fsdp"} <= {*found}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: ddp and fsdp both share the batch; take ddp where each rank can hold the "
+            f"whole model and its optimizer, else fsdp"
+        )
+    return found
+
+
 def make_parser() -> Parser:
     """Every flag, with its default."""
     parser = Parser(description="Train a small GPT on bytes, on several processes.")
     count = whole_number(1)
     add = parser.add_argument
-    add("--steps", type=count, default=1100, help="training steps (default: %(default)s)")
+    add("--parallel", type=ways, help="ddp, fsdp, tp, ddp,tp or fsdp,tp (default: by --dp, --tp)")
     add("--ranks", type=count, help="processes (default: one for each core, but at least 4)")
     add("--dp", type=count, help="ranks that share the batch (default: ranks / tp)")
     add("--tp", type=count, help="ranks that share the model (default: 2 if ranks is 4, 8, …)")
+    add("--steps", type=count, default=600, help="training steps (default: %(default)s)")
+    add("--hook", choices=HOOKS, default="all_reduce", help="how ddp reduces (%(default)s)")
+    add("--hook-rank", type=count, default=4, help="of powersgd's factors (%(default)s)")
     add("--seed", type=whole_number(0), default=0, help="of all random numbers (%(default)s)")
     add("--batch", type=count, default=32, help="sequences in a step, all ranks (%(default)s)")
     add("--context", type=count, default=64, help="bytes in a sequence (%(default)s)")
@@ -126,46 +125,78 @@ def make_parser() -> Parser:
 def parse_options(parser: Parser) -> Options:
     """Read the command line; end the program with one clear message where it is wrong."""
     given = parser.parse_args()
-    launched = os.environ.get("WORLD_SIZE")
-    if launched is not None and given.ranks not in (None, int(launched)):
+    launched = launched_ranks()
+    if launched is not None and given.ranks not in (None, launched):
         parser.error(
             f"--ranks {given.ranks}, but the launcher started {launched}: "
             "leave --ranks out, or tell the launcher"
         )
-    set_mesh(parser, given, int(launched) if launched else None)
     if given.width % HEAD_WIDTH:
         parser.error(f"--width {given.width} is not a multiple of {HEAD_WIDTH}")
+    heads = given.width // HEAD_WIDTH
+    check_ways(parser, given)
+    set_mesh(given, launched, heads)
+    if given.dp * given.tp != given.ranks:
+        parser.error(
+            f"--dp {given.dp} times --tp {given.tp} is not the number of ranks, {given.ranks}"
+        )
     if given.batch < given.dp:
         parser.error(
             f"--batch {given.batch} is less than one sequence for each of {given.dp} ranks: "
             f"use --batch {given.dp} or more, or fewer ranks"
         )
-    heads = given.width // HEAD_WIDTH
     if given.tp > heads:
         parser.error(
             f"--tp {given.tp} is more than the {heads} attention heads, one for "
             f"each {HEAD_WIDTH} of --width {given.width}"
         )
+    if given.hook != "all_reduce" and "ddp" not in given.parallel:
+        parser.error(
+            f"--hook {given.hook} is for ddp, which averages gradients, "
+            f"but --parallel is {','.join(given.parallel)}"
+        )
     return Options(**vars(given))
 
 
-def set_mesh(parser: Parser, given: argparse.Namespace, launched: int | None) -> None:
-    """Complete ``--ranks``, ``--dp`` and ``--tp``, so that ranks = dp * tp."""
+def check_ways(parser: Parser, given: argparse.Namespace) -> None:
+    """End the program if ``--dp`` and ``--tp`` contradict ``--parallel``."""
+    asked = given.parallel
+    if asked and "tp" not in asked and (given.tp or 1) > 1:
+        parser.error(
+            f"--tp {given.tp} shares the model, but --parallel {','.join(asked)} does not: "
+            f"--parallel {','.join(asked)},tp does both"
+        )
+
+
+def set_mesh(given: argparse.Namespace, launched: int | None, heads: int) -> None:
+    """Complete ``--ranks``, ``--dp``, ``--tp`` and ``--parallel``, so that ranks = dp * tp."""
     ranks = given.ranks or launched
     if ranks is None:
         if given.dp is None and given.tp is None:
             ranks = max(4, min(usable_cores(), given.batch))
         else:
-            ranks = (given.dp or 1) * (given.tp or 1)
+            ways = given.parallel or ()
+            shares = {"dp": 2 if {"ddp", "fsdp"} & {*ways} else 1, "tp": 2 if "tp" in ways else 1}
+            ranks = (given.dp or shares["dp"]) * (given.tp or shares["tp"])
     if given.tp is None:
-        # Without --dp, two by two where that can be.
-        both = given.dp is None and ranks % 4 == 0 and given.width >= 2 * HEAD_WIDTH
-        given.tp = 2 if both else max(1, ranks // (given.dp or ranks))
+        given.tp = default_tp(given, ranks, heads)
     if given.dp is None:
         given.dp = max(1, ranks // given.tp)
     given.ranks = ranks
-    if given.dp * given.tp != ranks:
-        parser.error(f"--dp {given.dp} times --tp {given.tp} is not the number of ranks, {ranks}")
+    if given.parallel is None:
+        given.parallel = ("ddp",) * (given.dp > 1 or given.tp == 1) + ("tp",) * (given.tp > 1)
+
+
+def default_tp(given: argparse.Namespace, ranks: int, heads: int) -> int:
+    """The ranks that share the model where nobody says it; where possible they divide all ranks."""
+    if given.parallel is not None and "tp" not in given.parallel:
+        return 1
+    if given.dp is not None:
+        return max(1, ranks // int(given.dp))
+    if given.parallel is None:  # two by two where that can be
+        return 2 if ranks % 4 == 0 and heads > 1 else 1
+    fitting = [n for n in range(2, heads + 1) if ranks % n == 0] or [1]
+    return fitting[-1] if given.parallel == ("tp",) else fitting[0]
 
 
 # --- the text ----------------------------------------------------------------------------------
@@ -173,16 +204,12 @@ def set_mesh(parser: Parser, given: argparse.Namespace, launched: int | None) ->
 
 def text_files(root: Path | None) -> list[Path]:
     """The files to train on, in the same order everywhere."""
-    if root is not None and root.is_file():
+    if root is None:
+        return stdlib_files()
+    if root.is_file():
         return [root]
-    folder = root or Path(sysconfig.get_path("stdlib"))
-    found = []
-    for path in sorted(folder.rglob("*" if root else "*.py")):
-        parts = path.relative_to(folder).parts
-        unwanted = STDLIB_SKIPPED.intersection(parts) if root is None else hidden(parts)
-        if path.is_file() and not unwanted:
-            found.append(path)
-    return found
+    paths = sorted(root.rglob("*"))
+    return [p for p in paths if p.is_file() and not hidden(p.relative_to(root).parts)]
 
 
 def hidden(parts: tuple[str, ...]) -> bool:
@@ -245,18 +272,39 @@ class Block(nn.Module):
         return x
 
 
+class Bytes(nn.Module):
+    """(batch, time) bytes to vectors: of the byte, of the two before it, and of its position."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(VOCABULARY, width)
+        self.before = nn.Embedding(VOCABULARY, width)
+        self.before_that = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        position = torch.zeros_like(tokens) + torch.arange(tokens.shape[1])
+        x = self.byte(tokens) + self.before(delayed(tokens, 1))
+        vectors: Tensor = x + self.before_that(delayed(tokens, 2)) + self.position(position)
+        return vectors
+
+
+def delayed(tokens: Tensor, places: int) -> Tensor:
+    """What stood so many places before; zeros where nothing did."""
+    return F.pad(tokens, (places, 0))[:, : tokens.shape[1]]
+
+
 class ByteGPT(nn.Module):
     """(batch, time) bytes to (batch, time, 256) logits of the byte that follows each."""
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
-        self.byte = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Parameter(torch.zeros(context, width))
+        self.bytes = Bytes(width, context)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         # The table that turns bytes into vectors also scores them (tied weights).
         self.score = nn.Linear(width, VOCABULARY, bias=False)
-        self.score.weight = self.byte.weight
+        self.score.weight = self.bytes.byte.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # What adds to the stream starts smaller, so that depth does not make it grow.
@@ -264,18 +312,17 @@ class ByteGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.byte(tokens) + self.position[: tokens.shape[1]]
-        scores: Tensor = self.score(self.norm(self.blocks(x)))
+        scores: Tensor = self.score(self.norm(self.blocks(self.bytes(tokens))))
         return scores
 
 
-def loss_of(model: ByteGPT, rows: Tensor) -> Tensor:
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     """Mean cross-entropy, in nats for a byte, of predicting each byte from those before it."""
     logits: Tensor = model(rows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-# --- on a mesh ---------------------------------------------------------------------------------
+# --- in parallel -------------------------------------------------------------------------------
 
 
 def plan(options: Options) -> dict[str, ParallelStyle]:
@@ -291,7 +338,10 @@ def plan(options: Options) -> dict[str, ParallelStyle]:
     columns = partial(ColwiseParallel, input_layouts=sequence, use_local_output=False)
     rows = partial(RowwiseParallel, output_layouts=sequence, use_local_output=False)
     return {
-        "byte": rows(input_layouts=Replicate()),
+        "bytes.*": rows(input_layouts=Replicate(), output_layouts=Partial()),
+        "bytes": PrepareModuleOutput(
+            output_layouts=Partial(), desired_output_layouts=sequence, use_local_output=False
+        ),
         "blocks.*.norm_?": SequenceParallel(),
         "blocks.*.qkv": columns(output_layouts=qkv),
         "blocks.*.attended": rows(input_layouts=mixed),
@@ -302,13 +352,78 @@ def plan(options: Options) -> dict[str, ParallelStyle]:
     }
 
 
+def in_parallel(model: ByteGPT, options: Options, mesh: DeviceMesh) -> nn.Module:
+    """The model on the mesh, to be called as before. Collective: every rank must call it."""
+    ways = options.parallel
+    if ways == ("tp",):  # with several ranks along dp, DTensors share the batch as well
+        return parallelize_module(model, mesh, plan(options))
+    if "tp" in ways:
+        parallelize_module(model, mesh["tp"], plan(options))
+    if "fsdp" in ways:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        return model
+    ddp = DistributedDataParallel(model, device_mesh=mesh["dp"], gradient_as_bucket_view=True)
+    add_hook(ddp, options)
+    return ddp
+
+
+def add_hook(ddp: DistributedDataParallel, options: Options) -> None:
+    """Let gradients be reduced as ``--hook`` says."""
+    if options.hook == "bf16":
+        ddp.register_comm_hook(None, comm_hooks.bf16_compress_hook)
+    elif options.hook == "powersgd":
+        state = comm_hooks.PowerSGDState(
+            ddp.process_group,
+            matrix_approximation_rank=options.hook_rank,
+            start_powerSGD_iter=max(2, options.steps // 20),
+        )
+        ddp.register_comm_hook(state, comm_hooks.powerSGD_hook)
+
+
+def loss_on(model: nn.Module, batch: Tensor, options: Options, mesh: DeviceMesh) -> Tensor:
+    """This rank's loss of a batch that all ranks have drawn: of its rows, 32 over 3 are 11, 11, 10.
+
+    Its mean over the ranks along ``dp`` is the loss of the batch.
+    """
+    parts = batch.tensor_split(options.dp)
+    if options.parallel == ("tp",):  # DTensors know the whole batch, and have its loss
+        rows = Shard(0, sizes=tuple(map(len, parts)))
+        return loss_of(
+            model, distribute_tensor(batch, mesh, [rows, Replicate()], src_data_rank=None)
+        )
+    rows_here = parts[mesh.get_local_rank("dp")]
+    return loss_of(model, rows_here) * (len(rows_here) * options.dp / len(batch))
+
+
+def mean_of(loss: Tensor, options: Options, mesh: DeviceMesh) -> float:
+    """The loss of the whole batch, on every rank. Collective."""
+    mean = torch.tensor(loss.item(), dtype=torch.float64)
+    if options.parallel != ("tp",):
+        dist.all_reduce(mean, dist.ReduceOp.AVG, mesh.get_group("dp"))
+    return mean.item()
+
+
+def gathered(model: nn.Module, options: Options) -> ByteGPT:
+    """The same model with plain parameters, on every rank. Collective."""
+    plain = build(options)
+    with torch.no_grad():
+        for mine, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            mine.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+    return plain
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
 def build(options: Options) -> ByteGPT:
     """The model, the same for the same seed."""
     torch.manual_seed(options.seed)
     return ByteGPT(options.width, options.layers, options.context)
 
 
-def make_optimizer(model: ByteGPT) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """It works on the parameters as they are, plain or DTensors."""
     return torch.optim.AdamW(
         model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), fused=True
@@ -328,7 +443,7 @@ def learning_rate(step: int, steps: int) -> float:
 class Trained:
     """What training gave."""
 
-    model: ByteGPT  # whole, on every rank
+    model: ByteGPT  # with plain parameters, on every rank
     losses: list[float]
     tokens_per_s: float
     messages: int  # in each step
@@ -338,57 +453,48 @@ class Trained:
 def train(text: Tensor, options: Options) -> Trained:
     """Train on all ranks together. Collective: every rank must call it."""
     mesh = init_device_mesh("cpu", (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
-    model = build(options)
-    parallelize_module(model, mesh, plan(options))
+    model = in_parallel(build(options), options, mesh)
     optimizer = make_optimizer(model)
-    messages, moved_bytes = tried(
-        model, on_mesh(torch.zeros(options.batch, options.context + 1).long(), mesh)
-    )
     shown = dist.get_rank() == 0
     if shown:
         size = sum(p.numel() for p in model.parameters())
         print(
-            f"{len(text) / 1e6:.1f} MB of text, {size / 1e6:.2f} M parameters, "
-            f"{options.ranks} ranks: dp={options.dp} tp={options.tp}\n"
-            f"each step sends {messages} messages, {moved_bytes / 1e6:.1f} MB for each rank"
+            f"{len(text) / 1e6:.1f} MB of text, {size / 1e6:.2f} M parameters, {options.ranks} "
+            f"ranks: {' and '.join(options.parallel)}, dp={options.dp} tp={options.tp}"
         )
     losses: list[float] = []
+    sent = [(0, 0)]
     begun = time.perf_counter()
-    with Display("training", options, shown) as display:
+    with Display("training", options.steps, "tokens", tokens_of(options), shown) as display:
         for step, batch in enumerate(batches(text, options)):
             optimizer.param_groups[0]["lr"] = learning_rate(step, options.steps)
             optimizer.zero_grad()
-            loss = loss_of(model, on_mesh(batch, mesh))
+            loss = loss_on(model, batch, options, mesh)
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(mean_of(loss, options, mesh))
             display.update(step + 1, losses[-1])
+            sent = [*sent[-1:], traffic(mesh)]
     seconds = time.perf_counter() - begun
-    tokens = options.steps * options.batch * options.context
-    return Trained(gathered(model, options), losses, tokens / seconds, messages, moved_bytes)
+    (messages, moved), (messages_then, moved_then) = sent
+    return Trained(
+        gathered(model, options),
+        losses,
+        options.steps * tokens_of(options) / seconds,
+        messages_then - messages,
+        moved_then - moved,
+    )
 
 
-def tried(model: ByteGPT, rows: Tensor) -> tuple[int, int]:
-    """How many messages a step sends, and how many bytes a rank moves. Collective."""
-    with explain() as log:  # print(log) tells of each message why it is sent
-        loss_of(model, rows).backward()
-    return len(log), log.nbytes
+def tokens_of(options: Options) -> int:
+    """The bytes that a step trains on."""
+    return options.batch * options.context
 
 
-def on_mesh(batch: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A batch that all ranks have drawn, of which each takes its rows; 32 over 3 are 11, 11, 10."""
-    rows = Shard(0, sizes=tuple(map(len, batch.tensor_split(mesh.size("dp")))))
-    return distribute_tensor(batch, mesh, [rows, Replicate()], src_data_rank=None)
-
-
-def gathered(model: ByteGPT, options: Options) -> ByteGPT:
-    """The same model with plain parameters, on every rank. Collective."""
-    whole = build(options)
-    with torch.no_grad():
-        for mine, parameter in zip(whole.parameters(), model.parameters(), strict=True):
-            assert isinstance(parameter, DTensor)
-            mine.copy_(parameter.full_tensor())
-    return whole
+def traffic(mesh: DeviceMesh) -> tuple[int, int]:
+    """Collectives of this rank on the mesh so far, and the bytes that it gave to them."""
+    counters = [group.statistics() for group in {*mesh.get_all_groups()}]
+    return tuple(sum(c.get(name, 0) for c in counters) for name in ("operations", "bytes"))
 
 
 def train_alone(text: Tensor, options: Options) -> list[float]:
@@ -400,7 +506,7 @@ def train_alone(text: Tensor, options: Options) -> list[float]:
     model = build(options)
     optimizer = make_optimizer(model)
     losses: list[float] = []
-    with Display("checking", options) as display:
+    with Display("checking", options.steps, "tokens", tokens_of(options)) as display:
         for step, batch in enumerate(batches(text, options)):
             optimizer.param_groups[0]["lr"] = learning_rate(step, options.steps)
             optimizer.zero_grad()
@@ -416,51 +522,6 @@ def train_alone(text: Tensor, options: Options) -> list[float]:
 
 
 # --- what the user sees ------------------------------------------------------------------------
-
-
-class Display:
-    """A live bar on a terminal, a plain line every few seconds elsewhere."""
-
-    def __init__(self, title: str, options: Options, shown: bool = True) -> None:
-        self.title, self.steps, self.shown = title, options.steps, shown
-        self.step_tokens = options.batch * options.context
-        self.begun = self.printed = time.perf_counter()
-        self.bar: Progress | None = None
-        self.console = Console()
-
-    def __enter__(self) -> Display:
-        if self.shown and self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed}/{task.total}  {task.fields[text]}"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self.bar.add_task(self.title, total=self.steps, text="")
-            self.bar.start()
-        return self
-
-    def update(self, step: int, loss: float) -> None:
-        if not self.shown:
-            return
-        now = time.perf_counter()
-        passed = now - self.begun
-        text = f"loss {loss:.3f}  {step * self.step_tokens / passed:,.0f} tokens/s"
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step, text=text)
-        elif step in (1, self.steps) or now - self.printed >= 5:
-            self.printed = now
-            print(f"{self.title} {step}/{self.steps}  {text}", flush=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 @torch.inference_mode()
@@ -479,7 +540,8 @@ def write(model: ByteGPT, options: Options, length: int = 400) -> str:
 
 def report(text: Tensor, options: Options, trained: Trained) -> None:
     """On rank 0, when the others are done: the check, a sample, and the last line."""
-    results: dict[str, float] = {
+    results: dict[str, str | float] = {
+        "parallel": ",".join(options.parallel),
         "ranks": options.ranks,
         "dp": options.dp,
         "tp": options.tp,
@@ -500,13 +562,6 @@ def report(text: Tensor, options: Options, trained: Trained) -> None:
     print(json.dumps(results), flush=True)
 
 
-def launch_myself(options: Options) -> NoReturn:
-    """Become ``tilework run``, which starts this script again, once for each rank."""
-    # Rank 0 alone prints here, so its lines need no "[0]" in front.
-    run = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", str(options.ranks)]
-    os.execv(sys.executable, [sys.executable, *run, *sys.argv])
-
-
 def main() -> None:
     """What each rank runs, and what starts the ranks."""
     parser = make_parser()
@@ -516,7 +571,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if "RANK" not in os.environ:
-        launch_myself(options)
+        launch_myself(options.ranks)
     dist.init_process_group()
     rank = dist.get_rank()
     trained = train(text, options)

@@ -16,23 +16,26 @@ on one process and compares the losses. The last line that rank 0 prints is one 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import sys
-import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from common import (
+    Display,
+    Parser,
+    launch_myself,
+    launched_ranks,
+    stdlib_files,
+    whole_number,
+    whole_numbers,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,10 +60,6 @@ WORD = re.compile(r"[A-Za-z_]\w+")
 #: Similar words are looked for among so many of the most frequent ones.
 FAMILIAR = 2000
 SHOWN = ("int", "True", "append", "raise", "socket", "open")
-#: Not Python that people write: other packages, tests, long tables.
-STDLIB_SKIPPED = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
-)
 
 
 # --- what the user can ask for ---------------------------------------------------------------
@@ -86,36 +85,15 @@ class Options:
         return len(self.shares)
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag once, not once per rank."""
-
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(2)
-        super().error(message)
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def counts(text: str) -> list[int]:
-    """Such numbers, with commas between them."""
-    return [count(part) for part in text.split(",")]
-
-
 def make_parser() -> Parser:
     """Every flag, with its default."""
     parser = Parser(description="Train word vectors in unevenly sharded tables, with tilework.")
-    add = parser.add_argument
+    add, count = parser.add_argument, whole_number(1)
     add("--steps", type=count, default=250, help="training steps (default: %(default)s)")
     add("--batch", type=count, default=2048, help="words in a step, all ranks (%(default)s)")
     add("--words", type=count, default=10_000, help="rows of the tables, at most (%(default)s)")
     add("--width", type=count, default=64, help="numbers that stand for a word (%(default)s)")
-    add("--shares", type=counts, help="how the ranks share the rows (default: 3,2,1 for three)")
+    add("--shares", type=whole_numbers, help="the ranks' parts of the rows (3,2,1 for three)")
     add("--fewer", type=count, help="ranks with rows in the second half (default: all but one)")
     add("--seed", type=count, default=1, help="of all random numbers (%(default)s)")
     add("--text", type=Path, help="a file to learn from (default: Python's own library)")
@@ -126,11 +104,11 @@ def make_parser() -> Parser:
 def parse_options(parser: Parser) -> Options:
     """Read the command line; end the program with one clear message where it is wrong."""
     given = parser.parse_args()
-    launched = os.environ.get("WORLD_SIZE")
+    launched = launched_ranks()
     if given.shares is None:
-        given.shares = list(range(int(launched) if launched else 3, 0, -1))
+        given.shares = list(range(launched or 3, 0, -1))
     ranks = len(given.shares)
-    if launched is not None and ranks != int(launched):
+    if launched not in (None, ranks):
         parser.error(f"--shares has {ranks} numbers, but the launcher started {launched} ranks")
     if given.fewer is None:
         given.fewer = max(1, ranks - 1)
@@ -155,13 +133,6 @@ class Text:
     words: list[str]
     frequency: Tensor  # (words,): how much of the text each is
     numbers: Tensor  # (length,)
-
-
-def stdlib_files() -> list[Path]:
-    """The standard library's sources, in the same order everywhere."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.rglob("*.py"))
-    return [f for f in files if not STDLIB_SKIPPED.intersection(f.relative_to(folder).parts)]
 
 
 def load_text(options: Options) -> Text:
@@ -286,7 +257,8 @@ class Trainer:
     def take(self, title: str, data: Iterable[tuple[Tensor, Tensor]], steps: int) -> None:
         """Train on these batches; show how it goes."""
         begun = time.perf_counter()
-        with Display(title, steps, shown=self.rank == 0) as display:
+        shown = self.rank == 0
+        with Display(title, steps, "words", self.options.batch, shown) as display:
             for step, (words, candidates) in enumerate(data, 1):
                 mine = (batch.tensor_split(self.ranks)[self.rank] for batch in (words, candidates))
                 # Gradients are those of the sum of all ranks' losses: the mean over the batch.
@@ -298,8 +270,7 @@ class Trainer:
                 if self.ranks > 1:
                     dist.all_reduce(total)
                 self.losses.append(total.item())
-                passed = time.perf_counter() - begun
-                display.update(step, self.losses[-1], step * self.options.batch / passed)
+                display.update(step, self.losses[-1])
         self.seconds += time.perf_counter() - begun
 
 
@@ -364,37 +335,6 @@ def nearest(table: Tensor, text: Text, n: int = 4) -> dict[str, list[str]]:
 # --- what the user sees ------------------------------------------------------------------------
 
 
-class Display:
-    """A live bar on a terminal, a plain line every few seconds elsewhere."""
-
-    def __init__(self, title: str, steps: int, shown: bool) -> None:
-        self.title, self.steps, self.shown = title, steps, shown
-        self.printed = time.perf_counter()
-        self.bar: Progress | None = None
-        if shown and Console().is_terminal:
-            columns = BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[text]}")
-            self.bar = Progress(TextColumn("{task.description}"), *columns, TimeRemainingColumn())
-            self.bar.add_task(title, total=steps, text="")
-
-    def __enter__(self) -> Display:
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def update(self, step: int, loss: float, words_per_s: float) -> None:
-        text = f"loss {loss:.3f}  {words_per_s:,.0f} words/s"
-        now = time.perf_counter()
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step, text=text)
-        elif self.shown and (step in (1, self.steps) or now - self.printed >= 5):
-            self.printed = now
-            print(f"{self.title} {step}/{self.steps}  {text}", flush=True)
-
-    def __exit__(self, *exception: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
 def report(text: Text, options: Options, trained: Trained) -> None:
     """On rank 0, when the others are done: similar words, the check, and the last line."""
     for word, near in trained.near.items():
@@ -416,12 +356,6 @@ def report(text: Text, options: Options, trained: Trained) -> None:
     print(json.dumps(results), flush=True)
 
 
-def launch_myself(options: Options) -> NoReturn:
-    """Become ``tilework run``, which starts this script again, once for each rank."""
-    run = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", str(options.ranks)]
-    os.execv(sys.executable, [sys.executable, *run, *sys.argv])
-
-
 def main() -> None:
     """What each rank runs, and what starts the ranks."""
     parser = make_parser()
@@ -431,7 +365,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if "RANK" not in os.environ:
-        launch_myself(options)
+        launch_myself(options.ranks)
     dist.init_process_group()
     trained = train(text, options)
     dist.destroy_process_group()

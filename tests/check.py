@@ -78,7 +78,7 @@ def linters() -> list[Check]:
         Check(
             "mypy",
             (f"{BIN}/python", "-c", _IN_TURN, f"{BIN}/mypy", *programs),
-            {"MYPYPATH": "src:benchmarks"},
+            {"MYPYPATH": "src:benchmarks:examples"},
         ),
     ]
 

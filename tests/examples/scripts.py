@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 
 def load(script: Path) -> ModuleType:
-    """The script as a module."""
+    """The script as a module, which finds the modules beside it as Python's command line does."""
+    if str(script.parent) not in sys.path:
+        sys.path.insert(0, str(script.parent))
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from tests.examples.scripts import FOLDER, load, run
-from tilework.dtensor import init_device_mesh, strict
-from tilework.parallel import parallelize_module
+from tilework.dtensor import DTensor, init_device_mesh, strict
 from tilework.testing import run_ranks
 
 SCRIPT = FOLDER / "byte_gpt.py"
-SMALL = ["--steps", "4", "--batch", "6", "--context", "16", "--width", "32", "--layers", "1"]
+SMALL = ["--steps", "4", "--batch", "7", "--context", "16", "--width", "32", "--layers", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +64,14 @@ def text(tmp_path: Path) -> str:
         ("--tp 0", "argument --tp: expected a whole number of at least 1, got '0'"),
         ("--tp 3 --width 64", "--tp 3 is more than the 2 attention heads"),
         ("--stepz 3", "unrecognized arguments: --stepz 3"),
+        ("--parallel pp", "expected ddp, fsdp, tp, or two of them like ddp,tp, got 'pp'"),
+        ("--parallel ddp,", "expected ddp, fsdp, tp, or two of them like ddp,tp, got 'ddp,'"),
+        ("--parallel tp,tp", "'tp,tp' names one twice"),
+        ("--parallel ddp,fsdp", "'ddp,fsdp': ddp and fsdp both share the batch; take ddp where"),
+        ("--parallel fsdp --tp 2", "--tp 2 shares the model, but --parallel fsdp does not"),
+        ("--parallel ddp --dp 2 --ranks 4", "--dp 2 times --tp 1 is not the number of ranks, 4"),
+        ("--parallel fsdp --hook bf16", "--hook bf16 is for ddp, which averages gradients, but"),
+        ("--hook fast", "argument --hook: invalid choice: 'fast'"),
     ],
 )
 def test_a_wrong_flag_gets_one_clear_error(
@@ -89,21 +96,36 @@ def test_the_launcher_decides_the_number_of_ranks(
 @pytest.mark.parametrize(
     ("flags", "mesh"),
     [
-        ("--ranks 4", (2, 2)),
-        ("--ranks 3", (3, 1)),
-        ("--ranks 4 --width 32", (4, 1)),
-        ("--dp 2 --tp 2", (2, 2)),
-        ("--tp 3", (1, 3)),
-        ("--dp 3", (3, 1)),
-        ("--ranks 6 --dp 3", (3, 2)),
-        ("--ranks 6 --tp 3", (2, 3)),
+        ("--ranks 4", ("ddp,tp", 2, 2)),
+        ("--ranks 3", ("ddp", 3, 1)),
+        ("--ranks 1", ("ddp", 1, 1)),
+        ("--ranks 4 --width 32", ("ddp", 4, 1)),
+        ("--dp 2 --tp 2", ("ddp,tp", 2, 2)),
+        ("--tp 3", ("tp", 1, 3)),
+        ("--dp 3", ("ddp", 3, 1)),
+        ("--ranks 6 --dp 3", ("ddp,tp", 3, 2)),
+        ("--ranks 6 --tp 3", ("ddp,tp", 2, 3)),
+        ("--parallel ddp --ranks 4", ("ddp", 4, 1)),
+        ("--parallel fsdp --ranks 3", ("fsdp", 3, 1)),
+        ("--parallel fsdp --dp 3", ("fsdp", 3, 1)),
+        ("--parallel tp --ranks 4", ("tp", 1, 4)),
+        ("--parallel tp --ranks 6", ("tp", 2, 3)),
+        ("--parallel tp --dp 2 --tp 2", ("tp", 2, 2)),
+        ("--parallel fsdp,tp --ranks 4", ("fsdp,tp", 2, 2)),
+        ("--parallel tp,ddp --ranks 6", ("tp,ddp", 3, 2)),
+        ("--parallel ddp,tp --ranks 2", ("ddp,tp", 1, 2)),
+        ("--parallel ddp,tp --ranks 9", ("ddp,tp", 3, 3)),
+        ("--parallel ddp,tp --ranks 5", ("ddp,tp", 5, 1)),
+        ("--parallel ddp,tp --tp 3", ("ddp,tp", 2, 3)),
+        ("--parallel fsdp,tp --dp 3", ("fsdp,tp", 3, 2)),
     ],
 )
 def test_the_mesh_follows_from_what_is_said(
-    options: Any, flags: str, mesh: tuple[int, int]
+    options: Any, flags: str, mesh: tuple[str, int, int]
 ) -> None:
     found = options(*flags.split())
-    assert (found.dp, found.tp, found.ranks) == (*mesh, mesh[0] * mesh[1])
+    assert (",".join(found.parallel), found.dp, found.tp) == mesh
+    assert found.ranks == mesh[1] * mesh[2]
 
 
 def test_only_rank_0_tells_of_a_wrong_flag(
@@ -152,16 +174,22 @@ def test_the_standard_library_is_several_megabytes(example: ModuleType, options:
     assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
 
 
-# -- on a mesh ---------------------------------------------------------------------------------
+# -- in parallel -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("parallel", "dp", "tp"),
+    [
+        *(("tp", 2, 2), ("tp", 1, 3), ("tp", 3, 1), ("ddp", 3, 1), ("fsdp", 3, 1)),
+        *(("ddp,tp", 2, 2), ("fsdp,tp", 2, 2), ("fsdp,tp", 1, 3)),
+    ],
+)
 def test_a_step_is_that_of_one_process_and_gathers_nothing(
-    example: ModuleType, options: Any, dp: int, tp: int
+    example: ModuleType, options: Any, parallel: str, dp: int, tp: int
 ) -> None:
     """Seven rows, four heads: neither is even on all these meshes."""
     flags = ["--batch", "7", "--context", "6", "--width", "128", "--layers", "2"]
-    asked = options("--dp", str(dp), "--tp", str(tp), *flags)
+    asked = options("--parallel", parallel, "--dp", str(dp), "--tp", str(tp), *flags)
     batch = torch.randint(256, (7, 7))
     plain = example.build(asked)
     wanted = example.loss_of(plain, batch)
@@ -170,13 +198,15 @@ def test_a_step_is_that_of_one_process_and_gathers_nothing(
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-        model: Any = parallelize_module(models[rank], mesh, example.plan(asked))
+        model = example.in_parallel(models[rank], asked, mesh)
         with strict():
-            loss = example.loss_of(model, example.on_mesh(batch, mesh))
+            loss = example.loss_on(model, batch, asked, mesh)
             loss.backward()
-        torch.testing.assert_close(loss.full_tensor().detach(), wanted.detach())
+        assert example.mean_of(loss, asked, mesh) == pytest.approx(wanted.item())
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+            grad: Any = mine.grad
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            torch.testing.assert_close(grad, other.grad)
 
     run_ranks(dp * tp, program)
 
@@ -193,22 +223,40 @@ def test_batches_do_not_depend_on_the_number_of_ranks(example: ModuleType, optio
 # -- as a user runs it ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dp", "tp", "width"), [(4, 1, 32), (2, 2, 96)])
-def test_ranks_train_as_one_process(text: str, dp: int, tp: int, width: int) -> None:
-    """Rows or heads are uneven. Without a launcher the script starts its four ranks itself."""
-    mesh = ["--dp", str(dp), "--tp", str(tp), "--width", str(width)]
-    launch = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", "4"] if tp > 1 else []
-    done = run(*launch, str(SCRIPT), "--check", "--text", text, *SMALL, *mesh)
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "width"), [("ddp", 3, 32), ("ddp,tp", 4, 96), ("fsdp,tp", 4, 64)]
+)
+def test_ranks_train_as_one_process(text: str, parallel: str, ranks: int, width: int) -> None:
+    """Rows or heads are uneven. Without a launcher the script starts its three ranks itself."""
+    flags = ["--parallel", parallel, "--ranks", str(ranks), "--width", str(width)]
+    launch = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", "4"]
+    launch = launch if "tp" in parallel else []
+    done = run(*launch, str(SCRIPT), "--check", "--text", text, *SMALL, *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert list(result) == [
-        *("ranks", "dp", "tp", "steps", "loss_first", "loss_last", "tokens_per_s"),
+        *("parallel", "ranks", "dp", "tp", "steps", "loss_first", "loss_last", "tokens_per_s"),
         *("messages_per_step", "mb_per_step", "max_rel_diff_early", "max_rel_diff"),
     ]
-    assert [result[name] for name in ("ranks", "dp", "tp", "steps")] == [4, dp, tp, 4]
+    mesh = [3, 3, 1] if parallel == "ddp" else [4, 2, 2]
+    assert [result[name] for name in ("ranks", "dp", "tp", "steps")] == [*mesh, 4]
     assert result["max_rel_diff_early"] <= result["max_rel_diff"] < 1e-4
     assert result["loss_last"] < result["loss_first"]
     assert result["messages_per_step"] > 0
+    assert result["mb_per_step"] > 0
+
+
+@pytest.mark.parametrize("hook", ["bf16", "powersgd"])
+def test_hooks_train_nearly_as_one_process(
+    example: ModuleType, options: Any, text: str, hook: str
+) -> None:
+    flags = ["--parallel", "ddp", "--ranks", "2", "--hook", hook, "--text", text]
+    asked = options(*flags, *SMALL)
+    data = example.load_text(asked)
+    alone = example.train_alone(data, asked)
+    trained = run_ranks(2, lambda rank: example.train(data, asked))[0]
+    assert trained.losses == pytest.approx(alone, rel=0.05)
+    assert trained.losses != pytest.approx(alone, rel=1e-6)
 
 
 def test_under_the_launcher_the_last_line_is_bare_json(text: str) -> None:
