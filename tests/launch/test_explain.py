@@ -205,9 +205,9 @@ def record(rank: int, **fields: object) -> dict[str, object]:
         "peer": None,
         "tag": 0,
     }
-    group = {"name": "default", "backend": "shm", "description": "", "ranks": [0, 1]}
+    group = {"name": "default", "backend": "shm", "description": "", "ranks": [[0, 1]]}
     return {
-        "tilework_flight": 1,
+        "tilework_flight": 2,
         "rank": rank,
         "world_size": 2,
         "host": "here",
@@ -297,7 +297,7 @@ def test_records_of_an_earlier_run_are_left_out(
         ("[" * 100_000, "it is no JSON, or is cut off"),
         ("9" * 10_000, "it is no JSON, or is cut off"),
         ("[1]", "it is no flight record of tilework"),
-        (json.dumps(record(1, tilework_flight=2)), "it is of version 2, this tilework reads 1"),
+        (json.dumps(record(1, tilework_flight=3)), "it is of version 3, this tilework reads 2"),
         (json.dumps(record(3)), "it says that it is of rank 3"),
         (json.dumps(record(-1)), "'rank' of the record must be a whole number from 0"),
         (json.dumps(record(1, host=[])), "'host' of the record must be a text"),

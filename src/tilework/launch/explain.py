@@ -22,7 +22,7 @@ from tilework.comm.flight.document import (
 )
 
 #: Ranks of a job are hardly more; what is beyond is not read.
-MAX_FILES: Final = 4096
+MAX_FILES: Final = 1 << 16
 _NAME: Final = re.compile(r"rank-(\d{1,6})\.json")
 
 _NOTHING_WRONG, _EXPLAINED, _UNREADABLE = 0, 1, 2

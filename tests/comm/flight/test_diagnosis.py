@@ -22,8 +22,9 @@ from tilework.comm.flight.document import (
     encode,
     latest,
 )
-from tilework.comm.flight.history import named
+from tilework.comm.flight.history import History, named
 from tilework.comm.flight.ring import Entry
+from tilework.comm.flight.waits import blocking, circles, waits
 
 SITE = "train.py:7 in step"
 
@@ -228,3 +229,67 @@ def test_a_long_record_keeps_the_latest_and_what_runs() -> None:
     assert [e.number for e in latest(many, 3)] == [1, 97, 98, 99]
     full = record(0, group(*[entry(n, "x" * 5000) for n in range(MAX_ENTRIES)]))
     assert len(decode(encode(full)).groups[0].entries) == MAX_ENTRIES
+
+
+def test_groups_of_any_ranks_are_written_and_read() -> None:
+    for ranks in ((), (0,), (3, 4, 5), (5, 4, 3), (0, 2, 3, 9), tuple(range(10_000))):
+        written = record(0, group(entry(1), ranks=ranks))
+        assert decode(encode(written)) == written
+    assert len(encode(record(0, group(ranks=range(10_000))))) < 1000
+
+
+def test_ranks_without_end_are_refused() -> None:
+    document = json.loads(encode(record(0, group(entry(1)))))
+    document["groups"][0]["ranks"] = [[0, 1 << 15]] * 3
+    with pytest.raises(FlightRecordError, match="more than 65536 ranks"):
+        decode(json.dumps(document).encode())
+    for runs, message in (([[3, 1]], "ranks from 3 to 1"), ([7], "pairs of first and last, got 7")):
+        document["groups"][0]["ranks"] = runs
+        with pytest.raises(FlightRecordError, match=message):
+            decode(json.dumps(document).encode())
+
+
+def test_messages_that_are_alike_are_one_finding() -> None:
+    sends = [
+        entry(0, f"send float32 [3] to 1, tag {tag}", "running", peer=1, tag=tag)
+        for tag in range(500)
+    ]
+    (finding,) = findings(record(0, group(*sends)), record(1, group(entry(1)), inside=False))
+    assert "and in 499 more like it" in finding.text
+    assert "it waits" not in " ".join(finding.details)
+
+
+def test_a_rank_that_waits_in_much_is_described_shortly() -> None:
+    sends = [entry(0, f"send {tag}", "running", peer=1, tag=tag) for tag in range(500)]
+    zero = group(*sends, ranks=range(3))
+    two = group(entry(0, "recv", "running", peer=0), ranks=range(3))
+    one = group(entry(1), ranks=range(3))
+    told = findings(record(0, zero), record(1, one, inside=False), record(2, two))
+    (line,) = [d for finding in told for d in finding.details if d.startswith("rank 0")]
+    assert line.count("it waits in") == 4
+    assert line.endswith("and in 496 more")
+
+
+@given(st.integers(2, 9), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=16))
+def test_circles_are_found_where_there_are_any(size: int, pairs: list[tuple[int, int]]) -> None:
+    ends = sorted({(a, b) for a, b in pairs if a < size and b < size and a != b})
+    logs = {
+        rank: group(
+            *(entry(0, "send", "running", peer=b, tag=b) for a, b in ends if a == rank),
+            ranks=range(size),
+        )
+        for rank in range(size)
+    }
+    history = History({rank: record(rank, log) for rank, log in logs.items()})
+    cycles = circles(blocking(history, waits(history)))
+    for cycle in cycles:
+        ranks = [wait.rank for wait in cycle]
+        assert len(set(ranks)) == len(ranks)
+        assert all(
+            after in wait.awaited for wait, after in zip(cycle, ranks[1:] + ranks[:1], strict=True)
+        )
+    reach = set(ends)
+    for _ in range(size):
+        reach |= {(a, d) for a, b in reach for c, d in reach if b == c}
+    on_cycles = {a for a, b in reach if a == b}
+    assert {wait.rank for cycle in cycles for wait in cycle} == on_cycles

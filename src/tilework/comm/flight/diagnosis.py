@@ -16,6 +16,8 @@ Kind = Literal["deadlock", "mismatch", "failed", "waiting", "message", "busy", "
 _MAX_DETAILS: Final = 64
 #: The most ranks that are described one by one.
 _MAX_TOLD: Final = 16
+#: The most operations in which one rank is said to wait.
+_MAX_WAITS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,7 @@ class _Telling:
             if operation is not None and (group.name, operation.number) not in in_rings:
                 findings.append(operation)
         in_ring = {id(wait) for ring in rings for wait in ring}
-        findings += [
-            self._message(wait)
-            for wait in self._waits
-            if wait.entry.peer is not None and id(wait) not in in_ring
-        ]
+        findings += self._messages([wait for wait in self._waits if id(wait) not in in_ring])
         order: tuple[Kind, ...] = ("deadlock", "mismatch", "failed", "waiting", "message", "busy")
         yield from sorted(findings, key=lambda finding: order.index(finding.kind))
         yield from self._unheard(findings)
@@ -123,10 +121,22 @@ class _Telling:
         waiting = tuple(entries)
         return Finding(kind, text, tuple(details), group.name, number, waiting, tuple(absent))
 
-    def _message(self, wait: Wait) -> Finding:
+    def _messages(self, all_waits: Sequence[Wait]) -> Iterator[Finding]:
+        """A finding for messages that are alike but for their shapes and tags."""
+        alike: dict[tuple[object, ...], list[Wait]] = {}
+        for wait in all_waits:
+            entry = wait.entry
+            if entry.peer is not None:
+                end = (id(wait.group), wait.rank, entry.peer, is_send(entry), bool(wait.awaited))
+                alike.setdefault((*end, entry.site, failed(entry)), []).append(wait)
+        for waits_alike in alike.values():
+            yield self._message(waits_alike[0], len(waits_alike) - 1)
+
+    def _message(self, wait: Wait, more: int) -> Finding:
         entry, rank = wait.entry, wait.rank
         state = "failed" if failed(entry) else "waits"
         text = f"group {wait.group.name!r}: rank {rank} {state} in {_call(entry)}"
+        text += f", and in {more} more like it" if more else ""
         details = _failures({rank: entry})
         if not wait.awaited:
             return Finding(
@@ -191,11 +201,10 @@ class _Telling:
         if record is None:
             return f"rank {rank} left no record: it is {_GONE}"
         parts = [self._last_call(record, group)]
-        parts += [
-            f"it waits in {wait.place}, {_call(wait.entry)}"
-            for wait in self._held_up.get(rank, [])
-            if wait.entry.outcome == RUNNING
-        ]
+        running = [w for w in self._held_up.get(rank, []) if w.entry.outcome == RUNNING]
+        shown = running[:_MAX_WAITS]
+        parts += [f"it waits in {wait.place}, {_call(wait.entry)}" for wait in shown]
+        parts += [f"and in {len(running) - len(shown)} more"] if len(running) > len(shown) else []
         parts += [f'it said "{_first_line(fault.text)}"' for fault in record.faults[:1]]
         if len(parts) == 1 and record.stacks:
             stack = record.stacks[0]

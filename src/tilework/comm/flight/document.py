@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from tilework.comm.flight.ring import Entry
 
 #: Raised whenever a reader of before would misunderstand.
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FILE_BYTES: Final = 16 << 20
 #: Of all groups together; the latest of each are kept.
 MAX_ENTRIES: Final = 4096
@@ -96,6 +97,8 @@ def file_name(rank: int) -> str:
 def encode(record: Record) -> bytes:
     """The file's contents."""
     document = {_MARK: VERSION, **asdict(record)}
+    for group in document["groups"]:
+        group["ranks"] = _runs(group["ranks"])
     return json.dumps(_shortened(document), ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
@@ -130,6 +133,24 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_shortened(item) for item in value]
     return value
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last of each run of consecutive ranks, in their order."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return runs
+
+
+@lru_cache(maxsize=64)  # the same in the records of all ranks
+def _expanded(runs: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    if sum(last - first + 1 for first, last in runs) > MAX_RANKS:
+        raise FlightRecordError(f"a group has more than {MAX_RANKS} ranks")
+    return tuple(rank for first, last in runs for rank in range(first, last + 1))
 
 
 # -- reading ---------------------------------------------------------------------------------
@@ -205,6 +226,8 @@ def printable(text: str) -> str:
         >>> printable(chr(27) + "[31mred")
         '?[31mred'
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
@@ -216,6 +239,15 @@ def _shown(value: object) -> str:
 
 def _rank(value: object) -> int:
     return _integer(value, 0, MAX_RANKS, "a rank")
+
+
+def _run(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise FlightRecordError(f"ranks must be pairs of first and last, got {_shown(value)}")
+    first, last = map(_rank, value)
+    if last < first:
+        raise FlightRecordError(f"ranks from {first} to {last} are none")
+    return first, last
 
 
 def _record(fields: _Fields) -> Record:
@@ -250,7 +282,7 @@ def _group(value: object) -> GroupLog:
         name=fields.text("name"),
         backend=fields.text("backend"),
         description=fields.text("description"),
-        ranks=fields.items("ranks", MAX_RANKS, _rank),
+        ranks=_expanded(fields.items("ranks", MAX_RANKS, _run)),
         entries=fields.items("entries", MAX_ENTRIES, _entry),
     )
 

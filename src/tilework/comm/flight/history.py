@@ -33,25 +33,35 @@ class Group:
     calls: dict[int, dict[int, Entry]] = field(default_factory=dict)
     #: Each rank's messages, oldest first.
     messages: dict[int, list[Entry]] = field(default_factory=dict)
+    _lasts: dict[int, Entry] = field(default_factory=dict)
+    _by_number: dict[int, dict[int, Entry]] = field(default_factory=dict)
+    _absent: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, rank: int, log: GroupLog) -> None:
         """Add the record of one rank."""
         self.calls[rank] = {entry.number: entry for entry in log.entries if entry.number}
         self.messages[rank] = [entry for entry in log.entries if not entry.number]
+        for number, entry in self.calls[rank].items():
+            self._by_number.setdefault(number, {})[rank] = entry
+        if self.calls[rank]:
+            self._lasts[rank] = self.calls[rank][max(self.calls[rank])]
 
     def last(self, rank: int) -> Entry | None:
         """The collective that a rank entered last; None if that is not known, or none."""
-        calls = self.calls.get(rank)
-        return calls[max(calls)] if calls else None
+        return self._lasts.get(rank)
 
     def at(self, number: int) -> dict[int, Entry]:
         """The ranks' calls as their operation of that number."""
-        return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
+        return self._by_number.get(number, {})
 
-    def absent(self, number: int) -> list[int]:
-        """The ranks that have not come so far, and those without a record."""
-        lasts = {rank: self.last(rank) for rank in self.ranks}
-        return [rank for rank, last in lasts.items() if last is None or last.number < number]
+    def absent(self, number: int) -> tuple[int, ...]:
+        """The ranks that have not come so far, and those without a record; found once."""
+        if number not in self._absent:
+            lasts = ((rank, self._lasts.get(rank)) for rank in self.ranks)
+            self._absent[number] = tuple(
+                rank for rank, last in lasts if last is None or last.number < number
+            )
+        return self._absent[number]
 
     def first_stuck(self) -> int | None:
         """The first operation that some rank has entered and not left well."""
@@ -60,7 +70,7 @@ class Group:
 
     def first_divergence(self) -> int | None:
         """The first operation that ranks name differently."""
-        for number in sorted({n for calls in self.calls.values() for n in calls}):
+        for number in sorted(self._by_number):
             entries = self.at(number).values()
             differ = len({family(entry) for entry in entries}) > 1
             # Backends that compare arguments say so; in those that do not, ranks wait for ever.

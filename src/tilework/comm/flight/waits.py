@@ -1,8 +1,8 @@
-"""The graph of ranks that wait for each other, and the cycles in it."""
+"""The graph of ranks that wait for each other, and the cycles in it; on thousands of ranks, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilework.comm.flight.history import Group, History, failed, stuck
@@ -39,11 +39,16 @@ def _collective_waits(group: Group) -> Iterator[Wait]:
         # The others of a rank that runs several are queued behind the first.
         first = min((n for n, entry in calls.items() if stuck(entry)), default=None)
         if first is not None:
-            others = tuple(r for r in group.absent(first) if r != rank)
-            yield Wait(rank, group, calls[first], others)
+            yield Wait(rank, group, calls[first], group.absent(first))
 
 
 def _message_waits(group: Group) -> Iterator[Wait]:
+    ends = {
+        (rank, is_send(entry), entry.tag, entry.peer)
+        for rank, messages in group.messages.items()
+        for entry in messages
+        if entry.outcome == RUNNING
+    }
     for rank, messages in group.messages.items():
         for entry in messages:
             if not stuck(entry) or entry.peer is None:
@@ -51,20 +56,10 @@ def _message_waits(group: Group) -> Iterator[Wait]:
             if entry.peer == ANY_PEER:
                 others = tuple(r for r in group.ranks if r != rank)
             else:
-                others = () if _has_counterpart(group, rank, entry) else (entry.peer,)
+                end = (entry.peer, not is_send(entry), entry.tag)
+                met = (*end, rank) in ends or (*end, ANY_PEER) in ends
+                others = () if met else (entry.peer,)
             yield Wait(rank, group, entry, others)
-
-
-def _has_counterpart(group: Group, rank: int, entry: Entry) -> bool:
-    """True if the peer is at the other end of this message just now."""
-    wanted = "recv" if is_send(entry) else "send"
-    return any(
-        other.what.startswith(wanted)
-        and other.outcome == RUNNING
-        and other.tag == entry.tag
-        and other.peer in (rank, ANY_PEER)
-        for other in group.messages.get(entry.peer if entry.peer is not None else -1, ())
-    )
 
 
 def is_send(entry: Entry) -> bool:
@@ -79,8 +74,11 @@ def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     tells which of them, if any, it waits for.
     """
     by_rank: dict[int, list[Wait]] = {}
+    all_own: dict[int, list[Wait]] = {}
+    for wait in all_waits:
+        all_own.setdefault(wait.rank, []).append(wait)
     for rank, record in history.records.items():
-        own = [wait for wait in all_waits if wait.rank == rank]
+        own = all_own.get(rank, [])
         timed_out = [w for w in own if failed(w.entry) and "TimeoutError" in w.entry.outcome]
         running = [wait for wait in own if wait.entry.outcome == RUNNING]
         stack = record.stacks[0] if record.stacks else None
@@ -93,29 +91,113 @@ def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     return by_rank
 
 
-def circles(held_up: dict[int, list[Wait]]) -> list[list[Wait]]:
-    """Cycles of ranks that wait for each other: each wait, and then that of the awaited rank."""
-    cycles: dict[frozenset[int], list[Wait]] = {}
-    for start in held_up:
-        circle = _circle_from(start, held_up)
-        if circle:
-            cycles.setdefault(frozenset(wait.rank for wait in circle), circle)
-    return list(cycles.values())
+def circles(held_up: Mapping[int, Sequence[Wait]], most: int = 16) -> list[list[Wait]]:
+    """Cycles of ranks that wait for each other: each wait, and then that of the awaited rank.
 
-
-def _circle_from(start: int, held_up: dict[int, list[Wait]]) -> list[Wait]:
-    """The shortest way from ``start`` back to it; breadth first, so long chains do not recurse."""
-    paths: dict[int, list[Wait]] = {start: []}
-    queue = [start]
-    for rank in queue:
-        for wait in held_up.get(rank, ()):
-            # From whichever rank a message may come: one that is held up holds up nobody.
-            if wait.entry.peer == ANY_PEER and len(wait.awaited) > 1:
+    The shortest through each rank that is in no cycle before it, and ``most`` at most. Linear in
+    the number of waits and of those awaited.
+    """
+    graph = _Graph(held_up)
+    cycles: list[list[Wait]] = []
+    covered: set[int] = set()
+    for component in graph.components():
+        for start in component:
+            if start in covered or len(cycles) == most:
                 continue
-            for other in wait.awaited:
-                if other == start:
-                    return [*paths[rank], wait]
-                if other not in paths:
-                    paths[other] = [*paths[rank], wait]
-                    queue.append(other)
-    return []
+            cycle = graph.cycle_from(start, component)
+            covered.update(wait.rank for wait in cycle)
+            cycles += [cycle] if cycle else []
+    return cycles
+
+
+class _Graph:
+    """Ranks that are held up, and the ranks that they wait for.
+
+    Ranks that wait in one operation share the tuple of those that they wait for. It is a node of
+    its own, or a thousand ranks that wait for a thousand others would be a million edges.
+    """
+
+    def __init__(self, held_up: Mapping[int, Sequence[Wait]]) -> None:
+        self._waits: dict[int, list[tuple[int, Wait]]] = {}
+        #: By the node, which is negative.
+        self._awaited: dict[int, tuple[int, ...]] = {}
+        nodes: dict[int, int] = {}
+        for rank, waits in held_up.items():
+            for wait in waits:
+                # From whichever rank a message may come: one that is held up holds up nobody.
+                if wait.entry.peer == ANY_PEER and len(wait.awaited) > 1:
+                    continue
+                node = nodes.setdefault(id(wait.awaited), -1 - len(nodes))
+                self._awaited[node] = wait.awaited
+                self._waits.setdefault(rank, []).append((node, wait))
+
+    def _next(self, node: int) -> Sequence[int]:
+        if node < 0:
+            return self._awaited[node]
+        return [awaited for awaited, _ in self._waits.get(node, ())]
+
+    def components(self) -> list[list[int]]:
+        """The ranks of each strongly connected component, those of a single node left out.
+
+        Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
+        """
+        order: dict[int, int] = {}
+        low: dict[int, int] = {}
+        stack: list[int] = []
+        on_stack: set[int] = set()
+        components: list[list[int]] = []
+
+        def enter(node: int) -> tuple[int, Iterator[int]]:
+            order[node] = low[node] = len(order)
+            stack.append(node)
+            on_stack.add(node)
+            return node, iter(self._next(node))
+
+        for root in self._waits:
+            path = [] if root in order else [enter(root)]
+            while path:
+                node, following = path[-1]
+                after = next(following, None)
+                if after is None:
+                    path.pop()
+                    if path:
+                        low[path[-1][0]] = min(low[path[-1][0]], low[node])
+                    if low[node] == order[node]:
+                        component = [stack.pop()]
+                        while component[-1] != node:
+                            component.append(stack.pop())
+                        on_stack.difference_update(component)
+                        if len(component) > 1:
+                            components.append(sorted(rank for rank in component if rank >= 0))
+                elif after not in order:
+                    path.append(enter(after))
+                elif after in on_stack:
+                    low[node] = min(low[node], order[after])
+        return components
+
+    def cycle_from(self, start: int, component: Sequence[int]) -> list[Wait]:
+        """The shortest way from ``start`` back to it, breadth first, within its component."""
+        inside = set(component)
+        #: By rank: the wait by which it was reached.
+        reached: dict[int, Wait] = {}
+        expanded: set[int] = set()
+        queue = [start]
+        for rank in queue:
+            for node, wait in self._waits.get(rank, ()):
+                if node in expanded:
+                    continue
+                expanded.add(node)
+                for other in wait.awaited:
+                    if other in inside and other not in reached:
+                        reached[other] = wait
+                        queue.append(other)
+                if start in reached:
+                    return _way_back(start, reached)
+        return []
+
+
+def _way_back(start: int, reached: Mapping[int, Wait]) -> list[Wait]:
+    cycle = [reached[start]]
+    while cycle[-1].rank != start:
+        cycle.append(reached[cycle[-1].rank])
+    return cycle[::-1]
