@@ -10,8 +10,9 @@ import tilework
 from tilework.cli import dispatch
 from tilework.comm.backend import Backend, is_backend_available
 from tilework.launch import doctor
+from tilework.launch.cores import usable_cores
 from tilework.launch.doctor import Finding
-from tilework.launch.settings import KNOWN_BACKENDS
+from tilework.launch.settings import KNOWN_BACKENDS, LaunchSettings
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["-n", "0", "train.py"], "the number of ranks must be at least 1, got 0"),
         (["-n", "-2", "train.py"], "the number of ranks must be at least 1, got -2"),
-        (["-n", "four", "train.py"], "must be a whole number, such as 4, got 'four'"),
+        (["-n", "four", "train.py"], "must be auto or a whole number, such as 4, got 'four'"),
         (["--timeout", "0", "train.py"], "the timeout must be longer than 0 s, got '0'"),
         (["--timeout", "nan", "train.py"], "a number of seconds, such as 30 or 0.5, got 'nan'"),
         (["--timeout", "soon", "train.py"], "a number of seconds, such as 30 or 0.5, got 'soon'"),
@@ -60,6 +61,29 @@ def test_wrong_use_of_run(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert message in refused(capsys, "run", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "ranks"),
+    [
+        (["-n", "auto"], usable_cores()),
+        (["--nproc-per-node", "3"], 3),
+        (["--nproc_per_node=3"], 3),
+        ([], usable_cores()),
+    ],
+)
+def test_the_number_of_ranks(
+    option: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(settings: LaunchSettings, program: object) -> int:
+        asked.append(settings.nprocs)
+        return 0
+
+    monkeypatch.setattr("tilework.cli.run", run)
+    assert dispatch(["run", *option, "train.py"]) == 0
+    assert asked == [ranks]
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:

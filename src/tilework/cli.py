@@ -84,7 +84,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "--ranks", type=_ranks, metavar="N", help="number of ranks (default: usable cores)")
+    add("-n", "--ranks", *_TORCHRUN_NAMES, type=_ranks, metavar="N", help=_RANKS_HELP)
     add("--backend", type=_backend, metavar="B", help='such as "shm", "gloo", "cpu:shm,cuda:nccl"')
     add("--timeout", type=_timeout, metavar="S", help="seconds that collectives wait at most")
     add("--log-dir", type=Path, metavar="D", help="also write D/rank-K.stdout and .stderr")
@@ -98,6 +98,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(command=lambda options: _run(parser, options))
 
 
+_RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
+#: torchrun's name of -n, in both spellings.
+_TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
 _START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
 _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
 
@@ -177,11 +180,13 @@ def _script_guess(name: str) -> str:
 
 
 def _ranks(text: str) -> int:
+    if text == "auto":
+        return usable_cores()
     try:
         ranks = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"the number of ranks must be a whole number, such as 4, got {text!r}"
+            f"the number of ranks must be auto or a whole number, such as 4, got {text!r}"
         ) from None
     if ranks < 1:
         raise argparse.ArgumentTypeError(f"the number of ranks must be at least 1, got {ranks}")
