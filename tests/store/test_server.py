@@ -412,6 +412,27 @@ def test_running_out_of_descriptors_harms_only_who_comes_then() -> None:
             assert late.get("k") == b"v"
 
 
+def test_those_that_never_greet_leave_room_for_clients() -> None:
+    program = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        server = StoreServer.listen_tcp("127.0.0.1", 0)
+        server.start()
+        print(server.port, flush=True)
+        time.sleep(60)
+    """
+    with process(program) as server, ExitStack() as stack:
+        address = ("127.0.0.1", int(server.line()))
+        store = stack.enter_context(TCPStore(*address))
+        idle = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(400)]
+        clients = [stack.enter_context(TCPStore(*address)) for _ in range(80)]
+        store.set("k", "v")
+        assert {client.get("k") for client in clients} == {b"v"}
+        assert hangs_up(idle[0])
+        idle[-1].sendall(HELLO)
+        assert idle[-1].recv(100) == wire.encode(Code.WELCOME)
+
+
 def test_a_blocked_thread_does_not_stop_the_others_of_its_store(store: TCPStore) -> None:
     calls = [Background(lambda: store.get("go")) for _ in range(20)]
     time.sleep(0.05)

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -17,6 +18,10 @@ from tilework.store.checks import LONGEST_WAIT_SECONDS
 from tilework.store.requests import HANDLERS, StoreState
 from tilework.store.wire import Code, GarbageError
 
+# Windows has no limits of this kind.
+if sys.platform != "win32":
+    import resource
+
 _log = logging.getLogger(__name__)
 
 #: Seconds that a new connection may take over its greeting.
@@ -26,6 +31,8 @@ _ACCEPT_PAUSE_SECONDS: Final = 0.2
 #: Connections accepted per turn, so that a flood does not starve those that are there.
 _ACCEPTS_PER_TURN: Final = 64
 _READ_BYTES: Final = 256 << 10
+#: The share of this process's descriptors for connections that have not greeted.
+_STRANGERS_SHARE: Final = 1 / 4
 
 _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -47,6 +54,9 @@ class Service:
         self._listener = listener
         self._connections: set[Connection] = set()
         self._logged_refusals: set[str] = set()
+        #: Those that have not greeted yet, the oldest first.
+        self._strangers: dict[Connection, None] = {}
+        self._most_strangers = max(1, int(_descriptor_limit() * _STRANGERS_SHARE))
 
     def open(self) -> None:
         """Start accepting."""
@@ -68,6 +78,11 @@ class Service:
     def forget(self, connection: Connection) -> None:
         """Drop a connection that was closed."""
         self._connections.discard(connection)
+        self._strangers.pop(connection, None)
+
+    def greeted(self, connection: Connection) -> None:
+        """Count a connection as a client's from now on."""
+        self._strangers.pop(connection, None)
 
     def log_refusal(self, why: str) -> None:
         """Log that a client was refused; each reason aloud once, lest a stranger fill the log."""
@@ -95,7 +110,12 @@ class Service:
         except OSError:
             sock.close()  # It has gone again.
             return
-        self._connections.add(Connection(self, sock, why))
+        connection = Connection(self, sock, why)
+        self._connections.add(connection)
+        self._strangers[connection] = None
+        if len(self._strangers) > self._most_strangers:
+            # A client greets within milliseconds: the oldest is the least likely to be one.
+            next(iter(self._strangers)).close()
 
     def _accept_failed(self, error: OSError) -> None:
         """Stop accepting for a moment: the clients that are there must not suffer."""
@@ -106,6 +126,14 @@ class Service:
 
     def _accept_again(self) -> None:
         self.loop.add_reader(self._listener.fileno(), self._accept)
+
+
+def _descriptor_limit() -> int:
+    """The number of file descriptors that this process may have."""
+    if sys.platform == "win32":
+        return 1024
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 class Connection:
@@ -256,6 +284,7 @@ class Connection:
 
     def _welcome(self, fields: Sequence[bytes]) -> None:
         self._end_waiting()
+        self._service.greeted(self)
         self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
         self._on_message = self._request
         self.send(Code.WELCOME, fields)
