@@ -9,7 +9,7 @@ code above it tests ``x.__class__ is DTensor``; code below it, which cannot name
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,6 +39,14 @@ class DTensorBase(TiledTensor):
     _aliases: dict[Ints, Alias] | None = None
     #: What it is a view of, if its elements are copies.
     _view_of: View | None = None
+    #: The tensor whose memory it shares, if it was made as a view of one.
+    _viewed: Viewed | None = None
+    #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
+    _writes: int = 0
+    #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
+    _anchor: DTensorBase | None = None
+    #: Copied views whose local tensors were handed out, kept by the tensor that owns the memory.
+    _handed_out: list[Any] | None = None
     #: True if it was made while gradients were off, as the results of a user's own Function are.
     _made_without_grad: bool = False
 
@@ -115,37 +123,75 @@ class Alias(NamedTuple):
     grad_fn: Any
 
 
+class Viewed(NamedTuple):
+    """The tensor that a view was made of, and how."""
+
+    base: DTensorBase
+    #: The base's layout then, which forms in place such as ``t_`` change.
+    spec: DTensorSpec
+    #: The call that made it, with the base as the first argument: the same memory if None.
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def memory_of(tensor: DTensorBase) -> DTensorBase:
+    """The tensor that owns the memory which a view shows: itself if it is no view."""
+    while (viewed := tensor._viewed) is not None:
+        tensor = viewed.base
+    return tensor
+
+
 class View:
     """The base of a view whose elements are copies, and how to keep both in step.
 
+    Tensors of one layout that share such a copy share their View.
+
     Args:
         base: The tensor that it is a view of.
+        value: The local tensor of the view.
         redo: Makes the view of a tensor again; of a plain one too.
         write: Writes the view's value to what it shows of the base; None: by gathering the base.
         shares: True if it shares the base's memory, and the base is such a view itself.
+        apart: How it is cut off the base's graph: by "detach", by "data" (whose writes torch does
+            not count either), or not at all.
     """
 
-    __slots__ = ("base", "base_strides", "graded", "local", "redo", "shares", "version", "write")
+    __slots__ = (
+        *("apart", "base", "graded", "inference", "local", "redo", "shares", "value", "version"),
+        *("write", "writes"),
+    )
 
     def __init__(
-        self, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
+        self,
+        base: DTensorBase,
+        value: Tensor,
+        redo: Redo,
+        write: Write | None = None,
+        shares: bool = False,
+        apart: str = "",
     ) -> None:
-        self.base, self.redo, self.write, self.shares = base, redo, write, shares
+        self.base, self.value, self.redo, self.write = base, value, redo, write
+        self.shares, self.apart = shares, apart
         self.graded = torch.is_grad_enabled()
-        #: The base's strides, where torch makes a view or a copy depending on them.
-        self.base_strides: Sequence[int] | None = None
+        self.inference = torch.is_inference_mode_enabled()
         self.note()
 
     def note(self) -> None:
         """Remember that the copy has what the base holds now."""
         self.local = self.base._local_tensor
         self.version = version_of(self.local)
+        self.writes = memory_of(self.base)._writes
 
     @property
     def is_stale(self) -> bool:
         """True if the base was written to since."""
         local = self.base._local_tensor
-        return local is not self.local or version_of(local) != self.version
+        return (
+            local is not self.local
+            or version_of(local) != self.version
+            or memory_of(self.base)._writes != self.writes
+        )
 
 
 #: A view of a DTensor, and of a plain tensor likewise.

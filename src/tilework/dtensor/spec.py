@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -26,10 +26,16 @@ class DTensorSpec:
     are None where the axis splits as ``torch.chunk`` does. ``order`` is that in which axes shard a
     dim that several share, None where they do so from the first to the last.
 
-    Specs are equal by content; those of one mesh are mostly one object.
+    ``strides`` are those that the full tensor has in memory, were it plain. They decide what torch
+    decides by strides: whether a reshape is a view, and a tensor contiguous. They say nothing of
+    where elements lie: specs are equal by content whatever their strides are. Those of one mesh
+    with the same strides are mostly one object.
     """
 
-    __slots__ = ("__dict__", "_hash", "mesh", "order", "placements", "shape", "size", "splits")
+    __slots__ = (
+        *("__dict__", "_hash", "mesh", "order", "placements", "shape", "size", "splits"),
+        "strides",
+    )
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class DTensorSpec:
         self.splits = splits
         #: The shape as torch has it.
         self.size = torch.Size(shape)
+        self.strides = row_major(shape)
         self._hash = hash((placements, shape, order))
 
     def __eq__(self, other: object) -> bool:
@@ -67,7 +74,7 @@ class DTensorSpec:
         return f"DTensorSpec({list(self.shape)}, {list(self.placements)}{order}, {self.mesh!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return spec_of, (self.mesh, self.placements, self.shape, self.order)
+        return spec_of, (self.mesh, self.placements, self.shape, self.order, self.strides)
 
     @property
     def ndim(self) -> int:
@@ -174,13 +181,50 @@ class DTensorSpec:
     def with_placements(
         self, placements: Sequence[Placement], order: Sequence[int] | None = None
     ) -> DTensorSpec:
-        """The same mesh and shape, with other placements."""
-        return spec_of(self.mesh, placements, self.shape, order)
+        """The same mesh, shape and strides, with other placements."""
+        return spec_of(self.mesh, placements, self.shape, order, self.strides)
 
     @cached_property
     def redistributions(self) -> dict[Any, Any]:
         """The redistributions that are prepared from here, by target and dtype."""
+        plain = self.with_strides(row_major(self.shape))
+        return {} if plain is self else plain.redistributions
+
+    @cached_property
+    def _by_strides(self) -> dict[Ints, DTensorSpec]:
+        """This layout with other strides, which all of its variants share."""
+        return {self.strides: self}
+
+    def with_strides(self, strides: Sequence[int]) -> DTensorSpec:
+        """The same layout of a tensor that has other strides in memory."""
+        strides = tuple(strides)
+        if strides == self.strides:
+            return self
+        variants = self._by_strides
+        spec = variants.get(strides)
+        if spec is None:
+            spec = DTensorSpec(self.mesh, self.placements, self.shape, self.order, self.splits)
+            spec.strides = strides
+            spec._by_strides = variants
+            spec = variants.setdefault(strides, spec)
+        return spec
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """True if the full tensor is contiguous, in torch's sense."""
+        known = self._contiguous.get(memory_format)
+        if known is None:
+            known = self._contiguous[memory_format] = self.on_meta(torch.float32).is_contiguous(
+                memory_format=memory_format
+            )
+        return known
+
+    @cached_property
+    def _contiguous(self) -> dict[torch.memory_format, bool]:
         return {}
+
+    def on_meta(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without memory, of this shape and these strides."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device="meta")
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of the full tensor."""
@@ -192,6 +236,7 @@ def spec_of(
     placements: Sequence[Placement],
     shape: Sequence[int],
     order: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
 ) -> DTensorSpec:
     """The spec with these contents. Local; not collective.
 
@@ -200,6 +245,7 @@ def spec_of(
         placements: One for each axis of the mesh.
         shape: The tensor's global shape.
         order: The axes in the order in which they shard; None: from the first to the last.
+        strides: Those of the full tensor; None: it is contiguous.
 
     Raises:
         ValueError: Placements or order do not fit the mesh or the shape.
@@ -215,7 +261,17 @@ def spec_of(
         # The normal form and what was written are the same spec.
         spec = known.setdefault((spec.placements, spec.shape, spec.order), spec)
         known[key] = spec
-    return spec
+    return spec if strides is None else spec.with_strides(strides)
+
+
+@lru_cache(maxsize=1 << 12)
+def row_major(shape: Ints) -> Ints:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _new_spec(

@@ -18,7 +18,8 @@ from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.from_local import spec_from_local
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.redistribution.redistribute import redistribute_local
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.views import copied_views
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
 from tilework.tiled.tensor import TiledTensor
@@ -151,6 +152,9 @@ class DTensor(DTensorBase):
         Raises:
             ValueError: Gradients of these placements cannot become this tensor's.
         """
+        if self._view_of is not None:
+            copied_views.refresh(self)
+            copied_views.hand_out(self)
         if grad_placements is None:
             return local_graph.local_of(self)
         return gradients.local_with_grad(self, grad_placements)
@@ -198,10 +202,15 @@ class DTensor(DTensorBase):
             if order is None:
                 raise ValueError("redistribute() needs placements: what each axis is to do")
             placements = source.placements
-        target = source.with_placements(placements, order)
+        target = spec_of(source.mesh, placements, source.shape, order)
+        local = local_graph.local_of(self)
+        if target == source:
+            return copied_views.same_memory(
+                self, local, lambda x: x.redistribute(placements=placements, order=order)
+            )
         if explain.watchers:
             explain.begin_operator("redistribute")
-        local = redistribute_local(local_graph.local_of(self), source, target, async_op=async_op)
+        local = redistribute_local(local, source, target, async_op=async_op)
         if explain.watchers:
             explain.tag_gradient(local)
         return wrap(local, target)
@@ -252,7 +261,11 @@ class DTensor(DTensorBase):
 
     @property
     def data(self) -> DTensor:
-        return wrap(self._local_tensor.data, self._spec)
+        if self._view_of is not None:
+            copied_views.refresh(self)
+        return copied_views.same_memory(
+            self, self._local_tensor.data, lambda x: x.data, apart="data"
+        )
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -301,7 +314,8 @@ class DTensor(DTensorBase):
             raise RuntimeError(
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
-        copied = memo[id(self)] = wrap(copy.deepcopy(self._local_tensor, memo), self._spec)
+        local = copy.deepcopy(local_graph.local_of(self), memo)
+        copied = memo[id(self)] = wrap(local, self._spec)
         for name, value in vars(self).items():
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))
@@ -309,7 +323,7 @@ class DTensor(DTensorBase):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name not in _OWN}
-        local = serialization.compact(self._local_tensor)
+        local = serialization.compact(local_graph.local_of(self))
         layout = serialization.layout_to_save(self)
         return _rebuild, (local, *layout, self.requires_grad, attributes)
 
@@ -324,7 +338,10 @@ class DTensor(DTensorBase):
 
 
 #: The fields of an instance, which a copy makes anew.
-_OWN = {"_local_tensor", "_spec", "_grad", "_aliases", "_view_of"}
+_OWN = {
+    *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
+    *("_handed_out", "_made_without_grad"),
+}
 
 
 def _rebuild(

@@ -42,6 +42,7 @@ class OpEntry:
             place only, so that lists of tensors (``torch._foreach_*``) may run as local lists.
         is_view: Whether results share memory with the first argument.
         may_copy: Whether such a view is a copy where strides cannot write its dims.
+        may_be_input: Whether the result may be the input itself, as where a cast changes nothing.
         is_random: Whether it draws random numbers; None: as torch's own tags say.
         is_opaque: Whether torch's Python implementation has to run on full tensors as it is, and
             must not be run on sharded tensors: it draws random numbers as plain tensors.
@@ -57,6 +58,7 @@ class OpEntry:
     is_elementwise: bool = False
     is_view: bool = False
     may_copy: bool = False
+    may_be_input: bool = False
     is_random: bool | None = None
     is_opaque: bool = False
     silent_writes: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd.local_graph import local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
-from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, Viewed, wrap_as
 from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.layout import Placement
@@ -100,15 +100,43 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
 
 def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
+    check_no_leaf(tensor)
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    tensor._aliases = tensor._grad = tensor._anchor = None
+    with _WithoutInterception():
+        _base.data.__set__(tensor, value)
+    return tensor
+
+
+def check_no_leaf(tensor: DTensorBase) -> None:
+    """Raise if a tensor is a leaf of a graph, which nothing in place may be done with."""
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
-    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
-    tensor._aliases = tensor._grad = None
-    with _WithoutInterception():
-        _base.data.__set__(tensor, value)
-    return tensor
+
+
+def become_view(tensor: DTensorT, anchor: DTensorT, result: DTensorT) -> DTensorT:
+    """Make ``tensor`` a view of its own anchor, which takes over its memory.
+
+    Args:
+        tensor: The tensor.
+        anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
+        result: The view.
+    """
+    view, shown = result._view_of, result._viewed
+    if tensor.requires_grad and tensor.is_leaf:  # it stays the leaf
+        local = anchor._local_tensor
+        anchor._local_tensor = local.detach()
+        if view is not None and view.base is anchor:
+            view.note()
+        local.data = result._local_tensor.data
+        result._local_tensor = local
+    anchor._viewed, anchor._writes = tensor._viewed, tensor._writes
+    anchor._handed_out, tensor._handed_out = tensor._handed_out, None
+    tensor._viewed = shown if result is not anchor else Viewed(anchor, anchor._spec, None, (), {})
+    tensor._view_of = view
+    return become(tensor, result)
 
 
 def set_data(tensor: DTensorBase, value: Tensor) -> None:
@@ -117,8 +145,13 @@ def set_data(tensor: DTensorBase, value: Tensor) -> None:
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
         )
-    tensor._local_tensor.data = value._local_tensor.data
+    if tensor._anchor is not None:  # views go on to show the memory that they were made of
+        anchor, tensor._anchor = tensor._anchor, None
+        anchor._local_tensor, anchor._viewed = tensor._local_tensor.detach(), tensor._viewed
+        anchor._writes = tensor._writes
+    tensor._local_tensor.data = local_of(value).data
     tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
+    tensor._view_of, tensor._viewed = None, None
     with _WithoutInterception():
         _base.data.__set__(tensor, value)
 

@@ -41,7 +41,8 @@ from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
-from tilework.dtensor.propagation.pytree import Args, Kwargs, with_tensors
+from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.strides import composed_strides, storage_of
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
@@ -187,7 +188,7 @@ class Operator:
         if sharding.composed is not None:
             if self.in_place:
                 return _composed_in_place(sharding.composed, args, kwargs)
-            return sharding.composed(*args, **kwargs)
+            return self._with_strides(sharding, sharding.composed(*args, **kwargs), call)
         if not mesh.here:
             return args[0] if self.in_place else result_outside(self.name, sharding, mesh)
         gathered = sharding.outputs is None
@@ -220,9 +221,34 @@ class Operator:
             if layout is not None and (silent or version_of(local) != versions[number]):
                 assert isinstance(tensor, DTensor)
                 write(tensor, local, layout[0], self.name)
+                copied_views.wrote(tensor)
         return result
 
     # -- results -----------------------------------------------------------------------------
+
+    def _with_strides(self, sharding: OpSharding, result: Any, call: Call) -> Any:
+        """A composed result, whose tensors have the strides that torch's operator gives them."""
+        if not sharding.knows_strides:
+            tensors = [x for x in tensors_in(result) if isinstance(x, DTensor)]
+            specs = [tensor._spec for tensor in tensors]
+            sharding.strides = composed_strides(self.entry, call, specs)
+            sharding.knows_strides = True
+        if sharding.strides is not None:
+            for tensor, its in zip(tensors_in(result), sharding.strides, strict=True):
+                if isinstance(tensor, DTensor):
+                    tensor._spec = tensor._spec.with_strides(its)
+        return result
+
+    def _maybe_local_copy(self, sharding: OpSharding, result: DTensor, call: Call) -> DTensor:
+        """A view, marked as a copy if the local tensor could not be viewed."""
+        base = call.tensors[0]
+        assert isinstance(base, DTensor)
+        if sharding.copied or storage_of(result._local_tensor) == storage_of(base._local_tensor):
+            return copied_views.viewed(  # type: ignore[no-any-return]
+                result, sharding.copied, call.func, call.args, call.kwargs
+            )
+        copied_views.mark_local_copy(result, base)
+        return result
 
     def _result(self, sharding: OpSharding, result: Any, call: Call) -> Any:
         """The result of a call, from the local one."""
@@ -232,15 +258,19 @@ class Operator:
         if sharding.reduces_nonlinearly:
             result, outputs = reduced(result, outputs)
         if outputs is not None and result.__class__ is Tensor:
+            if sharding.may_be_input and call.args and result is call.tensors[0]._local_tensor:  # type: ignore[attr-defined]
+                return call.tensors[0]
+            if sharding.fresh:
+                result = _own_memory(result, call.tensors[0])
             if result.requires_grad and not _grad_enabled():
                 result = result.detach()
             result = wrap_as(DTensor, result, outputs[0])
+            if sharding.may_copy_locally and result._local_tensor._base is None:
+                return self._maybe_local_copy(sharding, result, call)
         else:
             result = wrapped(result, outputs, call.mesh)
         if sharding.view:
-            return copied_views.viewed(
-                result, sharding.copied, call.func, self.entry.may_copy, call.args, call.kwargs
-            )
+            return copied_views.viewed(result, sharding.copied, call.func, call.args, call.kwargs)
         return result
 
     def _written(self, sharding: OpSharding, target: Any, result: Tensor) -> DTensor:
@@ -254,9 +284,15 @@ class Operator:
             write(target, result, spec, self.name)
         if target._local_tensor.requires_grad:
             local_graph.mirror_requires_grad(target)
-        if target._view_of is not None:
-            copied_views.write_back(target)
+        copied_views.wrote(target)
         return target
+
+
+def _own_memory(result: Tensor, tensor: Tensor) -> Tensor:
+    """A local result that shares no memory with the local tensor of an input."""
+    assert isinstance(tensor, DTensor)
+    shared = storage_of(result) == storage_of(tensor._local_tensor)
+    return result.clone() if shared else result
 
 
 def _composed_in_place(composed: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

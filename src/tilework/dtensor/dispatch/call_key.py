@@ -52,6 +52,8 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
         tensors.append(arg)
         key.append(arg.shape)
         key.append(arg.dtype)
+        if arg.layout is torch.strided and not arg.is_contiguous():
+            key.append(arg.stride())
         return False
     if kind is dict:
         plain = [add_to_key(x, key, tensors, values_matter) for item in arg.items() for x in item]

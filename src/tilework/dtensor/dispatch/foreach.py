@@ -15,6 +15,7 @@ from tilework.dtensor.propagation.propagation import refuse_to_write
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.views import copied_views
 from tilework.tiled.op_table import dtensor_handler, entry_of
 
 #: The operator of each tensor, where that has another name.
@@ -39,16 +40,17 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_targets(name, lists)
     is_elementwise = name in _FUSED or entry_of(_plain_name(name)).is_elementwise
     layouts = _layouts(lists) if is_elementwise else None
-    if layouts is None:
+    if layouts is None or (name not in _FUSED and _writes_views(name, lists[0])):
         return _one_by_one(name, args, kwargs)
     result = func(
         *[_local(arg) for arg in args], **{key: _local(value) for key, value in kwargs.items()}
     )
     if name.endswith("_"):
-        if torch.is_grad_enabled():
-            for tensor in lists[0]:
-                if isinstance(tensor, DTensor):
+        for tensor in lists[0] if name not in _FUSED else (x for its in lists for x in its):
+            if isinstance(tensor, DTensor):
+                if torch.is_grad_enabled():
                     local_graph.mirror_requires_grad(tensor)
+                copied_views.wrote(tensor)
         return None
     return [
         tensor if spec is None else wrap(tensor, spec)
@@ -78,6 +80,13 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
         for others in lists[1:]:
             if at < len(others) and others[at].__class__ is DTensor:
                 refuse_to_write(name.removesuffix("_"), target)
+
+
+def _writes_views(name: str, tensors: Sequence[Tensor]) -> bool:
+    """True if copied views are written to: one after the other, since they may overlap."""
+    return name.endswith("_") and any(
+        tensor.__class__ is DTensor and tensor._view_of is not None for tensor in tensors
+    )
 
 
 def _plain_name(name: str) -> str:
@@ -113,9 +122,7 @@ def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | No
 def _local(arg: Any) -> Any:
     kind = arg.__class__
     if kind is list or kind is tuple:
-        if torch.is_grad_enabled():
-            return [local_graph.plain(tensor) for tensor in arg]
-        return [tensor._local_tensor if tensor.__class__ is DTensor else tensor for tensor in arg]
+        return [local_graph.plain(tensor) for tensor in arg]
     if kind is DTensor:  # a number in a tensor, the same for all
         return arg.full_tensor()
     return arg

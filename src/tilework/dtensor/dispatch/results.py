@@ -15,6 +15,7 @@ from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_i
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.views import copied_views
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
 
@@ -147,4 +148,7 @@ def write_out(out: Any, value: Any, name: str) -> None:
     if out.shape != value.shape:
         gradients.set_data(out, _laid_out_like(out, value).to(out.dtype))
         return
+    if out._view_of is not None:
+        copied_views.refresh(out)
     write(out, value._local_tensor, value._spec, name)
+    copied_views.wrote(out)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
-from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.tiled.op_table import dtensor_handler
 
@@ -48,25 +48,20 @@ def _hash(func: Any, args: Any, kwargs: Any) -> int:
 @dtensor_handler("stride")
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *dim = args
-    strides = strides_of(tensor)
+    strides = tensor._spec.strides
     dim = dim[0] if dim else kwargs.get("dim")
     return strides if dim is None else strides[dim]
 
 
-def strides_of(tensor: DTensor) -> tuple[int, ...]:
-    """The strides of the full tensor, with dims in memory ordered as in the local one."""
-    local = tensor._local_tensor
-    order = sorted(range(tensor.ndim), key=lambda dim: (local.stride(dim), -dim))
-    strides, step = [0] * tensor.ndim, 1
-    for dim in order:
-        strides[dim] = step
-        step *= max(tensor._spec.shape[dim], 1)
-    return tuple(strides)
+@dtensor_handler("storage_offset")
+def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
+    return copied_views.offset_of(args[0])
 
 
 @dtensor_handler("is_contiguous")
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    return bool(func(args[0]._local_tensor, *args[1:], **kwargs))
+    tensor, *memory_format = args
+    return bool(tensor._spec.is_contiguous(*memory_format, **kwargs))
 
 
 @dtensor_handler(
@@ -79,13 +74,12 @@ def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dtensor_handler("detach", is_view=True)
 def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
-    (tensor,) = args
-    if tensor._view_of is None:
-        return wrap(tensor._local_tensor.detach(), tensor._spec)
-    copied_views.refresh(tensor)
-    detached = wrap(tensor._local_tensor.detach(), tensor._spec)
-    copied_views.mark(detached, tensor, Tensor.detach, shares=True)
-    return detached
+    tensor: DTensor = args[0]
+    if tensor._view_of is not None:
+        copied_views.refresh(tensor)
+    local = tensor._local_tensor.detach()
+    redo: Callable[[Any], Any] = Tensor.detach
+    return copied_views.same_memory(tensor, local, redo, apart="detach")
 
 
 @dtensor_handler("detach_")

@@ -18,7 +18,8 @@ from tilework.tiled.tensor import TiledTensor
 
 def replicated_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
     """The layout of a plain tensor that every rank of the mesh has."""
-    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape))
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape), None, strides)
 
 
 def check_same(name: str, tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:

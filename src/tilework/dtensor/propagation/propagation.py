@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
+from tilework.dtensor.propagation import strides
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import check_same, replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
@@ -41,7 +42,12 @@ class Call(NamedTuple):
 
     def on_meta(self) -> Any:
         """The result for tensors without memory."""
-        tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
+        return self.on_tensors(
+            [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
+        )
+
+    def on_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        """The result for other tensors."""
         args, kwargs = with_tensors(self.args, self.kwargs, iter(tensors))
         with torch.no_grad():
             return self.func(*args, **kwargs)
@@ -74,6 +80,15 @@ class OpSharding:
     copied: bool = False
     #: True if a result is partial in a reduction that is no sum, and no input is.
     reduces_nonlinearly: bool = False
+    #: True if the result is a copy in torch, though the local operator may give a view.
+    fresh: bool = False
+    #: True if it is a view in torch, of which the local operator may give a copy.
+    may_copy_locally: bool = False
+    #: True if the result may be the input itself.
+    may_be_input: bool = False
+    #: The strides of composed results, where they are not those that the composition gives.
+    strides: Sequence[Ints] | None = None
+    knows_strides: bool = False
     #: Numbers of the tensors that it writes to without torch counting it as a write.
     silent_writes: frozenset[int] = frozenset()
     #: The result without memory, for ranks outside the mesh.
@@ -102,17 +117,46 @@ class ShardingPropagator:
             refuse_to_write(self.name, target)
         sharding = self._sharding(call)
         sharding.view = self.entry.is_view and sharding.composed is None
+        if sharding.composed is None and not self.in_place:
+            self._add_strides(sharding, call)
+            sharding.may_copy_locally = sharding.view and sharding.run is not None
         sharding.copied = sharding.view and _moves_elements(sharding, call.tensors)
         sharding.silent_writes = self._silent_writes(call)
         sharding.specs = call.specs
         if not call.mesh.here:
             sharding.as_is = sharding.as_is_without_grad = False
         sharding.reduces_nonlinearly = _reduces_nonlinearly(sharding, call)
-        if sharding.outputs and not (
-            sharding.view or self.in_place or sharding.reduces_nonlinearly
-        ):
+        special = sharding.view or sharding.fresh or sharding.may_be_input or self.in_place
+        if sharding.outputs and not (special or sharding.reduces_nonlinearly):
             sharding.output = sharding.outputs[0]
         return sharding
+
+    def _add_strides(self, sharding: OpSharding, call: Call) -> None:
+        """Add the strides of results, and whether they are views, where strides decide that."""
+        sharding.may_be_input = self.entry.may_be_input
+        if sharding.outputs is None:
+            return
+        if self.entry.may_copy:
+            found = self._view_or_copy(sharding, call)
+        else:
+            found = strides.result_strides(self.entry, call, sharding.outputs)
+        if found is not None:
+            sharding.outputs = [
+                spec.with_strides(its) for spec, its in zip(sharding.outputs, found, strict=True)
+            ]
+
+    def _view_or_copy(self, sharding: OpSharding, call: Call) -> list[Ints] | None:
+        """The strides of the result of an operator that may copy; note whether it does."""
+        assert sharding.outputs is not None
+        tensors = strides.without_memory(call.tensors)
+        shown = strides.called(call, tensors)
+        found = strides.meta_strides(shown, sharding.outputs)
+        if shown is tensors[0]:
+            sharding.composed, sharding.view = _first_tensor, False
+            sharding.as_is = sharding.as_is_without_grad = False
+        elif found is not None and strides.storage_of(shown) != strides.storage_of(tensors[0]):
+            sharding.fresh, sharding.view = True, False
+        return found
 
     def _sharding(self, call: Call) -> OpSharding:
         check_same(self.name, call.tensors, call.mesh)
@@ -239,6 +283,10 @@ def _reduces_nonlinearly(sharding: OpSharding, call: Call) -> bool:
     return any(spec.reduce_op not in (None, "sum") for spec in sharding.outputs or ()) and all(
         spec.reduce_op in (None, "sum") for spec in call.specs
     )
+
+
+def _first_tensor(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else kwargs["input"]
 
 
 def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[InputLayout | None]:

@@ -1,6 +1,7 @@
 """Rules of operators for DTensors, by family. Importing them registers them, and the others."""
 
 from tilework.dtensor.rules import (
+    as_strided,
     attention,
     concatenation,
     creation,
@@ -26,6 +27,7 @@ from tilework.dtensor.rules import (
 from tilework.tiled import rules as general_rules
 
 __all__ = [
+    "as_strided",
     "attention",
     "concatenation",
     "creation",

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilework.dtensor.dispatch.results import replicated, write_out
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
+from tilework.dtensor.spec import DTensorSpec, row_major
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.op_table import dtensor_handler
 
@@ -19,7 +20,17 @@ from tilework.tiled.op_table import dtensor_handler
 def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
     """A tensor in the layout of another; replicated where that is partial."""
     tensor, *others = _first(args, kwargs, "input")
-    return wrap(func(tensor._local_tensor, *others, **kwargs), tensor._spec.dual)
+    return wrap(func(tensor._local_tensor, *others, **kwargs), _like_spec(tensor, kwargs))
+
+
+def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
+    """The layout of a tensor like another, with the strides that torch gives it."""
+    spec = tensor._spec.dual
+    if spec.strides == row_major(spec.shape) and "memory_format" not in kwargs:
+        return spec
+    memory_format = kwargs.get("memory_format", torch.preserve_format)
+    like = torch.empty_like(spec.on_meta(tensor.dtype), memory_format=memory_format)
+    return spec.with_strides(like.stride())
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[Any]:
@@ -37,7 +48,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
         limits = [*bounds, *([] if high is None else [high])]
         distribution = Integers(*map(int, [low, *limits] if len(limits) == 1 else limits))
     requires_grad = kwargs.pop("requires_grad", False)
-    spec = tensor._spec.dual
+    spec = _like_spec(tensor, kwargs)
     local = torch.empty_like(tensor._local_tensor, **kwargs)
     fill_local(local, next_key(spec.mesh, generator), distribution, spec)
     return wrap(local.requires_grad_(requires_grad), spec)
@@ -54,6 +65,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     spec = tensor._spec.dual
     if tuple(size) != spec.shape:
         return replicated(func(tensor._local_tensor, tuple(size), *others, **kwargs), spec.mesh)
+    spec = spec.with_strides(row_major(spec.shape))
     return wrap(func(tensor._local_tensor, spec.local_shape, *others, **kwargs), spec)
 
 

@@ -13,17 +13,17 @@ from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import dtensor_handler
 
 
-@dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_")
+@dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_", "as_strided_")
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """The tensor itself, which becomes the view: no element is written."""
+    """The tensor itself, which becomes the view: no element is written.
+
+    Other views show the same memory as before, which their base's anchor stands for.
+    """
     tensor: DTensor = args[0]
     operator = getattr(Tensor, canonical_name(func)[0])
-
-    def redo(x: Any) -> Any:
-        return operator(x, *args[1:], **kwargs)
-
-    view = tensor._view_of
-    if view is not None:
+    gradients.check_no_leaf(tensor)
+    if tensor._view_of is not None:
         copied_views.refresh(tensor)
-        before, view.redo, view.write = view.redo, lambda x: redo(before(x)), None
-    return gradients.become(tensor, redo(tensor))
+    anchor = copied_views.anchor_of(tensor)
+    result: DTensor = operator(anchor, *args[1:], **kwargs)
+    return gradients.become_view(tensor, anchor, result)

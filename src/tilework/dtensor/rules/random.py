@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated, write
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.random.generator import draw_alike, fill_local, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.views import copied_views
 from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
 
@@ -28,16 +30,18 @@ def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DT
     key = next_key(spec.mesh, generator)
     if not spec.takes_part:
         return tensor
-    local = tensor._local_tensor
+    local = local_graph.local_of(tensor)
     graded = torch.is_grad_enabled() and local.requires_grad
     if then is None and not graded and spec is tensor._spec:
         fill_local(local, key, distribution, spec)
+        copied_views.wrote(tensor)
         return tensor
     dtype = torch.promote_types(local.dtype, torch.float32) if then else local.dtype
     values = fill_local(
         torch.empty(spec.local_shape, dtype=dtype, device=local.device), key, distribution, spec
     )
     write(tensor, values if then is None else then(values).to(local.dtype), spec, "a random fill")
+    copied_views.wrote(tensor)
     return tensor
 
 

@@ -4,116 +4,311 @@ In torch ``y = x[0]; y.add_(1)`` changes ``x``. A view that is computed on the l
 its memory, so that the same holds here. Where elements had to be moved first, the view remembers
 its base (``base.View``): writes to the view are written to the base too, and the view is computed
 anew when it is used after the base was written to.
+
+The base is remembered by its *anchor*: the same local tensor in the layout that the base had, since
+``x.t_()`` changes the layout of ``x`` and not that of its memory. Writes are counted by the tensor
+that owns the memory, since torch counts neither those to ``x.data`` nor those in inference mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
-from tilework.dtensor.base import DTensorBase, Redo, View, Write
+from tilework.dtensor.base import (
+    DTensorBase,
+    DTensorT,
+    Redo,
+    View,
+    Viewed,
+    Write,
+    memory_of,
+    version_of,
+    wrap_as,
+)
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
+
+#: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
+WATCHED: View = object.__new__(View)
+
+
+def anchor_of(tensor: DTensorT) -> DTensorT:
+    """The tensor that stands for another as the base of views, whatever becomes of that."""
+    anchor: Any = tensor._anchor
+    if (
+        anchor is None
+        or anchor._local_tensor is not tensor._local_tensor
+        or anchor._spec is not tensor._spec
+    ):
+        anchor = tensor._anchor = wrap_as(type(tensor), tensor._local_tensor, tensor._spec)
+        anchor._made_without_grad = tensor._made_without_grad
+        anchor._viewed = Viewed(tensor, tensor._spec, None, (), {})
+    anchor._view_of = tensor._view_of
+    return anchor  # type: ignore[no-any-return]
 
 
 def mark(
-    tensor: Tensor, base: DTensorBase, redo: Redo, write: Write | None = None, shares: bool = False
+    tensor: Tensor,
+    base: DTensorBase,
+    redo: Redo,
+    write: Write | None = None,
+    shares: bool = False,
+    apart: str = "",
 ) -> None:
     """Let ``tensor`` be a view of ``base``. Local.
 
     Args:
         tensor: A DTensor.
         base: The tensor that it is a view of.
-        redo: As for :class:`~tilework.dtensor.base.View`; ``write`` and ``shares`` too.
+        redo: As for :class:`~tilework.dtensor.base.View`; ``write``, ``shares`` and ``apart`` too.
     """
-    tensor._view_of = View(base, redo, write, shares)  # type: ignore[attr-defined]
+    assert isinstance(tensor, DTensorBase)
+    anchor = anchor_of(base)
+    tensor._view_of = View(anchor, tensor._local_tensor, redo, write, shares, apart)
+    tensor._viewed = Viewed(anchor, anchor._spec, redo, (), {})
 
 
 def viewed(
-    result: Any,
-    copied: bool,
-    func: Any,
-    may_copy: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    result: Any, copied: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of an operator that makes views, marked if it has to be."""
     if args:
-        base, rest, named = args[0], args[1:], kwargs
+        base = args[0]
     else:
-        named = dict(kwargs)
-        base, rest = named.pop("input"), ()
+        kwargs = dict(kwargs)
+        base = kwargs.pop("input")
+        args = (base,)
     if not isinstance(base, DTensorBase):
         return result  # of a plain tensor, which counts as replicated
-    if base._view_of is None and not copied:
+    if not copied and (base._view_of is None or base._view_of is WATCHED):
+        if isinstance(result, DTensorBase):
+            result._viewed = Viewed(base, base._spec, func, args, kwargs)
+            result._view_of = base._view_of
+        else:
+            for i, item in enumerate(result):
+                call = lambda *a, i=i, **k: func(*a, **k)[i]  # noqa: E731
+                item._viewed = Viewed(base, base._spec, call, args, kwargs)
+                item._view_of = base._view_of
         return result
+    rest = args[1:]
 
     def redo(x: Any) -> Any:
-        return func(x, *rest, **named)
+        return func(x, *rest, **kwargs)
 
     if isinstance(result, Tensor):
         mark(result, base, redo, shares=not copied)
-        if copied and may_copy:
-            result._view_of.base_strides = base.stride()  # type: ignore[attr-defined]
         return result
     for i, item in enumerate(result):
         mark(item, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
     return result
 
 
-def _is_copy(view: View) -> bool:
-    """True if torch's operator gives no view of such a tensor either. Collective if unknown."""
-    base, mine = view.base, view.base_strides
-    if mine is None:
-        return False
-    view.base_strides = None
-    # Strides of a local tensor that has one row could be in another order.
-    definite = min(base._local_tensor.shape, default=2) > 1
-    mesh = base._spec.mesh
-    every = agree(lambda: (definite, mine), mesh.axes_group(tuple(range(mesh.ndim))))
-    strides = next((its for definite, its in every if definite), every[0][1])
-    plain = torch.empty_strided(base.shape, strides, device="meta")
-    return not view.redo(plain)._is_view()
+def same_memory(
+    tensor: DTensorT, local: Tensor, redo: Callable[[DTensorT], DTensorT], apart: str = ""
+) -> DTensorT:
+    """A further tensor of the same layout, whose local tensor shares the memory of the first's.
+
+    Args:
+        tensor: The tensor.
+        local: The other's local tensor.
+        redo: Makes it of the tensor.
+        apart: As for :class:`~tilework.dtensor.base.View`.
+    """
+    result = wrap_as(type(tensor), local, tensor._spec)
+    view = tensor._view_of
+    if view is None or view is WATCHED:
+        result._view_of, result._viewed = view, Viewed(tensor, tensor._spec, None, (), {})
+    else:
+        mark(result, tensor, redo, shares=True, apart=apart)
+    return result
+
+
+def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
+    """Let ``tensor`` be a view of all of ``base``, whose local tensor could not be viewed so.
+
+    Nothing has to be moved between ranks, so that one of them may do so alone.
+    """
+    spec, shape = tensor._spec, tensor._local_tensor.shape
+
+    def redo(x: DTensorBase) -> DTensorBase:
+        return wrap_as(type(x), x._local_tensor.reshape(shape), spec)
+
+    def write(x: DTensorBase, value: DTensorBase) -> None:
+        x._local_tensor.copy_(value._local_tensor.reshape(x._local_tensor.shape))
+        wrote(x)
+
+    mark(tensor, base, redo, write)
 
 
 def refresh(tensor: DTensorBase) -> None:
     """Compute a view anew if its base was written to. Collective in that case."""
+    owner = memory_of(tensor)
+    if owner._handed_out is not None:
+        _write_back_handed_out(owner)
     view = tensor._view_of
-    assert view is not None
-    if view.base._view_of is not None:
-        refresh(view.base)
+    if view is None or view is WATCHED:
+        return
+    base = view.base
+    if base._view_of is not None:
+        refresh(base)
     if view.is_stale:
-        if _is_copy(view):
-            tensor._view_of = None
-            return
-        with torch.set_grad_enabled(view.graded):
-            anew = view.redo(view.base)
-        tensor._local_tensor, tensor._aliases = anew._local_tensor, None
+        with torch.inference_mode(view.inference), torch.set_grad_enabled(view.graded):
+            view.value = view.redo(base)._local_tensor
+        view.note()
+    if tensor._local_tensor is not view.value:
+        tensor._local_tensor, tensor._aliases = view.value, None
+
+
+def wrote(tensor: DTensorBase) -> None:
+    """Note that a tensor was written to, and write it to what it is a view of.
+
+    Collective if it is a copied view.
+    """
+    owner = memory_of(tensor)
+    owner._writes += 1
+    if tensor._view_of is not None:
+        write_back(tensor)
+        if owner._handed_out is not None:
+            entries, owner._handed_out = owner._handed_out, None
+            try:
+                _renew(entries)
+            finally:
+                owner._handed_out = entries
+
+
+def write_back(tensor: DTensorBase, apart: str = "") -> None:
+    """Write a view's new value to its base. Collective.
+
+    Args:
+        tensor: The view.
+        apart: How what was written to is cut off the view's graph.
+    """
+    view = tensor._view_of
+    if view is None or view is WATCHED:
+        return
+    apart = max(apart, view.apart, key=len)
+    base = view.base
+    if view.shares:
+        if base._view_of is not None:
+            write_back(base, apart)
+    else:
+        local = tensor._local_tensor
+        if apart:
+            base = base.data if apart == "data" else base.detach()  # type: ignore[assignment]
+            local = local.detach()
+        # By itself, for it would be computed anew as what it was written to.
+        value = wrap_as(type(tensor), local, tensor._spec)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
+            (view.write or _write_gathered(view.redo))(base, value)
+    if tensor._local_tensor is view.value:
         view.note()
 
 
-def write_back(tensor: DTensorBase) -> None:
-    """Write a view's new value to its base. Collective."""
+def _write_gathered(redo: Redo) -> Write:
+    def write(base: DTensorBase, value: DTensorBase) -> None:
+        full = full_in_memory_order(base)
+        redo(full).copy_(value.full_tensor())
+        base.copy_(replicated_as(base, full))
+
+    return write
+
+
+# -- local tensors that were handed out ------------------------------------------------------
+
+
+def hand_out(tensor: DTensorBase) -> None:
+    """Note that a copied view's local tensor is handed out, to be written to by others. Local."""
     view = tensor._view_of
-    assert view is not None
-    if _is_copy(view):
-        tensor._view_of = None
+    if view is None or view is WATCHED:
         return
-    if view.shares:
+    owner, local = memory_of(tensor), tensor._local_tensor
+    known = owner._handed_out or []
+    if any(held._local_tensor is local for held, _ in known):
+        return
+
+    def write(base: DTensorBase, value: DTensorBase) -> None:
+        view.redo(base).copy_(value)
+
+    held = wrap_as(type(tensor), local, tensor._spec)
+    held._viewed = tensor._viewed
+    kept = write if view.shares else view.write
+    held._view_of = View(view.base, local, view.redo, kept, apart=view.apart)
+    owner._handed_out = [*known, (held, version_of(local))][-_MOST_HANDED_OUT:]
+    base: DTensorBase | None = tensor
+    while base is not None:
+        if base._view_of is None:
+            base._view_of = WATCHED
+        base = None if base._viewed is None else base._viewed.base
+
+
+#: Of more local tensors of one tensor's views the oldest are forgotten.
+_MOST_HANDED_OUT = 64
+
+
+def _write_back_handed_out(owner: DTensorBase) -> None:
+    """Write what others wrote to local tensors of views to their bases."""
+    entries, owner._handed_out = owner._handed_out, None  # while tensors are refreshed for it
+    assert entries is not None
+    try:
+        for at, (held, version) in enumerate(entries):
+            if version_of(held._local_tensor) != version:
+                wrote(held)
+                _renew(entries[:at] + entries[at + 1 :])
+                entries[at] = (held, version_of(held._local_tensor))
+    finally:
+        owner._handed_out = entries
+
+
+def _renew(entries: Sequence[tuple[DTensorBase, int]]) -> None:
+    """Give local tensors that were handed out what their bases hold now."""
+    for held, _ in entries:
+        view = held._view_of
+        assert view is not None
         if view.base._view_of is not None:
-            write_back(view.base)
-    elif view.write is not None:
-        view.write(view.base, tensor)
-    else:
-        _write_gathered(view, tensor)
-    view.note()
+            refresh(view.base)
+        if view.is_stale:
+            with torch.no_grad():
+                held._local_tensor.data.copy_(view.redo(view.base.detach())._local_tensor)
+            view.note()
 
 
-def _write_gathered(view: View, tensor: DTensorBase) -> None:
-    base = view.base
-    full = base.full_tensor()
-    if full is base._local_tensor:
-        full = full.clone()
-    view.redo(full).copy_(tensor.full_tensor())
-    base.copy_(full)
+# -- memory ----------------------------------------------------------------------------------
+
+
+def offset_of(tensor: DTensorBase) -> int:
+    """The place in memory, in elements, at which a tensor begins, were it plain. Local."""
+    viewed = tensor._viewed
+    if viewed is None:
+        return 0
+    start = offset_of(viewed.base)
+    if viewed.func is None:
+        return start
+    with torch.no_grad():
+        shown = _on_meta(viewed, start)
+    return int(shown.storage_offset())
+
+
+def _on_meta(viewed: Viewed, start: int) -> Tensor:
+    """A view of a tensor without memory, made as another was."""
+    spec: DTensorSpec = viewed.spec
+    base = _meta_at(spec, viewed.base.dtype, start)
+    shown: Tensor = viewed.func(base, *viewed.args[1:], **viewed.kwargs)
+    return shown
+
+
+def _meta_at(spec: DTensorSpec, dtype: torch.dtype, start: int) -> Tensor:
+    extent = (
+        start
+        + 1
+        + sum(
+            (size - 1) * stride
+            for size, stride in zip(spec.shape, spec.strides, strict=True)
+            if size
+        )
+    )
+    memory = torch.empty(max(extent, 0), dtype=dtype, device="meta")
+    return memory.as_strided(spec.shape, spec.strides, start)

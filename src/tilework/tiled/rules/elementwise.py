@@ -19,9 +19,9 @@ _UNTAGGED = """
     __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rpow__ __rrshift__ __rtruediv__
 """
 #: Linear in their one tensor.
-_LINEAR = "conj conj_physical deg2rad imag neg rad2deg real resolve_conj resolve_neg zero"
-#: Their results have the same elements.
-_SAME = "clone contiguous cpu positive"
+_LINEAR = "conj_physical deg2rad neg rad2deg zero"
+#: Linear too, and the tensor itself or a view of it, depending on its dtype.
+_VIEWS = "conj imag real resolve_conj resolve_neg"
 #: Tagged, but with a rule of their own, here or in another family.
 _OTHERS = """
     add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max min mul neg positive
@@ -97,8 +97,17 @@ def _linear(input: Arg) -> RuleResult:
     return pointwise([input], linear=[[input]])
 
 
-@rule(*_SAME.split(), is_elementwise=True)
+rule(*_VIEWS.split(), is_elementwise=True, may_be_input=True)(_linear)
+
+
+@rule("clone", is_elementwise=True)
+@rule("cpu", "positive", is_elementwise=True, may_be_input=True)
 def _same(input: Arg, *options: Any, **named: Any) -> RuleResult:
+    return pointwise([input], rearranges=True)
+
+
+@rule("contiguous", is_elementwise=True, is_view=True, may_copy=True)
+def _contiguous(input: Arg, memory_format: Any = None) -> RuleResult:
     return pointwise([input], rearranges=True)
 
 
@@ -178,21 +187,29 @@ def _keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 for _name, _dtype in _CASTS.items():
 
-    @rule(_name, is_elementwise=True)
+    @rule(_name, is_elementwise=True, may_be_input=True)
     def _as(input: Arg, memory_format: Any = None, *, dtype: torch.dtype = _dtype) -> RuleResult:
         return _cast(input, dtype)
 
 
-@rule("to")
+@rule("to", is_elementwise=True, may_be_input=True)
 def _to(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     given = [*args, *kwargs.values()]
     if tensors(*given):
         return Decomposition(_to_other)
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return Decomposition(_to_memory_format)
     return _cast(input, next((x for x in given if isinstance(x, torch.dtype)), input.dtype))
 
 
 def _to_other(input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return input.to(other.device, other.dtype, *args, **kwargs)
+
+
+def _to_memory_format(
+    input: torch.Tensor, *args: Any, memory_format: torch.memory_format, **kwargs: Any
+) -> torch.Tensor:
+    return input.to(*args, **kwargs).contiguous(memory_format=memory_format)
 
 
 @rule("type_as")
@@ -207,7 +224,7 @@ def _type(input: Arg, dtype: Any = None, non_blocking: bool = False, **kwargs: A
     return pointwise([input], rearranges=dtype is input.dtype)
 
 
-for _name in ("real", "imag"):
+for _name in ("real", "imag", "conj"):
     register(_name, is_view=True)
 
 

@@ -58,7 +58,8 @@ def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleR
     Args:
         input: The tensor.
         sizes: The new sizes, of which one may be -1.
-        copies: Whether to copy where dims cannot be merged in memory, or raise as ``view`` does.
+        copies: Whether to copy where dims cannot be merged in memory, or raise as ``view`` does,
+            where the tensor has a layout that does not know the full tensor's strides.
     """
     shape = infer_sizes(input.shape, sizes)
     if shape is None:
@@ -67,8 +68,8 @@ def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleR
 
     def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
         local = tuple(map(ranges.local_size, afters))
-        # A tensor that was redistributed is a copy: there is no memory to share.
-        if copies or ranges.inputs[0] != input.layout:
+        # A layout that knows the full tensor's strides has told whether this is a view.
+        if copies or hasattr(input.layout, "strides"):
             return lambda x: x.reshape(local)
         return lambda x: x.view(local)
 
@@ -214,7 +215,7 @@ def _broadcast_tensors(*tensors: Any) -> RuleResult:
     return Decomposition(compute)
 
 
-for _name in ("as_strided", "alias"):  # of gathered tensors
+for _name in ("as_strided", "alias"):
     register(_name, is_view=True)
 
 

@@ -1,0 +1,238 @@
+"""Strides of results: those that torch would give full tensors with the strides of the inputs.
+
+Views are asked of tensors without memory, which costs microseconds. So are operators whose results
+are not contiguous though their inputs are. Those of elementwise operators are computed here, since
+torch's own code for tensors without memory takes a second to import. Others give contiguous
+tensors, or tensors in the memory format that an image has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.spec import DTensorSpec, Ints, row_major
+from tilework.tiled.op_table import OpEntry
+
+#: They keep the order of their first tensor's dims, as elementwise operators do.
+_LIKE_INPUTS = """
+    addr alpha_dropout argsort as_strided_scatter binary_cross_entropy
+    binary_cross_entropy_with_logits diagonal_scatter dropout dropout1d dropout2d dropout3d
+    feature_alpha_dropout flip fliplr flipud hinge_embedding_loss huber_loss index_fill index_put
+    kl_div margin_ranking_loss msort normalize poisson_nll_loss polygamma prelu put select_scatter
+    slice_scatter sort threshold where
+"""
+#: Results that are not contiguous whatever the inputs are; and those that follow no simple rule.
+_ASKED = """
+    argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
+    eigh einsum expand fft fft2 fftn geqrf hfft hfft2 hfftn householder_product ifft ifft2 ifftn
+    ihfft ihfft2 ihfftn inner inv inv_ex inverse irfft irfft2 irfftn kron ldl_factor ldl_factor_ex
+    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nonzero ormqr qr rfft
+    rfft2 rfftn rot90 solve solve_ex solve_triangular stft sum_to_size svd tensorinv
+    triangular_solve unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes
+"""
+#: Elementwise, but their results are contiguous.
+_CONTIGUOUS = frozenset({"masked_fill"})
+#: They take a number as a tensor without dims.
+_WITH_NUMBERS = """
+    add bitwise_and bitwise_or bitwise_xor div eq floor_divide fmod ge gt le lt mul ne remainder
+    rsub sub
+"""
+_with_numbers = frozenset(_WITH_NUMBERS.split())
+_like_inputs, _asked = frozenset(_LIKE_INPUTS.split()), frozenset(_ASKED.split())
+
+
+def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """The strides of each result; None if they are contiguous. Local.
+
+    Args:
+        entry: The operator.
+        call: The call.
+        outputs: The layouts of its results.
+
+    Raises:
+        RuntimeError: Torch has no such view of a tensor with the input's strides.
+    """
+    if entry.is_view or entry.name in _asked:
+        return meta_strides(called(call, without_memory(call.tensors), entry.is_view), outputs)
+    inputs = input_strides(call.tensors)
+    if all(
+        strides == row_major(tuple(tensor.shape))
+        for strides, tensor in zip(inputs, call.tensors, strict=True)
+    ):
+        return None
+    if entry.name == "__getitem__":  # with index tensors
+        return meta_strides(called(call, without_memory(call.tensors)), outputs)
+    if entry.name in _CONTIGUOUS:
+        return None
+    if entry.is_elementwise or entry.name in _like_inputs:
+        shapes = [tuple(tensor.shape) for tensor in call.tensors]
+        operands = list(zip(shapes, inputs, strict=True))
+        if not entry.is_elementwise:
+            operands = operands[:1]
+        elif entry.name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
+            operands.append(((), ()))
+        return [elementwise_strides(out.shape, operands) for out in outputs]
+    return _as_images(call.tensors, inputs, outputs)
+
+
+def composed_strides(
+    entry: OpEntry, call: Any, results: Sequence[DTensorSpec]
+) -> list[Ints] | None:
+    """The strides of results that were composed of other operators'; None if theirs are right."""
+    if not entry.is_view and entry.name not in _asked and entry.name != "__getitem__":
+        return None
+    try:
+        return result_strides(entry, call, results)
+    except RuntimeError:
+        return None
+
+
+def input_strides(tensors: Sequence[Tensor]) -> list[Ints]:
+    """The strides of full tensors."""
+    return [
+        spec.strides if (spec := getattr(tensor, "_spec", None)) is not None else strides_of(tensor)
+        for tensor in tensors
+    ]
+
+
+def strides_of(tensor: Tensor) -> Ints:
+    """The strides of a plain tensor; contiguous for one that is not strided."""
+    if tensor.layout is torch.strided:
+        return tuple(tensor.stride())
+    return row_major(tuple(tensor.shape))
+
+
+def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors without memory, of the shapes, strides and dtypes of full tensors."""
+    return [
+        torch.empty_strided(tensor.shape, its, dtype=tensor.dtype, device="meta")
+        for tensor, its in zip(tensors, input_strides(tensors), strict=True)
+    ]
+
+
+def called(call: Any, tensors: Sequence[Tensor], raises: bool = False) -> Any:
+    """The call's result for other tensors; None if it is unknown.
+
+    Args:
+        call: The call.
+        tensors: They have no memory.
+        raises: Whether to raise what the call does.
+    """
+    try:
+        return call.on_tensors(tensors)
+    except NotImplementedError:  # it has to see elements
+        return None
+    except RuntimeError:
+        if raises:
+            raise
+        return None
+    except Exception:  # what is wrong with the call is raised where it is run
+        return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """The strides of results without memory; None if they are not those of ``outputs``."""
+    tensors = tensors_in(result)
+    if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in outputs]:
+        return None
+    return [tuple(tensor.stride()) for tensor in tensors]
+
+
+def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Ints:
+    """The strides of an elementwise operator's result: its dims in memory ordered as the inputs'.
+
+    Args:
+        shape: The result's shape.
+        operands: The shape and the strides of each input.
+    """
+    full = [_aligned(shape, *operand) for operand in operands if len(operand[0]) <= len(shape)]
+    same = [strides for (its, strides) in operands if its == shape]
+    if len(same) == len(operands):
+        if all(_is_row_major(shape, strides) for strides in same):
+            return row_major(shape)
+        if len(set(same)) == 1 and is_dense(shape, same[0]):
+            return same[0]
+    order = list(reversed(range(len(shape))))  # from the innermost dim
+    for i in range(1, len(order)):
+        at = i
+        for before in range(i - 1, -1, -1):
+            found = _compared(shape, full, order[before], order[at])
+            if found > 0:
+                order[at], order[before], at = order[before], order[at], before
+            elif found < 0:
+                break
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _aligned(shape: Ints, own: Ints, strides: Ints) -> Ints:
+    """Strides for each dim of the result: 0 where an input is broadcast."""
+    more = len(shape) - len(own)
+    return (0,) * more + tuple(
+        0 if size == 1 and shape[more + dim] != 1 else stride
+        for dim, (size, stride) in enumerate(zip(own, strides, strict=True))
+    )
+
+
+def _compared(shape: Ints, operands: Sequence[Ints], a: int, b: int) -> int:
+    """1 if dim ``a`` is to lie outside of dim ``b``, -1 if inside, 0 if no input tells."""
+    for strides in operands:
+        if not strides[a] or not strides[b] or strides[a] == strides[b]:
+            if strides[a] and strides[a] == strides[b] and shape[a] > shape[b]:
+                return 1
+            continue
+        return 1 if strides[a] > strides[b] else -1
+    return 0
+
+
+def is_dense(shape: Ints, strides: Ints) -> bool:
+    """True if the elements fill their memory, each a place of its own."""
+    step = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return 0 not in shape
+
+
+def _is_row_major(shape: Ints, strides: Ints) -> bool:
+    expected = row_major(shape)
+    return all(
+        a == b or size == 1 for a, b, size in zip(strides, expected, shape, strict=True)
+    ) or (0 in shape)
+
+
+def _as_images(
+    tensors: Sequence[Tensor], strides: Sequence[Ints], outputs: Sequence[DTensorSpec]
+) -> list[Ints] | None:
+    """The strides of results in the memory format of images, if the first input has it."""
+    first, its = tensors[0], strides[0]
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(first.dim())
+    if memory_format is None or _is_row_major(tuple(first.shape), its):
+        return None
+    on = torch.empty_strided(first.shape, its, device="meta")
+    if not on.is_contiguous(memory_format=memory_format):
+        return None
+    return [
+        tuple(
+            torch.empty(spec.shape, device="meta", memory_format=memory_format).stride()
+            if spec.ndim == first.dim()
+            else spec.strides
+        )
+        for spec in outputs
+    ]

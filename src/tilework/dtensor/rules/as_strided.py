@@ -1,0 +1,139 @@
+"""Views by strides: of the memory that the tensor would have, were it plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.base import memory_of
+from tilework.dtensor.propagation.strides import storage_of
+from tilework.dtensor.spec import Ints, spec_of
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.memory_layout import full_in_memory_order, memory_order, replicated_as
+from tilework.layout import Replicate
+from tilework.tiled.op_table import dtensor_handler
+
+
+class _Window(NamedTuple):
+    """Elements of a memory: a shape, strides, and where they begin."""
+
+    size: Ints
+    strides: Ints
+    offset: int
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The elements that it shows of a memory."""
+        return memory.as_strided(*self)
+
+
+def _window_of(tensor: DTensor) -> _Window:
+    spec = tensor._spec
+    return _Window(spec.shape, spec.strides, copied_views.offset_of(tensor))
+
+
+def _memory(tensor: DTensor) -> Tensor:
+    """All elements of the memory that a tensor shows, in a plain tensor of one dim.
+
+    Collective; differentiable with respect to the tensor, as in torch.
+    """
+    owner = memory_of(tensor)
+    if owner is tensor:
+        return _flat(tensor)
+    with torch.no_grad():
+        memory = _flat(owner.detach()).clone()
+    _window_of(tensor).of(memory).copy_(tensor.full_tensor())
+    return memory
+
+
+def _flat(owner: Any) -> Tensor:
+    full = full_in_memory_order(owner)
+    return full.permute(memory_order(owner._spec)).reshape(-1)
+
+
+def _to_memory(tensor: DTensor, memory: Tensor) -> None:
+    """Write all elements of the memory that a tensor shows. Collective; differentiable."""
+    owner: Any = memory_of(tensor)
+    order = memory_order(owner._spec)
+    inverse = [order.index(dim) for dim in range(len(order))]
+    shape = [owner.shape[dim] for dim in order]
+    if owner is tensor:
+        tensor.copy_(replicated_as(tensor, memory.view(shape).permute(inverse)))
+        return
+    with torch.no_grad():
+        full = memory.detach().view(shape).permute(inverse)
+        owner.detach().copy_(replicated_as(owner, full))
+    tensor.copy_(replicated_as(tensor, _window_of(tensor).of(memory)))
+
+
+def _arguments(
+    input: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> tuple[DTensor, _Window]:
+    if input._view_of is not None:
+        copied_views.refresh(input)
+    offset = copied_views.offset_of(input) if storage_offset is None else int(storage_offset)
+    return input, _Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
+
+
+@dtensor_handler("as_strided")
+def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """The view; local where each rank has all of the memory, else a copy that is kept in step."""
+    input, window = _arguments(*args, **kwargs)
+    mesh = input.device_mesh
+    spec = spec_of(mesh, (Replicate(),) * mesh.ndim, window.size, None, window.strides)
+    start = _local_start(input)
+    if start is not None:
+        local = input._local_tensor.as_strided(window.size, window.strides, start + window.offset)
+        return copied_views.viewed(  # type: ignore[no-any-return]
+            wrap(local, spec), False, torch.as_strided, (input, *window), {}
+        )
+
+    def redo(x: DTensor) -> DTensor:
+        return wrap(window.of(_memory(x)), spec)
+
+    def write(x: DTensor, value: DTensor) -> None:
+        memory = _memory(x)
+        memory = memory.clone() if memory.requires_grad else memory
+        window.of(memory).copy_(value.full_tensor())
+        _to_memory(x, memory)
+
+    result = redo(input)
+    copied_views.mark(result, input, redo, write)
+    result._viewed = result._viewed._replace(  # type: ignore[union-attr]
+        func=torch.as_strided, args=(input, *window)
+    )
+    return result
+
+
+def _local_start(input: DTensor) -> int | None:
+    """The memory's place in the local tensor's storage; None if that is not all of it."""
+    owner = memory_of(input)
+    spec, local = owner._spec, owner._local_tensor
+    whole = spec.is_replicated and not spec.partial_axes and input._spec.is_replicated
+    if not whole or tuple(local.stride()) != spec.strides:
+        return None
+    if storage_of(local) != storage_of(input._local_tensor):
+        return None
+    return int(local.storage_offset())
+
+
+@dtensor_handler("as_strided_copy")
+def _as_strided_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _as_strided(torch.as_strided, args, kwargs).clone(memory_format=torch.contiguous_format)
+
+
+@dtensor_handler("as_strided_scatter")
+def _as_strided_scatter(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """A copy of the tensor, with other elements where its memory has the view's."""
+    arguments = dict(zip(("input", "src", "size", "stride", "storage_offset"), args, strict=False))
+    src = {**arguments, **kwargs}.pop("src")
+    rest = {name: value for name, value in {**arguments, **kwargs}.items() if name != "src"}
+    input, window = _arguments(**rest)
+    memory = _memory(input).clone()
+    window.of(memory).copy_(src.full_tensor() if isinstance(src, DTensor) else src)
+    result = replicated_as(input, _window_of(input).of(memory))
+    result._spec = result._spec.with_strides(input._spec.strides)
+    return result

@@ -1,0 +1,45 @@
+"""Strides of results are those that torch gives plain tensors."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilework.dtensor.propagation.strides import elementwise_strides
+
+SIZES = st.sampled_from([1, 2, 3])
+
+
+@st.composite
+def operands(draw: st.DrawFn) -> list[Tensor]:
+    """Tensors that broadcast together, some of them permuted, expanded or sliced."""
+    shape = draw(st.lists(SIZES, max_size=4))
+    tensors = []
+    for _ in range(draw(st.integers(1, 3))):
+        own = [draw(st.sampled_from([size, size, 1])) for size in shape]
+        order = draw(st.permutations(range(len(own))))
+        step = draw(st.sampled_from([1, 1, 2]))
+        memory = torch.zeros([own[dim] * step for dim in order])
+        tensor = memory.permute([order.index(dim) for dim in range(len(order))])
+        tensor = tensor[tuple([slice(None, None, step)] * len(own))]
+        if draw(st.booleans()):
+            tensor = tensor.expand(shape)
+        dropped = draw(st.integers(0, len(own)))
+        while dropped and tensor.dim() and tensor.shape[0] == 1:
+            tensor, dropped = tensor[0], dropped - 1
+        tensors.append(tensor)
+    return tensors
+
+
+@given(operands())
+def test_elementwise_strides_are_torch_s(tensors: list[Tensor]) -> None:
+    every = [(tuple(t.shape), tuple(t.stride())) for t in tensors]
+    for result, its in (
+        (tensors[0].exp(), every[:1]),
+        (tensors[0] * 1, [every[0], ((), ())]),
+        (tensors[0] + tensors[-1], [every[0], every[-1]]),
+        (torch.addcmul(*tensors), every) if len(tensors) == 3 else (tensors[0].exp(), every[:1]),
+    ):
+        assert elementwise_strides(tuple(result.shape), its) == result.stride()

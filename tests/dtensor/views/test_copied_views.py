@@ -1,0 +1,198 @@
+"""Memory is shared where torch shares it, and copied where torch copies, in every layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dtensor.op_checks import Layout, distributed
+from tilework.dtensor import DTensor
+from tilework.layout import Placement, Replicate, Shard
+from tilework.mesh import init_device_mesh
+from tilework.testing import run_ranks
+
+#: Makes a tensor plain, or a DTensor: the same values and strides.
+Make = Callable[[Tensor], Tensor]
+
+
+def check(program: Callable[[Make], Sequence[Any]], ndim: int = 2) -> None:
+    """Compare what a program gives with DTensors, in all layouts, with what it gives without."""
+    expected = program(torch.clone)
+    for mesh in ((1,), (2,), (2, 2)):
+        ways: list[Placement] = [Replicate(), *map(Shard, range(ndim))]
+        for placements in itertools.product(ways, repeat=len(mesh)):
+            _check_in(program, mesh, placements, expected)
+
+
+def _check_in(
+    program: Callable[[Make], Sequence[Any]],
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    expected: Sequence[Any],
+) -> None:
+    def on_rank(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", shape)
+        results = program(lambda t: distributed(t, mesh, Layout(placements)))
+        return [_full(x.detach()) if isinstance(x, DTensor) else x for x in results]
+
+    for rank, results in enumerate(run_ranks(math.prod(shape), on_rank)):
+        for number, (got, want) in enumerate(zip(results, expected, strict=True)):
+            where = f"result {number} on rank {rank} of {shape}, {list(placements)}"
+            if isinstance(want, Tensor):
+                torch.testing.assert_close(got, want.detach(), msg=lambda text: f"{where}: {text}")  # noqa: B023
+            else:
+                assert got == want, where
+
+
+def _full(tensor: Any) -> Any:
+    return tensor.full_tensor()
+
+
+BOX = torch.arange(24.0).view(2, 3, 4)
+SQUARE = torch.arange(16.0).view(4, 4)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "ravel", "flatten", "clone"])
+def test_what_is_not_contiguous_is_copied(name: str) -> None:
+    def program(make: Make) -> list[Any]:
+        base = make(BOX)
+        copied = getattr(base.transpose(0, 1), name)()
+        copied.zero_()
+        shared = base.transpose(0, 1).transpose(0, 1).ravel()
+        shared[3] = 7
+        return [base, copied, copied.stride(), base.reshape(-1), base.contiguous() is base]
+
+    check(program, 3)
+
+
+def test_views_are_of_the_memory_not_of_the_shape_that_the_base_has_then() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        last, column = x[-1], x[:, 1]
+        x.t_()
+        x.add_(1)
+        x.unsqueeze_(1)
+        last.mul_(2)
+        x.squeeze_()
+        x.swapaxes_(0, 1)
+        x[2, 1] = 9
+        return [x, last, column, x.stride(), x.is_contiguous()]
+
+    check(program)
+
+
+def test_gradients_go_through_views_of_what_became_a_view() -> None:
+    def program(make: Make) -> list[Any]:
+        leaf = make(SQUARE).requires_grad_()
+        x = leaf * 1
+        last = x[-1]
+        x.as_strided_((4, 4), (1, 4))
+        x.mul_(3)
+        last.mul_(2)
+        ((last * last).sum() + x.sin().sum()).backward()  # type: ignore[no-untyped-call]
+        return [x, last, leaf.grad]
+
+    check(program)
+
+
+def test_writes_through_views_are_not_lost() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        torch._foreach_mul_([x[2], x[2]], 2.0)
+        torch._foreach_zero_([x[1, 1:]])
+        torch.mul(x[0], 2, out=x[1])
+        torch._foreach_copy_([x[3]], [x[0]])
+        torch.max(x * 1, 0, out=(x[0], torch.zeros_like(x[0], dtype=torch.long)))
+        weight = make(SQUARE).requires_grad_()
+        weight[0].data.fill_(2)
+        weight.data[1].fill_(3)
+        weight.detach()[2].uniform_(5, 5)
+        return [x, weight]
+
+    check(program)
+
+
+def test_writes_that_torch_does_not_count_are_seen() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        row = x[1]
+        x.data.add_(1)
+        seen = row * 1
+        with torch.inference_mode():
+            x.mul_(2)
+        row.data.add_(1)
+        return [x, row, seen]
+
+    check(program)
+
+
+def test_local_tensors_of_views_may_be_written_to() -> None:
+    def part(x: Tensor) -> Tensor:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+        part(x[0]).add_(1)
+        held = part(x[1])
+        first = x * 1
+        x[1] = 5
+        held.mul_(2)
+        return [first, x[0], x]
+
+    def sharded(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        row = x[2]  # replicated where its dim was sharded
+        if isinstance(row, DTensor) and not row._spec.is_replicated:
+            x[2] += 1
+        else:
+            part(row).add_(1)
+        return [x * 1, x]
+
+    check(program)
+    check(sharded)
+
+
+def test_a_write_to_a_detached_view_is_not_in_the_base_s_graph() -> None:
+    def program(make: Make) -> list[Any]:
+        leaf = make(torch.arange(15.0).view(5, 3)).requires_grad_()
+        x = leaf * 1
+        with torch.no_grad():
+            view = x[4:].detach()
+        view.fill_(0.3)
+        x[1].detach().mul_(2)
+        x.sum().backward()  # type: ignore[no-untyped-call]
+        return [leaf.grad, x, view]
+
+    check(program)
+
+
+def test_as_strided_reads_and_writes_the_memory_of_the_base() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        y = x.t()[1:]
+        z = y.as_strided((3, 2), (1, 5), 2)
+        every = x[:, ::2].as_strided((4,), (1,))
+        z.mul_(10)
+        y.as_strided((2,), (3,)).add_(0.5)
+        return [x, y, z, every, y.storage_offset(), y.stride(), every.stride()]
+
+    check(program)
+
+
+def test_gradients_of_as_strided() -> None:
+    def program(make: Make) -> list[Any]:
+        leaf = make(SQUARE).requires_grad_()
+        x = (leaf * 2).t()
+        z = x.as_strided((3, 3), (1, 2), 1)
+        (z * z).sum().backward()  # type: ignore[no-untyped-call]
+        return [z, leaf.grad]
+
+    check(program)
