@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "crc32.h"
 #include "fast_path.h"
 #include "random.h"
 
@@ -217,6 +218,13 @@ NB_MODULE(_core, m) {
       "segment_bytes",
       [](int size, size_t slot_bytes) { return SegmentLayout(size, slot_bytes, 0).total; },
       "size"_a, "slot_bytes"_a);
+  m.def(
+      "crc32",
+      [](uint64_t address, size_t nbytes, uint32_t crc) {
+        nb::gil_scoped_release unlocked;
+        return crc32(reinterpret_cast<const void*>(address), nbytes, crc);
+      },
+      "address"_a, "nbytes"_a, "crc"_a = 0);
   m.def(
       "shape_label",
       [](const nb::tuple& sizes) {

@@ -31,6 +31,7 @@ LATE_IMPORTS = {
     "asyncio": "slow, and only servers need it",
     "ssl": "slow, and rarely needed",
     "multiprocessing": "slow, and only needed where ranks are not forked",
+    "fsspec": "optional: only paths that are URLs need it",
     "hypothesis": "optional: for tests",
     "pytest": "optional: for tests",
     "torch.distributed": "slow, and only torch's own engines need it",
@@ -84,7 +85,9 @@ def test_no_module_imports_one_that_imports_it_back() -> None:
     assert not import_cycles(module_graph())
 
 
-@pytest.mark.parametrize("package", ["dtensor", "sharded", "parallel", "tiled", "layout"])
+@pytest.mark.parametrize(
+    "package", ["dtensor", "sharded", "checkpoint", "parallel", "tiled", "layout"]
+)
 def test_no_folder_imports_one_that_imports_it_back(package: str) -> None:
     graph = module_graph()
     assert not import_cycles(contracted(graph, parts_of(package, graph)))

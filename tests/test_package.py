@@ -20,6 +20,7 @@ import tilework.distributed
 
 #: The packages that users import from.
 PUBLIC = (
+    "tilework.checkpoint",
     "tilework.distributed",
     "tilework.dtensor",
     "tilework.errors",

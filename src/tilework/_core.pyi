@@ -32,6 +32,9 @@ REDUCE_OPS: dict[str, int]  # none sum avg product min max band bor bxor premul_
 def create_segment(size: int, slot_bytes: int, nonce: bytes) -> int:
     """A sealed memfd (F_SEAL_SHRINK|GROW|SEAL, close-on-exec) for `size` ranks; returns the fd."""
 
+def crc32(address: int, nbytes: int, crc: int = 0) -> int:
+    """The checksum of memory, as zlib.crc32 computes it; ``crc`` is that of what is before it."""
+
 def segment_bytes(size: int, slot_bytes: int) -> int: ...
 
 class Completion:

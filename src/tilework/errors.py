@@ -11,6 +11,7 @@ call moved nothing. What goes wrong at run time is one of these::
         ├── DistNetworkError           a connection: refused, closed, garbage, wrong secret
         ├── RpcTimeoutError            a call to another rank took too long
         ├── RemoteError                a call raised what cannot be rebuilt here
+        ├── CheckpointError            files of a checkpoint: damaged, missing, refused, not written
         └── DistBackendError           a process group's backend
             ├── PeerLostError          a rank died or left while others needed it
             ├── CollectiveMismatchError  ranks called different things
@@ -60,6 +61,34 @@ class RpcTimeoutError(DistError):
 
 class RemoteError(DistError):
     """A function called on another rank raised something that cannot be rebuilt on this one."""
+
+
+class CheckpointError(DistError):
+    """A checkpoint could not be written, or cannot be read as it is.
+
+    Args:
+        message: What happened, for a person; it names the file, the tensor and the rank.
+        file: The file, or the folder, that it is about; empty where there is none.
+        tensor: The tensor's name in the checkpoint; empty where it is about none.
+        ranks: The global ranks that found it.
+    """
+
+    def __init__(
+        self, message: str, *, file: str = "", tensor: str = "", ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.file, self.tensor = file, tensor
+        #: The global ranks that found it, sorted; empty where there are no ranks.
+        self.ranks: tuple[int, ...] = tuple(sorted(ranks))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_checkpoint_error, (self.args[0], self.file, self.tensor, self.ranks)
+
+
+def _rebuild_checkpoint_error(
+    message: str, file: str, tensor: str, ranks: Sequence[int]
+) -> CheckpointError:
+    return CheckpointError(message, file=file, tensor=tensor, ranks=ranks)
 
 
 class RankFailedError(DistError):

@@ -29,6 +29,7 @@ LAYERS = (
     "dtensor",
     "interop",
     "data",
+    "checkpoint",
     "parallel",
     "torch_backend",
     "testing",

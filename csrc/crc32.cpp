@@ -1,0 +1,174 @@
+// Long data are folded: a register of 128 bits stands for all before it, and carry-less products with
+// powers of x modulo the polynomial move it past what follows (V. Gopal et al., "Fast CRC Computation
+// for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009). The last 16 bytes go by tables.
+#include "crc32.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__ARM_FEATURE_CRC32)
+#include <arm_acle.h>
+#endif
+
+namespace tilework {
+namespace {
+
+constexpr uint32_t kPolynomial = 0xEDB88320;
+constexpr size_t kSlices = 8;
+
+using Tables = std::array<std::array<uint32_t, 256>, kSlices>;
+
+constexpr Tables make_tables() {
+  Tables tables{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) ? kPolynomial : 0);
+    tables[0][byte] = crc;
+  }
+  for (size_t slice = 1; slice < kSlices; ++slice)
+    for (size_t byte = 0; byte < 256; ++byte) {
+      const uint32_t before = tables[slice - 1][byte];
+      tables[slice][byte] = (before >> 8) ^ tables[0][before & 255];
+    }
+  return tables;
+}
+
+constexpr Tables kTables = make_tables();
+
+// All of these take and give the state itself, which is the checksum's complement.
+
+uint32_t by_bytes(const unsigned char* data, size_t bytes, uint32_t state) {
+  for (; bytes; --bytes) state = (state >> 8) ^ kTables[0][(state ^ *data++) & 255];
+  return state;
+}
+
+#if defined(__ARM_FEATURE_CRC32)
+uint32_t by_words(const unsigned char* data, size_t bytes, uint32_t state) {
+  for (; bytes >= 8; data += 8, bytes -= 8) {
+    uint64_t word;
+    std::memcpy(&word, data, 8);
+    state = __crc32d(state, word);
+  }
+  return by_bytes(data, bytes, state);
+}
+#else
+uint32_t by_words(const unsigned char* data, size_t bytes, uint32_t state) {
+  for (; bytes >= kSlices; data += kSlices, bytes -= kSlices) {
+    uint32_t next = 0;
+    for (size_t i = 0; i < kSlices; ++i) {
+      const uint32_t byte = data[i] ^ (i < 4 ? (state >> (8 * i)) & 255 : 0);
+      next ^= kTables[kSlices - 1 - i][byte];
+    }
+    state = next;
+  }
+  return by_bytes(data, bytes, state);
+}
+#endif
+
+#if defined(__x86_64__)
+
+// x^(n + 32) and x^(n - 32) modulo the polynomial, reflected: they move a register by n bits.
+constexpr long long kBy128[] = {0x1751997d0, 0x0ccaa009e};
+constexpr long long kBy256[] = {0x0f1da05aa, 0x15a546366};
+constexpr long long kBy384[] = {0x03db1ecdc, 0x174359406};
+constexpr long long kBy512[] = {0x154442bd4, 0x1c6e41596};
+constexpr long long kBy2048[] = {0x11542778a, 0x1322d1430};
+
+#define TILEWORK_PCLMUL __attribute__((target("sse4.1,pclmul")))
+
+TILEWORK_PCLMUL inline __m128i load(const unsigned char* data) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+}
+
+TILEWORK_PCLMUL inline __m128i moved(__m128i value, const long long* by) {
+  const __m128i k = _mm_set_epi64x(by[1], by[0]);
+  return _mm_xor_si128(_mm_clmulepi64_si128(value, k, 0x00), _mm_clmulepi64_si128(value, k, 0x11));
+}
+
+/// The state after what `value` stands for and what follows it.
+TILEWORK_PCLMUL uint32_t finished(__m128i value, const unsigned char* data, size_t bytes) {
+  for (; bytes >= 16; data += 16, bytes -= 16)
+    value = _mm_xor_si128(moved(value, kBy128), load(data));
+  unsigned char last[16];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(last), value);
+  return by_bytes(data, bytes, by_words(last, sizeof(last), 0));
+}
+
+/// Of 64 bytes at least.
+TILEWORK_PCLMUL uint32_t by_pclmul(const unsigned char* data, size_t bytes, uint32_t state) {
+  __m128i lanes[4];
+  for (int i = 0; i < 4; ++i) lanes[i] = load(data + 16 * i);
+  lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(state)));
+  for (data += 64, bytes -= 64; bytes >= 64; data += 64, bytes -= 64)
+    for (int i = 0; i < 4; ++i)
+      lanes[i] = _mm_xor_si128(moved(lanes[i], kBy512), load(data + 16 * i));
+  for (int i = 1; i < 4; ++i) lanes[i] = _mm_xor_si128(moved(lanes[i - 1], kBy128), lanes[i]);
+  return finished(lanes[3], data, bytes);
+}
+
+#define TILEWORK_VPCLMUL __attribute__((target("sse4.1,pclmul,avx512f,vpclmulqdq")))
+
+TILEWORK_VPCLMUL inline __m512i load_wide(const unsigned char* data) {
+  return _mm512_loadu_si512(data);
+}
+
+TILEWORK_VPCLMUL inline __m512i moved_wide(__m512i value, __m512i k, __m512i next) {
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(value, k, 0x00),
+                                   _mm512_clmulepi64_epi128(value, k, 0x11), next, 0x96);
+}
+
+TILEWORK_VPCLMUL inline __m512i wide_constant(const long long* by) {
+  return _mm512_set_epi64(by[1], by[0], by[1], by[0], by[1], by[0], by[1], by[0]);
+}
+
+/// Of 256 bytes at least.
+TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, uint32_t state) {
+  __m512i lanes[4];
+  for (int i = 0; i < 4; ++i) lanes[i] = load_wide(data + 64 * i);
+  const __m512i start = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<long long>(state));
+  lanes[0] = _mm512_xor_si512(lanes[0], start);
+  const __m512i by2048 = wide_constant(kBy2048), by512 = wide_constant(kBy512);
+  for (data += 256, bytes -= 256; bytes >= 256; data += 256, bytes -= 256)
+    for (int i = 0; i < 4; ++i)
+      lanes[i] = moved_wide(lanes[i], by2048, load_wide(data + 64 * i));
+  for (int i = 1; i < 4; ++i) lanes[i] = moved_wide(lanes[i - 1], by512, lanes[i]);
+  const __m512i last = lanes[3];
+  const __m128i parts[] = {_mm512_extracti32x4_epi32(last, 0), _mm512_extracti32x4_epi32(last, 1),
+                           _mm512_extracti32x4_epi32(last, 2), _mm512_extracti32x4_epi32(last, 3)};
+  const __m128i value =
+      _mm_xor_si128(_mm_xor_si128(moved(parts[0], kBy384), moved(parts[1], kBy256)),
+                    _mm_xor_si128(moved(parts[2], kBy128), parts[3]));
+  return finished(value, data, bytes);
+}
+
+bool has_pclmul() { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
+
+bool has_vpclmul() {
+  return has_pclmul() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+}
+
+uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
+  static const bool folds = has_pclmul(), folds_wide = has_vpclmul();
+  if (folds_wide && bytes >= 1024) return by_vpclmul(data, bytes, state);
+  if (folds && bytes >= 128) return by_pclmul(data, bytes, state);
+  return by_words(data, bytes, state);
+}
+
+#else
+
+uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
+  return by_words(data, bytes, state);
+}
+
+#endif
+
+}  // namespace
+
+uint32_t crc32(const void* data, size_t bytes, uint32_t crc) {
+  return ~advanced(static_cast<const unsigned char*>(data), bytes, ~crc);
+}
+
+}  // namespace tilework

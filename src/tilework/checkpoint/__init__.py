@@ -1,0 +1,30 @@
+"""Checkpoints in an open format: whole or absent, readable by anyone, loadable into any layout.
+
+    from tilework import checkpoint
+
+    checkpoint.save({"model": model, "optimizer": optimizer, "step": step}, "run/step-100")
+    checkpoint.load("run/step-100", into={"model": model, "optimizer": optimizer})
+
+A checkpoint is a folder of safetensors files and one JSON index; docs/format.md specifies it.
+
+- ``api``: what programs call;
+- ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
+- ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
+- ``filling``, ``load_planning``, ``reading``, ``exchanging``, ``loading``: the way back;
+- ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
+"""
+
+from tilework.checkpoint.api import index_of, load, read, save
+from tilework.checkpoint.loading import LoadReport
+from tilework.checkpoint.objects import RandomState
+from tilework.errors import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "LoadReport",
+    "RandomState",
+    "index_of",
+    "load",
+    "read",
+    "save",
+]

@@ -1,0 +1,180 @@
+"""Saving and loading as programs call them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilework.checkpoint.filling import MapNames
+from tilework.checkpoint.format import Index
+from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all, read_index
+from tilework.checkpoint.progress import Progress
+from tilework.checkpoint.ranks import Ranks
+from tilework.checkpoint.save_planning import FILE_BYTES
+from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
+from tilework.checkpoint.storage import LocalStorage, Storage, is_url
+from tilework.checkpoint.url_storage import UrlStorage
+from tilework.comm.world import AnyGroup
+
+#: A folder, or a URL of fsspec's.
+AnyPath = str | os.PathLike[str]
+Names = str | Sequence[str] | None
+
+
+def storage_at(path: AnyPath) -> Storage:
+    """The storage that a path names: a folder, or a URL."""
+    return UrlStorage(str(path)) if is_url(path) else LocalStorage(path)
+
+
+def save(
+    state: Any,
+    path: AnyPath,
+    *,
+    meta: Mapping[str, Any] | None = None,
+    group: AnyGroup = None,
+    overwrite: bool = True,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a checkpoint: whole, or not at all. Collective over the group; blocks.
+
+    Each rank writes its part, to files of its own; what several hold is written once, by them in
+    turn. Without a group it is a checkpoint of this process.
+
+    Args:
+        state: Any nesting of dicts, lists, tuples, tensors (plain, DTensor, ShardedTensor),
+            numbers, strings, bytes and None, and of objects with ``state_dict`` and
+            ``load_state_dict``: modules, optimizers, schedulers, :class:`RandomState`. A plain
+            value or tensor that differs between ranks is saved for each of them. Nothing else may
+            change it meanwhile.
+        path: A folder that all ranks see, or a URL for fsspec. A checkpoint that is there stays
+            what it is until the new one is complete, which then takes its place.
+        meta: Plain JSON for the index: the step, say.
+        group: The ranks that save; None: all, or this process if there is no group.
+        overwrite: False: raise if there is a checkpoint at the path.
+        file_bytes: The most bytes of elements in a file.
+
+    Raises:
+        CheckpointError: On all ranks alike: a file could not be written, or another save is at
+            work there. What was at the path is as it was.
+        TypeError: The state has something that a checkpoint does not hold; the message says where.
+        PeerLostError: A rank died; what was at the path is as it was.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save({"weight": torch.ones(2), "step": 3}, folder)
+        >>> checkpoint.read(folder)
+        {'weight': tensor([1., 1.]), 'step': 3}
+    """
+    ranks = Ranks(group)
+    options = SaveOptions(dict(meta or {}), file_bytes, overwrite)
+    prepared = prepare(storage_at(path), state, ranks, options)
+    with _progress(f"saving {path}", prepared.nbytes, ranks) as progress:
+        write_and_commit(prepared, prepared.elements_of, ranks, progress)
+
+
+def load(
+    path: AnyPath,
+    into: Any,
+    *,
+    names: Names = None,
+    map_names: MapNames = None,
+    strict: bool = True,
+    verify: bool = True,
+    group: AnyGroup = None,
+) -> LoadReport:
+    """Fill a state from a checkpoint, whatever layouts it was saved in. Collective; blocks.
+
+    Tensors are filled in place, in the layout that they have: each rank reads the bytes that it
+    needs, and what several ranks of a host need is read once and passed on in memory. Values take
+    the place of values, objects are given their state. Optimizers have their states by the names of
+    their parameters, in whatever groups these are.
+
+    Args:
+        path: As for :func:`save`.
+        into: A state of the structure that was saved, or a part of it.
+        names: Patterns, such as ``"model.*"``: only names of the state that match one are filled.
+        map_names: The checkpoint's name for a name of the state: a function, or a dict.
+        strict: Raise if the checkpoint lacks a name that is asked for; False: leave it as it is.
+        verify: Compare the checksums of what is read.
+        group: The ranks that load; None: all, or this process if there is no group.
+
+    Returns:
+        What was loaded, left out and converted, with the state as ``report.state``.
+
+    Raises:
+        CheckpointError: On all ranks alike; it names the file, the tensor and the rank. Nothing was
+            filled, unless elements are damaged: then tensors hold what was read so far.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save({"weight": torch.ones(2), "step": 3}, folder)
+        >>> state = {"weight": torch.zeros(2), "step": 0}
+        >>> print(checkpoint.load(folder, into=state))
+        loaded 1 tensors, 8 bytes read here
+        >>> state
+        {'weight': tensor([1., 1.]), 'step': 3}
+    """
+    ranks = Ranks(group)
+    options = LoadOptions(_patterns(names), map_names, strict, verify)
+    with _progress(f"loading {path}", 0, ranks) as progress:
+        return load_into(storage_at(path), into, ranks, options, progress)
+
+
+def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
+    """The state of a checkpoint, in plain containers and full tensors on the CPU. Local.
+
+    For inspection and inference: it needs neither ranks nor the objects that were saved, whose
+    states are dicts here. What was saved for each rank is a dict by rank.
+
+    Args:
+        path: As for :func:`save`.
+        names: Patterns, such as ``"model.*"``; only what matches one is read.
+        verify: Compare the checksums of what is read.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save({"model": torch.nn.Linear(1, 1, bias=False), "step": 3}, folder)
+        >>> list(checkpoint.read(folder, "model.*")["model"])
+        ['weight']
+    """
+    ranks = object.__new__(Ranks)
+    ranks.group = None
+    with _progress(f"reading {path}", 0, ranks) as progress:
+        return read_all(storage_at(path), _patterns(names), verify, progress)
+
+
+def index_of(path: AnyPath) -> Index:
+    """The index of a checkpoint: its tensors, boxes, files and checksums. Local.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save({"weight": torch.ones(2)}, folder)
+        >>> checkpoint.index_of(folder).tensors["weight"].shape
+        (2,)
+    """
+    return read_index(storage_at(path))
+
+
+def _patterns(names: Names) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _progress(what: str, total: int, ranks: Ranks) -> Progress:
+    return Progress(what, total, None if ranks.is_first else False)

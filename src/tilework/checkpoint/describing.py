@@ -1,0 +1,209 @@
+"""States of all ranks as one: what they have in common is saved once, the rest for each rank.
+
+Every rank describes its state, ranks compare descriptions, and all make the same list of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tilework.checkpoint.dtypes import dtype_name
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.format import Path
+from tilework.checkpoint.memory import full_crc32
+from tilework.checkpoint.save_planning import TensorToSave
+from tilework.dtensor import DTensor
+from tilework.layout import Box, Partial, Replicate
+from tilework.layout.box import whole_box
+from tilework.sharded.base import ShardedTensorBase
+from tilework.tiled.tensor import TiledTensor
+
+#: What ranks tell each other of a leaf: its kind, and plain data.
+Facts = tuple[Any, ...]
+
+
+@dataclass
+class Description:
+    """The description of one rank's state, for the others."""
+
+    leaves: dict[Path, Facts] = field(default_factory=dict)
+    containers: dict[Path, str] = field(default_factory=dict)
+
+
+@dataclass
+class MergedState:
+    """The state of all ranks.
+
+    Args:
+        flat: With names in the place of tensors.
+        tensors: Those to save.
+        sources: For each, the path of the local tensor, and the ranks that have it there.
+        aliases: Names of tensors that are others under another name.
+    """
+
+    flat: FlatState
+    tensors: list[TensorToSave]
+    sources: list[tuple[Path, tuple[int, ...]]]
+    aliases: dict[str, str]
+
+
+def settle(flat: FlatState) -> None:
+    """Replace tensors that are partial by their values. Collective over their meshes."""
+    for path, leaf in flat.leaves.items():
+        if isinstance(leaf, DTensor) and leaf._spec.partial_axes:
+            placements = [Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
+            with torch.no_grad():
+                detached = cast(DTensor, leaf.detach())
+                flat.leaves[path] = detached.redistribute(placements=placements)
+
+
+def describe(flat: FlatState) -> Description:
+    """This rank's description. Local.
+
+    Raises:
+        TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
+    """
+    description = Description(containers=dict(flat.containers))
+    seen: dict[Any, Path] = {}
+    for path, leaf in flat.leaves.items():
+        description.leaves[path] = _facts(path, leaf, seen)
+    return description
+
+
+def _facts(path: Path, leaf: Any, seen: dict[Any, Path]) -> Facts:
+    if isinstance(leaf, Value):
+        return "value", leaf.json
+    where = f"the tensor {dotted(path)!r}"
+    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type == "meta":
+        raise TypeError(f"{where} is {leaf.layout} on {leaf.device}: a checkpoint holds dense ones")
+    dtype, shape = dtype_name(leaf.dtype, where), tuple(leaf.shape)
+    if isinstance(leaf, TiledTensor):
+        return "tiles", dtype, shape, tiles_of(leaf), layout_text(leaf)
+    if leaf.numel():
+        key = (leaf.data_ptr(), shape, leaf.stride(), leaf.dtype, str(leaf.device))
+        first = seen.setdefault(key, path)
+        if first != path:
+            return "alias", first
+    return "plain", dtype, shape, full_crc32(leaf)
+
+
+def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:
+    """The boxes with elements and their owners, as plain data; all if there are none such."""
+    tiles = [tile for tile in tensor.tiling.tiles if not tile.box.empty]
+    return tuple((t.box.offsets, t.box.sizes, t.owners) for t in tiles or tensor.tiling.tiles)
+
+
+def layout_text(tensor: TiledTensor) -> str:
+    """The layout in a line, for people."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        axes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+        return f"DTensor {list(tensor.placements)} on mesh ({axes})"
+    if isinstance(tensor, ShardedTensorBase):
+        return repr(tensor)[:200]
+    return type(tensor).__name__
+
+
+def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedState:
+    """The one state that ranks have together. Pure, and the same on every rank.
+
+    Raises:
+        ValueError: Ranks have different containers in one place.
+    """
+    merger, by_path = _Merger(), dict[Path, dict[Facts, list[int]]]()
+    containers = merger.state.flat.containers
+    for number, description in enumerate(descriptions):
+        _merge_containers(containers, description.containers, ranks[number])
+        for path, facts in description.leaves.items():
+            by_path.setdefault(path, {}).setdefault(_hashable(facts), []).append(number)
+    for path, variants in by_path.items():
+        if path in containers:
+            raise ValueError(f"{dotted(path)} is a container on some ranks and a value on others")
+        leaves = []
+        for numbers in variants.values():
+            owners = tuple([ranks[number] for number in numbers])
+            suffix = f"@{owners[0]}" if len(variants) > 1 else ""
+            facts = descriptions[numbers[0]].leaves[path]
+            leaves.append((owners, merger.leaf(path, facts, owners, suffix)))
+        merger.state.flat.leaves[path] = PerRank(tuple(leaves)) if len(leaves) > 1 else leaves[0][1]
+    return merger.state
+
+
+class _Merger:
+    """The state of all ranks while it grows."""
+
+    def __init__(self) -> None:
+        self.state = MergedState(FlatState(), [], [], {})
+        self._names: set[str] = set()
+        self._name_of: dict[Path, str] = {}
+
+    def leaf(
+        self, path: Path, facts: Facts, owners: tuple[int, ...], suffix: str
+    ) -> Value | NamedTensor:
+        """The stand-in for a leaf that some ranks describe alike."""
+        if facts[0] == "value":
+            return Value(facts[1])
+        name = _new_name(f"{dotted(path)}{suffix}", self._names)
+        if facts[0] == "alias":
+            first = self._name_of.get(facts[1])
+            if first is None:
+                raise ValueError(
+                    f"{dotted(path)} is the same tensor as {dotted(facts[1])}, which differs "
+                    f"between ranks: save one of them"
+                )
+            self.state.aliases[name] = first
+            return NamedTensor(name)
+        _, dtype, shape, contents, *rest = facts
+        if facts[0] == "plain":
+            tiles: Any = ((whole_box(shape), owners),)
+        else:
+            tiles = tuple((Box(offsets, sizes), tuple(held)) for offsets, sizes, held in contents)
+        self.state.tensors.append(TensorToSave(name, dtype, shape, tiles, *rest))
+        self.state.sources.append((path, owners))
+        if not suffix:
+            self._name_of[path] = name
+        return NamedTensor(name)
+
+
+def _hashable(facts: Facts) -> Facts:
+    # A value may hold lists and dicts.
+    return ("value", repr(facts[1])) if facts[0] == "value" else facts
+
+
+def _merge_containers(merged: dict[Path, str], own: Mapping[Path, str], rank: int) -> None:
+    for path, kind in own.items():
+        if merged.setdefault(path, kind) != kind:
+            raise ValueError(
+                f"{dotted(path)} is a {kind} on rank {rank} and a {merged[path]} on others: ranks "
+                f"save states of one structure"
+            )
+
+
+def _new_name(name: str, taken: set[str]) -> str:
+    number, unique = 2, name
+    while unique in taken:
+        unique, number = f"{name}~{number}", number + 1
+    taken.add(unique)
+    return unique
+
+
+def local_view(leaf: Tensor, box: Box, rank: int) -> Tensor:
+    """The view of this rank's memory that has a box of a tensor.
+
+    Args:
+        leaf: The tensor.
+        box: Within one of its tiles here.
+        rank: This rank.
+    """
+    if not isinstance(leaf, TiledTensor):
+        return leaf.detach()[box.slices]
+    for held, tile in zip(leaf.tiling.boxes_of(rank), leaf.local_tiles(), strict=True):
+        if held.contains(box) and not (held.empty and not box.empty):
+            return tile.detach()[box.relative_to(held).slices]
+    raise ValueError(f"rank {rank} does not hold {box}")

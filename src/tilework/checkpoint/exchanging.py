@@ -1,0 +1,213 @@
+"""Shared parts: each rank of a host reads its units, and all get what they need, in memory.
+
+In rounds through small buffers. A round of units that all ranks need is an all-gather; any other is
+an all-to-all of the regions that each rank needs. All ranks know all units, so that nothing is
+said about sizes. A rank whose units are damaged goes on with what it has read, and raises when all
+rounds are over: no other waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilework.checkpoint.load_planning import Need, Unit, Wanted, blocks_of, is_for_all
+from tilework.checkpoint.memory import byte_view
+from tilework.checkpoint.reading import PartReader, copy_region
+from tilework.comm.collectives import all_gather_into_tensor, all_to_all_single
+from tilework.comm.contract import ProcessGroup
+from tilework.errors import CheckpointError
+from tilework.layout import Box
+
+#: The bytes that a rank reads for a round, unless a single unit is longer.
+ROUND_BYTES = 4 << 20
+#: Regions begin at multiples of this, so that they can be viewed as any dtype.
+_ALIGNMENT = 16
+
+#: The view of this rank's memory for a need of a tensor: of the need's box.
+TargetOf = Callable[[int, Need], Tensor]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A box of a unit that goes to one rank, in a buffer."""
+
+    unit: Unit
+    need: Need
+    #: The element of the unit at which the block begins, the block, and what is needed of it.
+    at: int
+    block: Box
+    box: Box
+
+
+class Exchange:
+    """The rounds of one rank.
+
+    Args:
+        group: The ranks of the host.
+        wanted: The tensors.
+        reader: Reads units.
+        target_of: Finds the memory for what arrives.
+        progress: Told the bytes of each round.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        wanted: Sequence[Wanted],
+        reader: PartReader,
+        target_of: TargetOf,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._group, self._wanted, self._reader = group, wanted, reader
+        self._target_of, self._progress = target_of, progress
+        self._host = group.global_ranks
+        self._here = self._host[group.rank()]
+        self._error: CheckpointError | OSError | None = None
+
+    def run(self, units: Mapping[int, Sequence[Unit]]) -> None:
+        """Move all units. Collective over the group.
+
+        Raises:
+            CheckpointError: What this rank has read is damaged; after the last round.
+        """
+        for_all = {r: [u for u in own if is_for_all(u, self._host)] for r, own in units.items()}
+        others = {r: [u for u in own if not is_for_all(u, self._host)] for r, own in units.items()}
+        for units_of_round in self._rounds(for_all):
+            self._gather(units_of_round)
+        for units_of_round in self._rounds(others):
+            self._exchange(units_of_round)
+        if self._error is not None:
+            raise self._error
+
+    def _rounds(self, units: Mapping[int, Sequence[Unit]]) -> Iterator[dict[int, list[Unit]]]:
+        by_rank = {rank: list(self._by_round(own)) for rank, own in units.items()}
+        for number in range(max(map(len, by_rank.values()), default=0)):
+            yield {
+                rank: rounds[number] if number < len(rounds) else []
+                for rank, rounds in by_rank.items()
+            }
+
+    def _by_round(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
+        share: list[Unit] = []
+        used = 0
+        for unit in units:
+            nbytes = _aligned(self._nbytes(unit))
+            if share and used + nbytes > ROUND_BYTES:
+                yield share
+                share, used = [], 0
+            share.append(unit)
+            used += nbytes
+        if share:
+            yield share
+
+    def _nbytes(self, unit: Unit) -> int:
+        return (unit.stop - unit.start) * self._itemsize(unit)
+
+    def _itemsize(self, unit: Unit) -> int:
+        return self._wanted[unit.tensor].saved.torch_dtype.itemsize
+
+    def _read(self, units: Sequence[Unit], buffer: Tensor) -> Iterator[tuple[Unit, Tensor]]:
+        """Read this rank's units into a buffer, one after the other."""
+        used = 0
+        for unit in units:
+            memory = buffer[used : used + self._nbytes(unit)]
+            used += _aligned(memory.numel())
+            if self._error is None:
+                start = unit.start * self._itemsize(unit)
+                try:
+                    tensor = self._wanted[unit.tensor].saved
+                    self._reader.read_chunks(tensor, unit.part, start, byte_view(memory))
+                except (CheckpointError, OSError) as error:
+                    self._error = error
+            yield unit, memory
+
+    def _size_of(self, units: Sequence[Unit]) -> int:
+        return sum(_aligned(self._nbytes(unit)) for unit in units)
+
+    # -- what all need -----------------------------------------------------------------------
+
+    def _gather(self, units: Mapping[int, Sequence[Unit]]) -> None:
+        size = max(self._size_of(own) for own in units.values())
+        own = self._buffer(size)
+        for _ in self._read(units[self._here], own):
+            pass
+        everything = self._buffer(size * len(self._host))
+        all_gather_into_tensor(everything, own, group=self._group)
+        for number, rank in enumerate(self._host):
+            used = number * size
+            for unit in units[rank]:
+                nbytes = self._nbytes(unit)
+                self._put_all(unit, everything[used : used + nbytes])
+                used += _aligned(nbytes)
+                self._progress(nbytes)
+
+    def _put_all(self, unit: Unit, memory: Tensor) -> None:
+        need, tensor = unit.needs[0], self._wanted[unit.tensor].saved
+        target = self._target_of(unit.tensor, need)
+        copy_region(memory.view(tensor.torch_dtype), unit.part, unit.start, need.box, target)
+
+    # -- what each needs some of ----------------------------------------------------------------
+
+    def _exchange(self, units: Mapping[int, Sequence[Unit]]) -> None:
+        own = self._buffer(self._size_of(units[self._here]))
+        read = {id(unit): memory for unit, memory in self._read(units[self._here], own)}
+        going = {r: self._regions(units[self._here], r) for r in self._host if r != self._here}
+        coming = {r: self._regions(units[r], self._here) for r in self._host if r != self._here}
+        sizes_going = [self._bytes_of(going.get(rank, ())) for rank in self._host]
+        sizes_coming = [self._bytes_of(coming.get(rank, ())) for rank in self._host]
+        sent, received = self._buffer(sum(sizes_going)), self._buffer(sum(sizes_coming))
+        for view, region in self._placed(sent, going):
+            view.copy_(self._source(region, read[id(region.unit)]))
+        all_to_all_single(received, sent, sizes_coming, sizes_going, group=self._group)
+        for view, region in self._placed(received, coming):
+            self._put(region, view)
+        for region in self._regions(units[self._here], self._here):
+            self._put(region, self._source(region, read[id(region.unit)]))
+        self._progress(sum(sizes_coming))
+
+    def _regions(self, units: Sequence[Unit], rank: int) -> list[_Region]:
+        """The regions of these units that a rank needs, in the same order at both ends."""
+        return [
+            _Region(unit, need, at, block, shared)
+            for unit in units
+            for need in unit.needs
+            if rank in need.ranks
+            for at, block in blocks_of(unit.part.box, unit.start, unit.stop)
+            if (shared := block.intersection(need.box)) is not None
+        ]
+
+    def _bytes_of(self, regions: Sequence[_Region]) -> int:
+        return sum(_aligned(r.box.volume * self._itemsize(r.unit)) for r in regions)
+
+    def _placed(
+        self, buffer: Tensor, regions: Mapping[int, Sequence[_Region]]
+    ) -> Iterator[tuple[Tensor, _Region]]:
+        """The view of each region's place in a buffer; regions of ranks in ascending order."""
+        used = 0
+        for rank in self._host:
+            for region in regions.get(rank, ()):
+                dtype = self._wanted[region.unit.tensor].saved.torch_dtype
+                nbytes = region.box.volume * dtype.itemsize
+                yield buffer[used : used + nbytes].view(dtype).view(region.box.sizes), region
+                used += _aligned(nbytes)
+
+    def _source(self, region: _Region, memory: Tensor) -> Tensor:
+        dtype = self._wanted[region.unit.tensor].saved.torch_dtype
+        elements = memory.view(dtype)[region.at : region.at + region.block.volume]
+        shared = region.box.relative_to(region.block)
+        return elements.view(region.block.sizes)[shared.slices]
+
+    def _put(self, region: _Region, values: Tensor) -> None:
+        target = self._target_of(region.unit.tensor, region.need)
+        target[region.box.relative_to(region.need.box).slices].copy_(values)
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        return self._group.empty(nbytes, dtype=torch.uint8)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

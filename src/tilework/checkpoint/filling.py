@@ -1,0 +1,406 @@
+"""Filling of a state from a checkpoint: where each saved tensor and value goes.
+
+A state is walked twice. First, everything is looked up and checked, and the tensors to fill are
+listed; then, when they are filled, values are set and objects are given their states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tilework.checkpoint.flat_state import (
+    FlatState,
+    NamedTensor,
+    PerRank,
+    Value,
+    as_numpy_array,
+    dotted,
+    rebuild,
+)
+from tilework.checkpoint.format import Index, Path, SavedTensor
+from tilework.checkpoint.objects import has_state, unwrapped
+from tilework.checkpoint.values import decode_value, is_plain_sequence
+from tilework.errors import CheckpointError
+from tilework.tiled.tensor import TiledTensor
+
+#: Gives the value that has come, once tensors are filled.
+Finish = Callable[[], Any]
+#: The checkpoint's name for a name of the state.
+MapNames = Callable[[str], str] | Mapping[str, str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A tensor to fill.
+
+    Args:
+        saved: From what.
+        tensor: What.
+        where: Its name in the state.
+    """
+
+    saved: SavedTensor
+    tensor: Tensor
+    where: str
+
+
+def _refuse_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finish:
+    raise TypeError("optimizers are filled by filling_optimizers")
+
+
+@dataclass
+class Filling:
+    """A state that is being filled, on one rank.
+
+    Args:
+        index: The checkpoint's.
+        saved: Its state.
+        rank: This rank.
+        names: Patterns of the names to fill; None: all.
+        map_names: From names of the state to names of the checkpoint.
+    """
+
+    index: Index
+    saved: FlatState
+    rank: int = 0
+    names: Sequence[str] | None = None
+    map_names: MapNames = None
+    targets: list[Target] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    other_ranks: list[str] = field(default_factory=list)
+    used: set[Path] = field(default_factory=set)
+    visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
+    parameter_names: Mapping[int, str] = field(default_factory=dict)
+    _paths: dict[str, Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._paths = {dotted(path): path for path in (*self.saved.containers, *self.saved.leaves)}
+        self._inside: dict[Path, list[Path]] | None = None
+
+    # -- looking up --------------------------------------------------------------------------
+
+    def is_asked(self, name: str) -> bool:
+        """True if a name of the state is to be filled."""
+        return self.names is None or any(fnmatchcase(name, pattern) for pattern in self.names)
+
+    def mapped(self, name: str) -> str:
+        """The checkpoint's name."""
+        if self.map_names is None:
+            return name
+        if callable(self.map_names):
+            return self.map_names(name)
+        return self.map_names.get(name, name)
+
+    def find(self, path: Path) -> Path | None:
+        """The path in the checkpoint for one of the state; None if there is nothing."""
+        name = dotted(path)
+        mapped = self.mapped(name)
+        if mapped == name and (path in self.saved.leaves or path in self.saved.containers):
+            return path
+        return self._paths.get(mapped)
+
+    def leaf(self, path: Path) -> Value | NamedTensor | None:
+        """The leaf that the checkpoint has for this rank at a path; notes that it was used."""
+        leaf = self.saved.leaves.get(path)
+        self.used.add(path)
+        if isinstance(leaf, PerRank):
+            own = leaf.of(self.rank)
+            if own is None:
+                self.other_ranks.append(dotted(path))
+            return own
+        return leaf
+
+    def tensor_named(self, leaf: NamedTensor) -> SavedTensor:
+        """The tensor that a leaf names.
+
+        Raises:
+            CheckpointError: The index has none of that name.
+        """
+        tensor = self.index.tensors.get(leaf.name)
+        if tensor is None:
+            raise CheckpointError(
+                f"the state of the checkpoint names a tensor {leaf.name!r}, which it does not have",
+                tensor=leaf.name,
+            )
+        return tensor
+
+    def paths_under(self, root: Path) -> list[Path]:
+        """The leaves from a path of the checkpoint on."""
+        if self._inside is None:
+            self._inside = {}
+            for path in self.saved.leaves:
+                for length in range(len(path) + 1):
+                    self._inside.setdefault(path[:length], []).append(path)
+        return self._inside.get(root, [])
+
+    # -- walking -----------------------------------------------------------------------------
+
+    def visit(self, value: Any, path: Path) -> Finish:
+        """Look up everything from one place of the state on.
+
+        Raises:
+            CheckpointError: What is saved there cannot go there.
+        """
+        if isinstance(value, nn.Module):
+            return self._visit_module(unwrapped(value), path)
+        if isinstance(value, Optimizer):
+            return self.visit_optimizer(self, value, path)
+        if isinstance(value, torch.Generator):
+            return self._visit_generator(value, path)
+        if has_state(value):
+            return self._visit_object(value, path)
+        return self._visit_plain(value, path)
+
+    def _visit_plain(self, value: Any, path: Path) -> Finish:
+        if isinstance(value, Tensor):
+            return self._visit_tensor(value, path)
+        if isinstance(value, dict):
+            return self._visit_dict(value, path)
+        if isinstance(value, list | tuple) and not is_plain_sequence(value):
+            return self._visit_sequence(value, path)
+        if (array := as_numpy_array(value)) is not None:
+            return self._visit_array(value, array, path)
+        return self._visit_value(value, path)
+
+    def _visit_tensor(self, value: Tensor, path: Path) -> Finish:
+        name = dotted(path)
+        if not self.is_asked(name):
+            return lambda: value
+        found = self.find(path)
+        leaf = self.leaf(found) if found is not None and found in self.saved.leaves else None
+        if leaf is None:
+            if found is None or not isinstance(self.saved.leaves.get(found), PerRank):
+                self.missing.append(name)
+            return lambda: value
+        if isinstance(leaf, Value):
+            number = decode_value(leaf.json)
+            if value.dim() or not isinstance(number, bool | int | float | complex):
+                raise CheckpointError(
+                    f"{name} is a tensor of shape {list(value.shape)}, the checkpoint has "
+                    f"{number!r} there",
+                    tensor=name,
+                )
+            return lambda: _filled(value, number)
+        self.fill(value, self.tensor_named(leaf), name)
+        return lambda: value
+
+    def fill(self, tensor: Tensor, saved: SavedTensor, where: str) -> None:
+        """List a tensor as one to fill.
+
+        Raises:
+            CheckpointError: It is of another shape.
+        """
+        if tuple(tensor.shape) != saved.shape:
+            raise CheckpointError(
+                f"{where} has shape {list(tensor.shape)}, and {saved.name!r} in the checkpoint has "
+                f"{list(saved.shape)}: load it by other names (map_names), or leave it out (names)",
+                tensor=saved.name,
+            )
+        self.targets.append(Target(saved, tensor, where))
+
+    def _visit_dict(self, value: dict[Any, Any], path: Path) -> Finish:
+        found = self.find(path)
+        if not value and found is not None and self.is_asked(dotted(path)):
+            fresh = self.fresh(found)
+            return lambda: _updated(value, fresh())
+        finishes = {key: self.visit(each, (*path, key)) for key, each in value.items()}
+
+        def finish() -> dict[Any, Any]:
+            for key, each in finishes.items():
+                new = each()
+                if new is not value[key]:
+                    value[key] = new
+            return value
+
+        return finish
+
+    def _visit_sequence(self, value: list[Any] | tuple[Any, ...], path: Path) -> Finish:
+        found = self.find(path)
+        if not value and found is not None and self.is_asked(dotted(path)):
+            fresh = self.fresh(found)
+            return lambda: _replaced(value, fresh())
+        finishes = [self.visit(each, (*path, number)) for number, each in enumerate(value)]
+        return lambda: _replaced(value, [finish() for finish in finishes])
+
+    def _visit_value(self, value: Any, path: Path) -> Finish:
+        name = dotted(path)
+        if not self.is_asked(name):
+            return lambda: value
+        found = self.find(path)
+        if found is None:
+            self.missing.append(name)
+            return lambda: value
+        fresh = self.fresh(found)
+        return lambda: fresh() if fresh.found else value
+
+    def _visit_array(self, value: Any, array: Tensor, path: Path) -> Finish:
+        found = self.find(path)
+        if found is not None and self.saved.containers.get(found) == "numpy":
+            path = (*path, 0)
+        self._visit_tensor(array, path)
+        return lambda: value
+
+    def _visit_module(self, module: nn.Module, path: Path) -> Finish:
+        contents = module.state_dict()
+        finish = self._visit_dict(contents, path) if contents else dict
+        in_place = is_in_module(module, contents)
+
+        def give() -> Any:
+            filled: dict[str, Any] = finish()
+            if not in_place:
+                module.load_state_dict(filled, strict=False)
+            return module
+
+        return give
+
+    def _visit_generator(self, value: torch.Generator, path: Path) -> Finish:
+        state = value.get_state()
+        before = len(self.targets)
+        self._visit_tensor(state, path)
+        if len(self.targets) == before:
+            return lambda: value
+        return lambda: value.set_state(state)
+
+    def _visit_object(self, value: Any, path: Path) -> Finish:
+        """An object that takes all of its state at once, or is left alone."""
+        name, found = dotted(path), self.find(path)
+        if not self.is_asked(name) and not (
+            found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))
+        ):
+            return lambda: value
+        if found is None:
+            self.missing.append(name)
+            return lambda: value
+        known: dict[Path, Tensor] = {}
+        tensors_in(value.state_dict(), (), known)
+        fresh = self.fresh(found, known)
+
+        def give() -> Any:
+            state = fresh()
+            if fresh.found:
+                value.load_state_dict(state)
+            return value
+
+        return give
+
+    # -- what the state has no place for yet ------------------------------------------------------
+
+    def fresh(self, root: Path, into: Mapping[Path, Tensor] | None = None) -> Fresh:
+        """New containers, values and tensors for what is saved from a path on.
+
+        Args:
+            root: The path in the checkpoint.
+            into: Tensors to fill, by their paths from there; others are made, in full, on the CPU.
+        """
+        return Fresh(self, root, into or {})
+
+
+class Fresh:
+    """All that is saved from one path on. Calling it gives it, once tensors are filled."""
+
+    def __init__(self, filling: Filling, root: Path, into: Mapping[Path, Tensor]) -> None:
+        self._root = root
+        self._flat = FlatState(
+            containers={
+                path: kind
+                for path, kind in filling.saved.containers.items()
+                if path[: len(root)] == root
+            }
+        )
+        paths = filling.paths_under(root)
+        for path in paths:
+            leaf = filling.leaf(path)
+            if isinstance(leaf, Value):
+                self._flat.leaves[path] = leaf
+            elif leaf is not None:
+                self._flat.leaves[path] = self._tensor(filling, leaf, into.get(path[len(root) :]))
+        #: False if all of it is other ranks'.
+        self.found = bool(self._flat.leaves) or not paths
+
+    @staticmethod
+    def _tensor(filling: Filling, leaf: NamedTensor, known: Tensor | None) -> Tensor:
+        saved = filling.tensor_named(leaf)
+        if known is None or tuple(known.shape) != saved.shape:
+            known = torch.empty(saved.shape, dtype=saved.torch_dtype)
+        filling.fill(known, saved, saved.name)
+        return known
+
+    def __call__(self) -> Any:
+        return rebuild(self._flat, self._root)
+
+
+def _filled(tensor: Tensor, number: Any) -> Tensor:
+    tensor.detach().fill_(number)
+    return tensor
+
+
+def _updated(old: dict[Any, Any], new: Any) -> Any:
+    if not isinstance(new, dict):
+        return new
+    old.update(new)
+    return old
+
+
+def _replaced(old: Any, new: Any) -> Any:
+    if isinstance(old, list) and isinstance(new, list | tuple):
+        old[:] = new
+        return old
+    if hasattr(old, "_fields"):
+        return type(old)(*new)
+    return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
+
+
+def tensors_in(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
+    """Collect the tensors of a nesting by their paths."""
+    if isinstance(state, Tensor):
+        found[path] = state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            tensors_in(value, (*path, key), found)
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            tensors_in(value, (*path, number), found)
+
+
+def is_in_module(module: nn.Module, contents: Mapping[str, Any]) -> bool:
+    """True if filling the tensors of a state dict in place is all that loading it would do.
+
+    So it is unless a class of it loads by own code, or the state dict has copies.
+    """
+    for inner in module.modules():
+        kind = type(inner)
+        custom = (
+            kind._load_from_state_dict is not nn.Module._load_from_state_dict
+            or kind.load_state_dict is not nn.Module.load_state_dict
+        )
+        if custom and not kind.__module__.startswith("torch.nn."):
+            return False
+        if inner._load_state_dict_post_hooks:
+            return False
+    return _addresses(contents.values()) <= _addresses(_held(module)) and all(
+        isinstance(value, Tensor) for value in contents.values()
+    )
+
+
+def _held(module: nn.Module) -> Iterable[Any]:
+    for inner in module.modules():
+        yield from inner._parameters.values()
+        yield from inner._buffers.values()
+        yield from vars(inner).values()
+
+
+def _addresses(values: Iterable[Any]) -> set[int]:
+    addresses: set[int] = set()
+    for value in values:
+        if isinstance(value, TiledTensor):
+            addresses.update(tile.data_ptr() for tile in value.local_tiles())
+        elif isinstance(value, Tensor):
+            addresses.add(value.data_ptr())
+    return addresses

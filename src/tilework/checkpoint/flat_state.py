@@ -1,0 +1,266 @@
+"""States as flat mappings: each tensor and each other value by the keys that lead to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.checkpoint.format import Path
+from tilework.checkpoint.values import KIND, decode_value, encode_value, is_plain_sequence
+
+#: Numbers that JSON has no exact ones for.
+_NUMBERS = ("int", "float")
+#: Makes plain containers of an object, or returns what it does not know as it is.
+Adapt = Callable[[Any, Path], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value that is no tensor, as JSON."""
+
+    json: Any
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of a checkpoint, in the place of the tensor in its state."""
+
+    name: str
+    kind: str = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A value that differs between ranks: for each group of ranks, its own."""
+
+    variants: tuple[tuple[tuple[int, ...], Value | NamedTensor], ...]
+
+    def of(self, rank: int) -> Value | NamedTensor | None:
+        """The value of one rank; None if it had none."""
+        return next((leaf for ranks, leaf in self.variants if rank in ranks), None)
+
+
+Leaf = Value | NamedTensor | PerRank
+
+
+@dataclass
+class FlatState:
+    """A state by paths.
+
+    Args:
+        leaves: Tensors, and values as :class:`Value`; after reading, tensors by name.
+        containers: The kind of each container: "dict", "list", "tuple", "set" or "numpy".
+    """
+
+    leaves: dict[Path, Any] = field(default_factory=dict)
+    containers: dict[Path, str] = field(default_factory=dict)
+
+
+def dotted(path: Path) -> str:
+    """A path for people, and the name of a tensor there.
+
+    Example:
+        >>> dotted(("model", "0.weight")), dotted(())
+        ('model.0.weight', 'state')
+    """
+    return ".".join(map(str, path)) or "state"
+
+
+def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
+    """The state by paths. Local, unless ``adapt`` is not.
+
+    Args:
+        state: Any nesting of dicts, lists, tuples, sets, tensors and values.
+        adapt: Makes containers of other objects.
+
+    Raises:
+        TypeError: It has something that a checkpoint does not hold; the message says where.
+
+    Example:
+        >>> flat = flatten({"a": [1, {"b": 2}]})
+        >>> list(flat.leaves), flat.containers
+        ([('a', 0), ('a', 1, 'b')], {(): 'dict', ('a',): 'list', ('a', 1): 'dict'})
+    """
+    flat = FlatState()
+    _flatten(state, (), adapt, flat)
+    return flat
+
+
+def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState) -> None:
+    value = adapt(value, path)
+    if isinstance(value, Tensor):
+        flat.leaves[path] = value
+    elif isinstance(value, Mapping):
+        flat.containers[path] = "dict"
+        for key, inner in value.items():
+            _check_key(key, path)
+            _flatten(inner, (*path, key), adapt, flat)
+    elif isinstance(value, list | tuple) and not is_plain_sequence(value):
+        flat.containers[path] = "list" if isinstance(value, list) else "tuple"
+        for number, inner in enumerate(value):
+            _flatten(inner, (*path, number), adapt, flat)
+    elif isinstance(value, set | frozenset):
+        flat.containers[path] = "set"
+        for number, inner in enumerate(sorted(value, key=repr)):
+            _flatten(inner, (*path, number), adapt, flat)
+    elif (array := as_numpy_array(value)) is not None:
+        flat.containers[path] = "numpy"
+        flat.leaves[(*path, 0)] = array
+    else:
+        flat.leaves[path] = Value(encode_value(value, dotted(path)))
+
+
+def as_numpy_array(value: Any) -> Tensor | None:
+    """A numpy array as a tensor that shares its memory if it can; None for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return None
+    return torch.from_numpy(value if value.flags.writeable else value.copy())
+
+
+def _check_key(key: Any, path: Path) -> None:
+    if not isinstance(key, str | int | float | bool | None):
+        raise TypeError(
+            f"{dotted(path)} has the key {key!r} of type {type(key).__name__}: keys of a "
+            f"checkpoint's dicts are strings, numbers, bools or None"
+        )
+
+
+# -- as JSON ---------------------------------------------------------------------------------
+
+
+def state_json(flat: FlatState) -> Any:
+    """The JSON of a state whose tensors are :class:`NamedTensor`."""
+    children = _children(flat)
+
+    def build(path: Path) -> Any:
+        kind = flat.containers.get(path)
+        if kind is None:
+            return _leaf_json(flat.leaves[path])
+        inner = [(key, build((*path, key))) for key in children.get(path, ())]
+        if kind == "list":
+            return [value for _, value in inner]
+        if kind == "dict":
+            if all(type(key) is str for key, _ in inner) and KIND not in children.get(path, ()):
+                return dict(inner)
+            pairs = [[encode_value(key, dotted(path)), value] for key, value in inner]
+            return {KIND: "dict", "v": pairs}
+        return {KIND: kind, "v": [value for _, value in inner]}
+
+    return build(()) if flat.leaves or flat.containers else None
+
+
+def _children(flat: FlatState) -> dict[Path, list[Any]]:
+    children: dict[Path, dict[Any, None]] = {}
+    for path in (*flat.containers, *flat.leaves):
+        if path:
+            children.setdefault(path[:-1], {})[path[-1]] = None
+    ordered = {path: list(keys) for path, keys in children.items()}
+    for path, keys in ordered.items():
+        if flat.containers.get(path) != "dict":
+            keys.sort()
+    return ordered
+
+
+def _leaf_json(leaf: Any) -> Any:
+    if isinstance(leaf, Value):
+        return leaf.json
+    if isinstance(leaf, PerRank):
+        listed = [{"ranks": list(ranks), "v": _leaf_json(each)} for ranks, each in leaf.variants]
+        return {KIND: "per_rank", "v": listed}
+    return {KIND: leaf.kind, "v": leaf.name}
+
+
+def state_of_json(listed: Any) -> FlatState:
+    """The state that :func:`state_json` made JSON of.
+
+    Raises:
+        ValueError: It is JSON of something else.
+    """
+    flat = FlatState()
+    for path, kind, value in _walk(listed, ()):
+        if kind == "leaf":
+            flat.leaves[path] = value
+        else:
+            flat.containers[path] = kind
+    return flat
+
+
+def _walk(listed: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
+    kind = listed.get(KIND) if isinstance(listed, dict) else None
+    if isinstance(listed, dict) and kind is None:
+        pairs: Any = list(listed.items())
+        kind = "dict"
+    elif _is_plain(listed["v"] if kind == "tuple" else listed):
+        yield path, "leaf", Value(listed)
+        return
+    elif isinstance(listed, list):
+        pairs, kind = list(enumerate(listed)), "list"
+    elif kind == "dict":
+        pairs = [(decode_value(key), value) for key, value in listed["v"]]
+    elif kind in ("tuple", "set", "numpy"):
+        pairs = list(enumerate(listed["v"]))
+    else:
+        yield path, "leaf", _leaf_of(listed)
+        return
+    yield path, kind, None
+    for key, value in pairs:
+        yield from _walk(value, (*path, key))
+
+
+def _is_plain(listed: Any) -> bool:
+    """True for the JSON of what :func:`is_plain_sequence` tells."""
+    return (
+        isinstance(listed, list)
+        and len(listed) > 0
+        and all(
+            not isinstance(v, list | dict) or (isinstance(v, dict) and v.get(KIND) in _NUMBERS)
+            for v in listed
+        )
+    )
+
+
+def _leaf_of(listed: Any) -> Leaf:
+    kind = listed.get(KIND) if isinstance(listed, dict) else None
+    if kind == "tensor":
+        if not isinstance(listed["v"], str):
+            raise ValueError(f"{listed['v']!r} is no tensor's name")
+        return NamedTensor(listed["v"])
+    if kind == "per_rank":
+        variants = []
+        for each in listed["v"]:
+            leaf = _leaf_of(each["v"])
+            if isinstance(leaf, PerRank):
+                raise ValueError("values per rank are nested")
+            variants.append((tuple(map(int, each["ranks"])), leaf))
+        return PerRank(tuple(variants))
+    decode_value(listed)  # raises what is wrong with it
+    return Value(listed)
+
+
+# -- back to containers ----------------------------------------------------------------------
+
+
+def rebuild(flat: FlatState, root: Path = ()) -> Any:
+    """The containers and what is in them, from ``root`` on. Values are decoded."""
+    children = _children(flat)
+
+    def build(path: Path) -> Any:
+        kind = flat.containers.get(path)
+        if kind is None:
+            leaf = flat.leaves[path]
+            return decode_value(leaf.json) if isinstance(leaf, Value) else leaf
+        pairs = [(key, build((*path, key))) for key in children.get(path, ())]
+        if kind == "dict":
+            return dict(pairs)
+        values = [value for _, value in pairs]
+        if kind == "numpy":
+            return values[0].numpy() if values and isinstance(values[0], Tensor) else None
+        return {"list": list, "tuple": tuple, "set": set}[kind](values)
+
+    return build(root)

@@ -1,0 +1,296 @@
+"""The text of an index: JSON, closed by a checksum of itself; distrusted when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilework.checkpoint.dtypes import DTYPES, stored
+from tilework.checkpoint.format import (
+    FORMAT_NAME,
+    VERSION,
+    Index,
+    Part,
+    SavedFile,
+    SavedTensor,
+    chunk_count,
+)
+from tilework.errors import CheckpointError
+from tilework.layout import Box, check_boxes
+
+#: Plain names: no folders, nothing hidden, nothing that a shell or another system reads otherwise.
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_TAIL = re.compile(rb',\n"crc32": ([0-9]{1,10})\n\}\n')
+#: A tensor has no more dims than torch allows.
+_MOST_DIMS = 64
+_MOST_DEPTH = 200
+_LARGEST = (1 << 63) - 1
+
+
+def index_text(index: Index) -> bytes:
+    """The file's contents."""
+    body = {
+        "format": FORMAT_NAME,
+        "version": VERSION,
+        "created": index.created,
+        "writer": index.writer,
+        "world_size": index.world_size,
+        "chunk_bytes": index.chunk_bytes,
+        "meta": dict(index.meta),
+        "files": {
+            name: {"bytes": file.nbytes, "header_crc32": file.header_crc32}
+            for name, file in index.files.items()
+        },
+        "tensors": {name: _tensor_json(tensor) for name, tensor in index.tensors.items()},
+        "state": index.state,
+    }
+    lines = [f"{json.dumps(key)}: {_dumps(value)}" for key, value in body.items()]
+    text = ("{\n" + ",\n".join(lines)).encode()
+    return text + b',\n"crc32": %d\n}\n' % zlib.crc32(text)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
+    listed: dict[str, Any] = {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "parts": [
+            {
+                "offsets": list(part.box.offsets),
+                "sizes": list(part.box.sizes),
+                "file": part.file,
+                "begin": part.offset,
+                "bytes": part.nbytes,
+                "crc32": list(part.crc32),
+            }
+            for part in tensor.parts
+        ],
+    }
+    if tensor.layout:
+        listed["layout"] = tensor.layout
+    return listed
+
+
+def parse_index(text: bytes, where: str) -> Index:
+    """The index that a file contains, once all of it is checked that can be without other files.
+
+    Args:
+        text: The file's contents.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: It is damaged, of a later version, or says what cannot be.
+    """
+
+    def refused(problem: str, tensor: str = "") -> CheckpointError:
+        about = f", tensor {tensor!r}" if tensor else ""
+        return CheckpointError(f"{where}{about}: {problem}", file=where, tensor=tensor)
+
+    body = _checked_json(text, refused)
+    try:
+        return _index_of(body, refused)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise refused(
+            f"the index is not as docs/format.md says ({type(error).__name__}: {error})"
+        ) from error
+
+
+Refusal = Callable[..., CheckpointError]
+
+
+def _checked_json(text: bytes, refused: Refusal) -> Any:
+    tail = _TAIL.search(text, max(0, len(text) - 40))
+    if tail is None or tail.end() != len(text):
+        body = _loaded(text, refused)
+        _check_version(body, refused)
+        raise refused("the index does not end with its checksum: it is truncated or damaged")
+    found, expected = zlib.crc32(text[: tail.start()]), int(tail[1])
+    if found != expected:
+        raise refused(
+            f"the index is damaged: its CRC-32 is {found}, and it says {expected}. Use another "
+            f"checkpoint"
+        )
+    body = _loaded(text, refused)
+    _check_version(body, refused)
+    return body
+
+
+def _loaded(text: bytes, refused: Refusal) -> Any:
+    try:
+        body = json.loads(text, object_pairs_hook=_without_duplicates)
+        _check_depth(body)
+    except (ValueError, RecursionError) as error:
+        raise refused(f"this is no index of a checkpoint ({error or 'nested too deep'})") from None
+    return body
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key is there twice")
+    return result
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
+
+
+def _check_version(body: Any, refused: Refusal) -> None:
+    if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+        raise refused(f"this is no index of a checkpoint: its format is not {FORMAT_NAME!r}")
+    version = body.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise refused(
+            f"the checkpoint has version {version!r} of the format, this tilework reads up to "
+            f"{VERSION}: read it with a later one"
+        )
+
+
+def _index_of(body: Mapping[str, Any], refused: Refusal) -> Index:
+    files = {
+        _file_name(name, refused): SavedFile(_number(f["bytes"]), _number(f["header_crc32"]))
+        for name, f in body["files"].items()
+    }
+    chunk_bytes = _number(body["chunk_bytes"])
+    if chunk_bytes < 16 or chunk_bytes % 16:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}, no multiple of 16")
+    if not isinstance(body["meta"], dict):
+        raise TypeError("meta is no object")
+    tensors = {
+        name: _tensor_of(name, listed, files, chunk_bytes, refused)
+        for name, listed in body["tensors"].items()
+    }
+    _check_ranges(tensors, refused)
+    return Index(
+        tensors,
+        files,
+        body["state"],
+        _number(body["world_size"]),
+        chunk_bytes,
+        body["meta"],
+        str(body["created"]),
+        str(body["writer"]),
+    )
+
+
+def _file_name(name: str, refused: Refusal) -> str:
+    if not FILE_NAME.fullmatch(name) or ".." in name:
+        raise refused(f"it names the file {name!r}: only plain names in its own folder are allowed")
+    return name
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r} is no whole number from 0 on")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r} is no list of numbers")
+    return tuple(map(_number, values))
+
+
+def _tensor_of(
+    name: str,
+    listed: Mapping[str, Any],
+    files: Mapping[str, SavedFile],
+    chunk_bytes: int,
+    refused: Refusal,
+) -> SavedTensor:
+    try:
+        dtype, shape = listed["dtype"], _numbers(listed["shape"])
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not known")
+        itemsize = DTYPES[dtype].itemsize
+        if len(shape) > _MOST_DIMS or math.prod(max(n, 1) for n in shape) * itemsize > _LARGEST:
+            raise ValueError(f"the shape {list(shape)} is too large")
+        parts = tuple([_part_of(part, itemsize, files, chunk_bytes) for part in listed["parts"]])
+        check_boxes(shape, [part.box for part in parts])
+        layout = listed.get("layout", "")
+        if not isinstance(layout, str):
+            raise TypeError("layout is no string")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise refused(f"the index is wrong about it: {error}", name) from None
+    return SavedTensor(name, dtype, shape, parts, layout)
+
+
+def _part_of(
+    listed: Mapping[str, Any], itemsize: int, files: Mapping[str, SavedFile], chunk_bytes: int
+) -> Part:
+    box = Box(_numbers(listed["offsets"]), _numbers(listed["sizes"]))
+    file, begin, nbytes = listed["file"], _number(listed["begin"]), _number(listed["bytes"])
+    if file not in files:
+        raise ValueError(f"the part {box} is in {file!r}, which is not among the files")
+    if nbytes != box.volume * itemsize:
+        raise ValueError(f"the part {box} has {nbytes} bytes instead of {box.volume * itemsize}")
+    if begin + nbytes > files[file].nbytes:
+        raise ValueError(
+            f"the part {box} ends at byte {begin + nbytes} of {file}, which has "
+            f"{files[file].nbytes}"
+        )
+    checksums = _numbers(listed["crc32"])
+    if len(checksums) != chunk_count(nbytes, chunk_bytes):
+        raise ValueError(
+            f"the part {box} has {len(checksums)} checksums instead of "
+            f"{chunk_count(nbytes, chunk_bytes)}"
+        )
+    return Part(box, file, begin, nbytes, checksums)
+
+
+def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
+    """Raise if parts share bytes of a file without being the very same, as tied weights are."""
+    spans = sorted(
+        (part.file, part.offset, part.offset + part.nbytes, name)
+        for name, tensor in tensors.items()
+        for part in tensor.parts
+        if part.nbytes
+    )
+    last = ("", 0, 0, "")
+    for span in spans:
+        if span[0] == last[0] and span[1] < last[2] and span[1:3] != last[1:3]:
+            raise refused(f"it shares bytes of {span[0]} with tensor {last[3]!r}", span[3])
+        last = span
+
+
+def expected_header(index: Index, file: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """The contents of a file's own header: dtype, shape, begin and end in the file, by key."""
+    return {
+        part_key(tensor, part): (
+            *stored(tensor.dtype, part.box.sizes),
+            part.offset,
+            part.offset + part.nbytes,
+        )
+        for tensor in index.tensors.values()
+        for part in tensor.parts
+        if part.file == file
+    }
+
+
+def part_key(tensor: SavedTensor, part: Part) -> str:
+    """The key of a part in its safetensors file: the tensor's name, and the box unless it is all.
+
+    Example:
+        >>> part = Part(Box((2, 0), (2, 3)), "x.safetensors", 0, 24)
+        >>> part_key(SavedTensor("w", "F32", (4, 3), (part,)), part)
+        'w[2:4, 0:3]'
+    """
+    return piece_key(tensor.name, tensor.shape, part.box)
+
+
+def piece_key(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """The key of a tensor's box in a safetensors file."""
+    return name if box.sizes == shape else f"{name}{box}"

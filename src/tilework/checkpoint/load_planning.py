@@ -1,0 +1,223 @@
+"""Plans of loading: which rank reads which bytes, and who gets them. Pure.
+
+What one rank of a host needs alone, and as long runs of bytes, it reads by itself, straight to
+where it belongs. What several need, or what lies in short runs, as columns do, is *shared*: the
+ranks of the host read it once, in equal parts and in order, and pass it on in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tilework.checkpoint.format import Part, SavedTensor
+from tilework.checkpoint.no_collections import no_collections
+from tilework.comm.transfer.round_shares import blocks
+from tilework.layout import Box
+from tilework.layout.box import trusted_box
+from tilework.layout.box_index import BoxIndex
+
+#: Shared parts are read in pieces of so many bytes, a multiple of a chunk if that is not longer.
+UNIT_BYTES = 2 << 20
+#: Reading by itself may cost a host this many times the bytes that it needs; edges come on top.
+_MOST_TIMES = 1.25
+#: With fewer parts, looking at all of them is faster than an index.
+_FEW_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor of a checkpoint that is to be loaded, as all ranks know it.
+
+    Args:
+        saved: The tensor.
+        tiles: The boxes that are wanted, and the ranks that want each.
+    """
+
+    saved: SavedTensor
+    tiles: tuple[tuple[Box, tuple[int, ...]], ...]
+
+
+class Need(NamedTuple):
+    """The region of a part that some ranks need.
+
+    Args:
+        box: The region, in the full tensor's coordinates.
+        tile: The number of the wanted tile that it lies in.
+        ranks: Those that want the tile.
+    """
+
+    box: Box
+    tile: int
+    ranks: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """A part that one rank reads by itself, or of which it reads some."""
+
+    tensor: int
+    part: Part
+    need: Need
+
+
+class Unit(NamedTuple):
+    """A piece of a shared part: the elements from ``start`` to ``stop``, and who needs some."""
+
+    tensor: int
+    part: Part
+    start: int
+    stop: int
+    needs: tuple[Need, ...]
+
+
+@dataclass
+class LoadPlan:
+    """The work of one rank of a host.
+
+    Args:
+        reads: What it reads for itself.
+        units: What each rank of the host reads for all, in order.
+    """
+
+    reads: list[Read] = field(default_factory=list)
+    units: dict[int, list[Unit]] = field(default_factory=dict)
+
+
+@no_collections()
+def plan_load(wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: int) -> LoadPlan:
+    """The plan of one rank. Takes time nearly proportional to the number of boxes.
+
+    Args:
+        wanted: The same on every rank of the host.
+        host: The ranks of this host that load.
+        rank: This rank.
+        chunk: The bytes of a chunk, which are checked together.
+
+    Example:
+        >>> whole = Box((0,), (4,))
+        >>> saved = SavedTensor("x", "F32", (4,), (Part(whole, "f", 0, 16, (0,)),))
+        >>> halves = Wanted(saved, ((Box((0,), (2,)), (0,)), (Box((2,), (2,)), (1,))))
+        >>> [str(read.need.box) for read in plan_load([halves], [0], 0, 1 << 20).reads]
+        ['[0:2]']
+    """
+    plan = LoadPlan(units={each: [] for each in host})
+    loads = dict.fromkeys(host, 0)
+    here = frozenset(host)
+    shared: list[tuple[int, Part, list[Need]]] = []
+    for number, each in enumerate(wanted):
+        itemsize = each.saved.torch_dtype.itemsize
+        for part, needs in _needs_by_part(each, here):
+            if not _is_direct(part, needs, itemsize):
+                shared.append((number, part, needs))
+                continue
+            for need in needs:
+                if rank in need.ranks:
+                    plan.reads.append(Read(number, part, need))
+                for reader in need.ranks:
+                    loads[reader] += need.box.volume * itemsize
+    for number, part, needs in shared:
+        itemsize = wanted[number].saved.torch_dtype.itemsize
+        for unit in _units(number, part, needs, itemsize, chunk):
+            reader = min(loads, key=loads.__getitem__)
+            loads[reader] += (unit.stop - unit.start) * itemsize
+            plan.units[reader].append(unit)
+    return plan
+
+
+def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[Part, list[Need]]]:
+    parts = wanted.saved.parts
+    tiles = [
+        (number, box, tuple([rank for rank in ranks if rank in host]))
+        for number, (box, ranks) in enumerate(wanted.tiles)
+        if not box.empty and not host.isdisjoint(ranks)
+    ]
+    if not tiles:
+        return
+    needs: dict[int, list[Need]] = {}
+    exact = {(part.box.offsets, part.box.sizes): at for at, part in enumerate(parts)}
+    index: BoxIndex | None = None
+    for number, box, ranks in tiles:
+        same = exact.get((box.offsets, box.sizes))
+        if same is not None:  # and no other overlaps it
+            needs.setdefault(same, []).append(Need(box, number, ranks))
+            continue
+        if index is None and len(parts) > _FEW_PARTS:
+            index = BoxIndex([part.box for part in parts])
+        for at in range(len(parts)) if index is None else index.overlapping(box):
+            shared = parts[at].box.intersection(box)
+            if shared is not None:
+                needs.setdefault(at, []).append(Need(shared, number, ranks))
+    for at in sorted(needs):
+        yield parts[at], needs[at]
+
+
+def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
+    """True if each rank reads for itself, because that reads hardly more than is needed."""
+    readers = {rank for need in needs for rank in need.ranks}
+    if len(readers) == 1:
+        return True
+    read = needed = 0
+    for need in needs:
+        start, stop = span(part.box, need.box)
+        read += (stop - start) * itemsize * len(need.ranks)
+        needed += need.box.volume * itemsize
+    return read <= _MOST_TIMES * needed
+
+
+def span(part: Box, region: Box) -> tuple[int, int]:
+    """The elements of a part, counted in row-major order, between which a region of it lies.
+
+    Example:
+        >>> span(Box((0, 0), (4, 4)), Box((1, 1), (2, 2)))
+        (5, 11)
+    """
+    first = last = 0
+    for size, offset, start, length in zip(
+        part.sizes, part.offsets, region.offsets, region.sizes, strict=True
+    ):
+        first = first * size + start - offset
+        last = last * size + start - offset + length - 1
+    return first, last + 1
+
+
+def _units(
+    tensor: int, part: Part, needs: Sequence[Need], itemsize: int, chunk: int
+) -> Iterator[Unit]:
+    step = max(1, UNIT_BYTES // chunk) * chunk // itemsize
+    spans = [(*span(part.box, need.box), need) for need in needs]
+    for start in range(0, part.box.volume, step):
+        stop = min(start + step, part.box.volume)
+        inside = tuple([need for first, last, need in spans if first < stop and last > start])
+        if inside:
+            yield Unit(tensor, part, start, stop, inside)
+
+
+def is_for_all(unit: Unit, host: Sequence[int]) -> bool:
+    """True if each rank of the host needs all elements of a unit."""
+    return (
+        len(unit.needs) == 1
+        and unit.needs[0].box == unit.part.box
+        and len(unit.needs[0].ranks) == len(host)
+    )
+
+
+def blocks_of(part: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """The boxes that have a part's elements from ``start`` to ``stop``, in order.
+
+    Yields:
+        The element, counted from ``start``, at which each begins, and the box.
+
+    Example:
+        >>> [(at, str(box)) for at, box in blocks_of(Box((0, 0), (3, 4)), 2, 8)]
+        [(0, '[0:1, 2:4]'), (2, '[1:2, 0:4]')]
+    """
+    at = 0
+    for block in blocks(part.sizes, start, stop):
+        offsets, sizes = list(part.offsets), list(part.sizes)
+        for dim, range_ in enumerate(block):
+            offsets[dim] += range_.start
+            sizes[dim] = range_.stop - range_.start
+        box = trusted_box(tuple(offsets), tuple(sizes))
+        yield at, box
+        at += box.volume

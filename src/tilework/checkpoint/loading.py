@@ -1,0 +1,377 @@
+"""Loading: what all ranks do together, and reading by one process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tilework.checkpoint.describing import tiles_of
+from tilework.checkpoint.exchanging import Exchange
+from tilework.checkpoint.filling import Filling, MapNames, Target
+from tilework.checkpoint.filling_optimizers import visit_optimizer
+from tilework.checkpoint.flat_state import (
+    FlatState,
+    NamedTensor,
+    PerRank,
+    Value,
+    dotted,
+    rebuild,
+    state_of_json,
+)
+from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
+from tilework.checkpoint.index_text import parse_index
+from tilework.checkpoint.load_planning import Need, Wanted, plan_load
+from tilework.checkpoint.objects import parameter_names
+from tilework.checkpoint.ranks import Ranks
+from tilework.checkpoint.reading import PartReader
+from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.values import decode_value
+from tilework.dtensor import DTensor
+from tilework.errors import CheckpointError
+from tilework.layout import Box
+from tilework.layout.box import whole_box
+from tilework.tiled.tensor import TiledTensor
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Settings of a load.
+
+    Args:
+        names: Patterns of the names of the state to load; None: all.
+        map_names: From names of the state to names of the checkpoint.
+        strict: Raise if the checkpoint lacks something that was asked for.
+        verify: Compare checksums.
+    """
+
+    names: Sequence[str] | None = None
+    map_names: MapNames = None
+    strict: bool = True
+    verify: bool = True
+
+
+@dataclass
+class LoadReport:
+    """The report of a load: what was filled on this rank, and what was left out.
+
+    Attributes:
+        state: The state, filled. Containers and tensors are those that were given.
+        loaded: The names of the tensors that were filled.
+        missing: Names of the state that the checkpoint lacks: they are as they were.
+        unused: Names of the checkpoint that were not asked for.
+        other_ranks: Names that were saved for each rank, and for this one not.
+        converted: Names of tensors that have another dtype in the checkpoint.
+        bytes_read: The bytes that this rank has read.
+    """
+
+    state: Any = None
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    other_ranks: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"loaded {len(self.loaded):,} tensors, {self.bytes_read:,} bytes read here"]
+        for what in ("missing", "unused", "other_ranks", "converted"):
+            names: list[str] = getattr(self, what)
+            if names:
+                more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+                lines.append(f"{what.replace('_', ' ')}: {', '.join(names[:8])}{more}")
+        return "\n".join(lines)
+
+
+def read_index(storage: Storage) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    where = storage.where(INDEX_NAME)
+    try:
+        text = storage.read_all(INDEX_NAME)
+    except CheckpointError as error:
+        if INDEX_NAME not in storage.names():
+            raise CheckpointError(
+                f"{storage.location} is no checkpoint: it has no {INDEX_NAME}, which is written "
+                f"when all else is",
+                file=storage.location,
+            ) from None
+        raise error
+    return parse_index(text, where)
+
+
+def load_into(
+    storage: Storage, state: Any, ranks: Ranks, options: LoadOptions, progress: Progress
+) -> LoadReport:
+    """Fill a state from a checkpoint. Collective; blocks.
+
+    Raises:
+        CheckpointError: On all ranks alike. Nothing was filled, unless elements are damaged.
+    """
+    index, filling, finish = _prepared(storage, state, ranks, options)
+    temporary = _without_partial(filling.targets)
+    reader = PartReader(storage, index, options.verify)
+    try:
+        _fill(filling.targets, ranks, reader, progress)
+    finally:
+        reader.close()
+    for target, partial in temporary:
+        _become_partial(target.tensor, partial)
+    # What a checkpoint has for an object, the object itself may refuse.
+    report = LoadReport(finish())
+    report.loaded = [target.where for target in filling.targets]
+    report.converted = [t.where for t in filling.targets if t.tensor.dtype != t.saved.torch_dtype]
+    report.missing, report.other_ranks = filling.missing, filling.other_ranks
+    report.unused = [dotted(p) for p in filling.saved.leaves if p not in filling.used]
+    report.bytes_read = reader.bytes_read
+    return report
+
+
+def _prepared(
+    storage: Storage, state: Any, ranks: Ranks, options: LoadOptions
+) -> tuple[Index, Filling, Callable[[], Any]]:
+    made: list[Any] = []
+
+    def look_up() -> tuple[int, list[str]]:
+        index = read_index(storage)
+        filling = Filling(
+            index,
+            _state_of(index, storage),
+            ranks.here,
+            options.names,
+            options.map_names,
+            visit_optimizer=visit_optimizer,
+            parameter_names=parameter_names(state),
+        )
+        finish = filling.visit(state, ())
+        if options.strict and filling.missing:
+            raise CheckpointError(_missing_text(storage, filling))
+        made.extend((index, filling, finish))
+        return len(index.files), list(index.files)
+
+    seen = ranks.gather(look_up)
+    if any(each != seen[0] for each in seen):
+        raise CheckpointError(
+            f"ranks see different checkpoints at {storage.location}: it is being replaced, or is "
+            f"not on a file system that all hosts share",
+            file=storage.location,
+        )
+    index, filling, finish = made
+    return index, filling, finish
+
+
+def _state_of(index: Index, storage: Storage) -> FlatState:
+    try:
+        return state_of_json(index.state)
+    except (ValueError, KeyError, TypeError) as error:
+        where = storage.where(INDEX_NAME)
+        raise CheckpointError(f"{where}: the state cannot be read: {error}", file=where) from None
+
+
+def _missing_text(storage: Storage, filling: Filling) -> str:
+    names = filling.missing
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (
+        f"{storage.location} lacks {', '.join(names[:8])}{more}: rename them with map_names, "
+        f"choose others with names, or leave them as they are with strict=False"
+    )
+
+
+# -- tensors ---------------------------------------------------------------------------------
+
+
+def _without_partial(targets: list[Target]) -> list[tuple[Target, DTensor]]:
+    """Fill replicated tensors in the place of partial ones."""
+    temporary = []
+    for number, target in enumerate(targets):
+        tensor = target.tensor
+        if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
+            detached = cast(DTensor, tensor.detach())
+            replicated = detached.redistribute(placements=tensor._spec.dual.placements)
+            targets[number] = Target(target.saved, replicated, target.where)
+            temporary.append((targets[number], tensor))
+    return temporary
+
+
+def _become_partial(filled: Tensor, partial: DTensor) -> None:
+    assert isinstance(filled, DTensor)
+    with torch.no_grad():
+        again = filled.redistribute(placements=partial.placements)
+        partial._local_tensor.detach().copy_(again._local_tensor)
+
+
+#: What ranks tell each other of a target: the saved name, and its tiles or None for all of it.
+_Asked = tuple[str, tuple[Any, ...] | None]
+
+
+def _fill(targets: Sequence[Target], ranks: Ranks, reader: PartReader, progress: Progress) -> None:
+    asked: list[_Asked] = [
+        (t.saved.name, tiles_of(t.tensor) if isinstance(t.tensor, TiledTensor) else None)
+        for t in targets
+    ]
+    wanted, mine = merge_wanted(ranks.gather(lambda: asked), ranks, reader.index.tensors)
+    host = ranks.same_host()
+    plan = plan_load(wanted, host.all, ranks.here, reader.index.chunk_bytes)
+    tensors = [targets[number].tensor if number is not None else None for number in mine]
+
+    def target_of(number: int, need: Need) -> Tensor:
+        tensor = tensors[number]
+        assert tensor is not None
+        return _view(tensor, wanted[number].tiles[need.tile][0], need.box, ranks.here)
+
+    def read() -> None:
+        reader.check_sizes(sorted({each.part.file for each in plan.reads}))
+        for each in plan.reads:
+            saved = wanted[each.tensor].saved
+            reader.read_box(saved, each.part, each.need.box, target_of(each.tensor, each.need))
+            progress(each.need.box.volume * saved.torch_dtype.itemsize)
+
+    def exchange() -> None:
+        if host.group is not None and any(plan.units.values()):
+            Exchange(host.group, wanted, reader, target_of, progress).run(plan.units)
+
+    with torch.no_grad():
+        failures: list[Exception] = []
+        for step in (read, exchange):
+            try:
+                step()
+            except (CheckpointError, OSError) as error:
+                failures.append(error)
+        for tensor in tensors:
+            if tensor is not None:
+                _count_writes(tensor)
+
+        def outcome() -> None:
+            if failures:
+                raise failures[0]
+
+        ranks.gather(outcome)
+
+
+def merge_wanted(
+    by_rank: Sequence[Sequence[_Asked]], ranks: Ranks, tensors: Mapping[str, SavedTensor]
+) -> tuple[list[Wanted], list[int | None]]:
+    """The tensors that ranks want, and the number of this rank's target for each, if it has one.
+
+    A tensor that is wanted twice, as tied weights may be, counts twice.
+    """
+    merged: dict[tuple[str, int, tuple[Any, ...] | None], list[int]] = {}
+    mine: dict[tuple[str, int, tuple[Any, ...] | None], int] = {}
+    for rank, asked in zip(ranks.all, by_rank, strict=True):
+        times: dict[tuple[str, tuple[Any, ...] | None], int] = {}
+        for number, (name, tiles) in enumerate(asked):
+            count = times[name, tiles] = times.get((name, tiles), 0) + 1
+            key = (name, count, tiles)
+            merged.setdefault(key, []).append(rank)
+            if rank == ranks.here:
+                mine[key] = number
+    wanted = []
+    for (name, _, tiles), owners in merged.items():
+        saved = tensors[name]
+        listed: Iterable[tuple[Box, tuple[int, ...]]]
+        if tiles is None:
+            listed = [(whole_box(saved.shape), tuple(owners))]
+        else:
+            asking = set(owners)
+            listed = [
+                (Box(offsets, sizes), tuple([rank for rank in held if rank in asking]))
+                for offsets, sizes, held in tiles
+            ]
+        wanted.append(Wanted(saved, tuple(listed)))
+    return wanted, [mine.get(key) for key in merged]
+
+
+def _view(tensor: Tensor, tile: Box, box: Box, rank: int) -> Tensor:
+    if isinstance(tensor, TiledTensor):
+        boxes = tensor.tiling.boxes_of(rank)
+        local = tensor.local_tiles()[boxes.index(tile)]
+    else:
+        local = tensor
+    return local.detach()[box.relative_to(tile).slices]
+
+
+def _count_writes(tensor: Tensor) -> None:
+    """Tell autograd, and whoever compares versions, that memory was written."""
+    for each in tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]:
+        if not each.is_inference():
+            increment_version(each)
+
+
+# -- one process, without ranks -----------------------------------------------------------------
+
+
+def read_all(
+    storage: Storage, names: Sequence[str] | None, verify: bool, progress: Progress
+) -> Any:
+    """The state of a checkpoint, in plain containers and tensors. Local."""
+    index = read_index(storage)
+    flat = _state_of(index, storage)
+    reader = PartReader(storage, index, verify)
+    tensors: dict[Any, Tensor] = {}
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return decode_value(leaf.json)
+        if isinstance(leaf, PerRank):
+            return {rank: value_of(each) for ranks, each in leaf.variants for rank in ranks}
+        assert isinstance(leaf, NamedTensor)
+        saved = index.tensors.get(leaf.name)
+        if saved is None:
+            where = storage.where(INDEX_NAME)
+            raise CheckpointError(f"{where} has no tensor {leaf.name!r}", file=where)
+        # Tied weights are one tensor again.
+        if (key := saved.parts or leaf.name) not in tensors:
+            tensors[key] = read_tensor(reader, saved)
+            progress(saved.nbytes)
+        return tensors[key]
+
+    try:
+        asked = [path for path in flat.leaves if _matches(dotted(path), names)]
+        used = {
+            part.file
+            for path in asked
+            for name in _names_of(flat.leaves[path])
+            if name in index.tensors
+            for part in index.tensors[name].parts
+        }
+        reader.check_sizes(sorted(used))
+        leaves = {path: value_of(flat.leaves[path]) for path in asked}
+    finally:
+        reader.close()
+    if names is None:
+        return rebuild(FlatState(leaves, flat.containers))
+    kept = {path[:n] for path in leaves for n in range(len(path))}
+    containers = {path: kind for path, kind in flat.containers.items() if path in kept}
+    return _rebuild_some(FlatState(leaves, containers))
+
+
+def _names_of(leaf: Any) -> list[str]:
+    if isinstance(leaf, PerRank):
+        return [name for _, each in leaf.variants for name in _names_of(each)]
+    return [leaf.name] if isinstance(leaf, NamedTensor) else []
+
+
+def _rebuild_some(flat: FlatState) -> Any:
+    return rebuild(flat) if flat.leaves else {}
+
+
+def _matches(name: str, names: Sequence[str] | None) -> bool:
+    return names is None or any(fnmatchcase(name, pattern) for pattern in names)
+
+
+def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
+    """A full tensor on the CPU."""
+    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    for part in saved.parts:
+        reader.read_box(saved, part, part.box, tensor[part.box.slices])
+    return tensor

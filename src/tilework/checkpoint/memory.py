@@ -1,0 +1,108 @@
+"""Memory of tensors as bytes: to write it, to read into it, and to checksum it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    r"""The memory of a contiguous tensor on the CPU. The tensor must be kept meanwhile.
+
+    Example:
+        >>> numbers = torch.tensor([1, 2], dtype=torch.uint8)
+        >>> bytes(byte_view(numbers))
+        b'\x01\x02'
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+def crc32(memory: memoryview, crc: int = 0) -> int:
+    """The CRC-32 of bytes that follow those whose CRC-32 is ``crc``. Without Python's lock.
+
+    Example:
+        >>> crc32(memoryview(b"123456789")) == 0xCBF43926
+        True
+    """
+    if _core is None or memory.readonly or memory.nbytes < 4096:
+        return zlib.crc32(memory, crc)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return _core.crc32(address, memory.nbytes, crc)
+
+
+def chunk_crc32(memory: memoryview, chunk_bytes: int) -> list[int]:
+    """The CRC-32 of each chunk."""
+    return [crc32(memory[at : at + chunk_bytes]) for at in range(0, memory.nbytes, chunk_bytes)]
+
+
+def is_in_place(view: Tensor) -> bool:
+    """True if the tensor's memory is its elements in row-major order, where the CPU sees them."""
+    return (
+        view.device.type == "cpu"
+        and view.is_contiguous()
+        and not view.is_conj()
+        and not view.is_neg()
+    )
+
+
+def pieces_in_order(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
+    """The parts of a tensor in row-major order, contiguous on the CPU, each of few bytes.
+
+    What is in place is cut without copying.
+    """
+    view = view.detach()
+    if is_in_place(view):
+        yield from _cut(view.as_strided((view.numel(),), (1,)), most_bytes)
+        return
+    for block in _blocks(view, most_bytes):
+        plain = block.resolve_conj().resolve_neg().to("cpu").contiguous()
+        yield plain.as_strided((plain.numel(),), (1,))
+
+
+def _cut(flat: Tensor, most_bytes: int) -> Iterator[Tensor]:
+    step = max(1, most_bytes // flat.element_size())
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step]
+
+
+def _blocks(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
+    if view.numel() == 0:
+        return
+    if view.numel() * view.element_size() <= most_bytes or view.dim() == 0:
+        yield view
+        return
+    row = math.prod(view.shape[1:]) * view.element_size()
+    rows = most_bytes // row
+    if rows:
+        for start in range(0, view.shape[0], rows):
+            yield view[start : start + rows]
+        return
+    for each in view:
+        yield from _blocks(each, most_bytes)
+
+
+def full_crc32(tensor: Tensor, most_bytes: int = 1 << 20) -> int:
+    """The CRC-32 of a tensor's elements in row-major order."""
+    crc = 0
+    for piece in pieces_in_order(tensor, most_bytes):
+        crc = crc32(byte_view(piece), crc)
+    return crc
+
+
+def empty_bytes(nbytes: int) -> Tensor:
+    """Uninitialised memory on the CPU."""
+    return torch.empty(nbytes, dtype=torch.uint8)

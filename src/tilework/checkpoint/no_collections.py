@@ -1,0 +1,22 @@
+"""Planning without pauses of Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep the collector from looking through what grows meanwhile, and is no garbage.
+
+    A plan of many boxes is many small tuples: three quarters of the time would go there.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,210 @@
+"""Objects with state as containers: modules, optimizers, generators, and whatever has state_dict().
+
+The states of optimizers are saved by the names of their parameters, which modules of the same state
+give: so they follow the parameters into other groups, other orders and other layouts.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tilework.checkpoint.format import Path
+from tilework.comm.world import current_world
+from tilework.sharded import ShardedOptimizer, named_params_with_sharded_tensor
+
+#: Classes whose one child is the module that they wrap, by name: they stand above this package, or
+#: are torch's own.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+#: The names of parameters by identity.
+Names = Mapping[int, Any]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that data parallelism or a compiler wraps: its names have no prefix.
+
+    Example:
+        >>> inner = nn.Linear(1, 1)
+        >>> unwrapped(nn.DataParallel(inner)) is inner
+        True
+    """
+    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
+        inner = getattr(module, attribute, None)
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
+    return module
+
+
+def has_state(value: Any) -> bool:
+    """True if an object tells its state and takes it again."""
+    return (
+        callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, type)
+    )
+
+
+def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+    """The modules within dicts, lists and tuples, with their paths."""
+    if isinstance(state, nn.Module):
+        yield path, unwrapped(state)
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from modules_of(value, (*path, key))
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from modules_of(value, (*path, number))
+
+
+def parameter_names(state: Any) -> dict[int, str]:
+    """The name of each parameter of the state's modules, by identity.
+
+    The module's own, such as ``layers.0.weight``; with the module's path before it where several
+    modules have that name.
+    """
+    modules = list({id(module): (path, module) for path, module in modules_of(state)}.values())
+    names: dict[int, str] = {}
+    taken: dict[str, int] = {}
+    for path, module in modules:
+        for name, parameter in named_params_with_sharded_tensor(module):
+            if id(parameter) in names:
+                continue
+            full = ".".join([*map(str, path), name]) if taken.get(name) else name
+            taken[name] = taken.get(name, 0) + 1
+            names[id(parameter)] = full
+    return names
+
+
+def parameters_of(optimizer: Optimizer, names: Names) -> list[list[tuple[Any, Tensor]]]:
+    """The parameters of each group with their names: modules', or the optimizer's, or numbers.
+
+    An optimizer that was given ``named_parameters()`` has names of its own.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return [
+            [(name, optimizer.named_params[name]) for name in group] for group in optimizer._names
+        ]
+    groups, number = [], 0
+    for group in optimizer.param_groups:
+        own = group.get("param_names") or [None] * len(group["params"])
+        pairs: list[tuple[Any, Tensor]] = []
+        for parameter, its_own in zip(group["params"], own, strict=True):
+            name = names.get(id(parameter), its_own)
+            pairs.append((number if name is None else name, parameter))
+            number += 1
+        groups.append(pairs)
+    return groups
+
+
+def is_split(optimizer: Optimizer) -> bool:
+    """True if each rank has the states of its own parameters alone, as ZeroRedundancyOptimizer."""
+    return callable(getattr(optimizer, "owner_of", None)) and hasattr(optimizer, "optim")
+
+
+def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    """The state of an optimizer by names of parameters.
+
+    Collective over the groups of sharded parameters if it is a ShardedOptimizer.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.state_dict()
+    groups = parameters_of(optimizer, names)
+    listed = [pair for group in groups for pair in group]
+    if is_split(optimizer):
+        inner: Any = optimizer.optim  # type: ignore[attr-defined]
+        own = {} if inner is None else inner.state
+        packed: dict[str, Any] = {
+            "state": {at: own[p] for at, (_, p) in enumerate(listed) if own.get(p)},
+            "param_groups": [dict(group) for group in optimizer.param_groups],
+        }
+    else:
+        packed = dict(optimizer.state_dict())
+    packed["state"] = {
+        listed[at][0] if isinstance(at, int) else at: dict(state)
+        for at, state in packed["state"].items()
+        if state
+    }
+    packed["param_groups"] = [
+        {**_options(group), "params": [name for name, _ in pairs]}
+        for group, pairs in zip(packed["param_groups"], groups, strict=True)
+    ]
+    return packed
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class Containers:
+    """Containers for the objects of one state, made as they are come upon."""
+
+    def __init__(self, state: Any) -> None:
+        self._names = parameter_names(state)
+
+    def __call__(self, value: Any, path: Path) -> Any:
+        """The containers of an object; another value as it is."""
+        if isinstance(value, nn.Module):
+            return unwrapped(value).state_dict()
+        if isinstance(value, Optimizer):
+            return optimizer_state(value, self._names)
+        if isinstance(value, torch.Generator):
+            return value.get_state()
+        return value.state_dict() if has_state(value) else value
+
+
+class RandomState:
+    """The random generators of this process, as a part of a state: for an exact resume.
+
+    Python's, numpy's if it is loaded, and torch's default ones for the CPU and for CUDA devices.
+    DTensors draw their numbers by torch's default generator, so they go on as well. What differs
+    between ranks is saved for each rank.
+
+    Example:
+        >>> state = RandomState().state_dict()
+        >>> first = torch.rand(1)
+        >>> RandomState().load_state_dict(state)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all generators. Local."""
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "torch": torch.default_generator.get_state(),
+        }
+        if (own := current_world().generator) is not None:
+            state["rank"] = own.get_state()
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+            state["numpy"] = numpy.random.get_state()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the generators. Local."""
+        if "python" in state_dict:
+            random.setstate(_tuples(state_dict["python"]))
+        if "torch" in state_dict:
+            torch.default_generator.set_state(state_dict["torch"])
+        if (own := current_world().generator) is not None:
+            own.set_state(state_dict.get("rank", state_dict.get("torch")))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state_dict["cuda"])
+        if "numpy" in state_dict and (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.set_state(state_dict["numpy"])
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,157 @@
+"""Ranks that save or load together: errors on all of them alike, and groups of their own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.groups import new_group
+from tilework.comm.world import AnyGroup, NonMember, current_world, is_initialized, resolve
+from tilework.errors import CheckpointError
+
+T = TypeVar("T")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Ranks:
+    """The ranks of a group, or this process alone where there is no group.
+
+    Args:
+        group: The group; None: the default group, if there is one.
+    """
+
+    def __init__(self, group: AnyGroup = None) -> None:
+        resolved = resolve(group) if group is not None or is_initialized() else None
+        if isinstance(resolved, NonMember):
+            raise ValueError(
+                f"this rank is not in {resolved!r}: call this on the ranks of the group only"
+            )
+        self.group: ProcessGroup | None = resolved
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The global ranks, ascending by group rank."""
+        return (0,) if self.group is None else self.group.global_ranks
+
+    @property
+    def here(self) -> int:
+        """This process's global rank."""
+        return 0 if self.group is None else self.group.global_ranks[self.group.rank()]
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes the index."""
+        return self.here == self.all[0]
+
+    def gather(self, make: Callable[[], T]) -> list[T]:
+        """The results of ``make()`` on each rank, or the error of a rank on every rank. Collective.
+
+        Args:
+            make: Makes plain data, without communicating.
+
+        Raises:
+            CheckpointError: On all ranks alike, if ``make`` raised one or an OSError anywhere.
+            Exception: ``make`` raised something else, here or on another rank.
+        """
+        results = self._outcomes(make)
+        failed = {
+            rank: failure for rank, (_, failure) in zip(self.all, results, strict=True) if failure
+        }
+        if failed:
+            message, file, tensor = next(iter(failed.values()))
+            first = next(iter(failed))
+            raise CheckpointError(
+                f"rank {first}: {message}" if self.group is not None else message,
+                file=file,
+                tensor=tensor,
+                ranks=list(failed),
+            )
+        return [value for value, _ in results]
+
+    def _outcomes(self, make: Callable[[], T]) -> list[tuple[T, tuple[str, str, str] | None]]:
+        def outcome() -> Any:
+            try:
+                return make(), None
+            except CheckpointError as error:
+                return None, (str(error), error.file, error.tensor)
+            except OSError as error:
+                file = str(error.filename or "")
+                where = f"{file}: " if file else ""
+                return None, (f"{where}{error.strerror or error}", file, "")
+
+        return [outcome()] if self.group is None else agree(outcome, self.group)
+
+    def same_host(self) -> Ranks:
+        """The ranks of this host. Collective when it is first called for a group."""
+        if self.group is None or self.group.size() == 1:
+            return self
+        return _own_groups().same_host(self)
+
+    def own(self) -> Ranks:
+        """The same ranks, in a group that nothing else uses. Collective when first called."""
+        return self if self.group is None else _own_groups().own(self)
+
+
+def of_group(group: ProcessGroup | None) -> Ranks:
+    """The ranks of a group that is in no World's register."""
+    ranks = object.__new__(Ranks)
+    ranks.group = group
+    return ranks
+
+
+def host_name() -> str:
+    """A text that is the same on all ranks of a host, and on no others."""
+    try:
+        return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass
+class _OwnGroups:
+    """The groups that checkpoints of one rank have made; closed with its World."""
+
+    own_groups: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
+    host_groups: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
+
+    def own(self, ranks: Ranks) -> Ranks:
+        assert ranks.group is not None
+        known = self.own_groups.get(ranks.group)
+        if known is None:
+            known = self.own_groups[ranks.group] = _unregistered(ranks.all)
+        return of_group(known)
+
+    def same_host(self, ranks: Ranks) -> Ranks:
+        group = ranks.group
+        assert group is not None
+        known = self.host_groups.get(group)
+        if known is None:
+            names = agree(host_name, group)
+            mine = names[group.rank()]
+            here = tuple(r for r, name in zip(ranks.all, names, strict=True) if name == mine)
+            known = group if len(here) == group.size() else _unregistered(here)
+            self.host_groups[group] = known
+        return of_group(known)
+
+    def close(self) -> None:
+        groups = [*self.own_groups.values(), *self.host_groups.values()]
+        self.own_groups, self.host_groups = {}, {}
+        for group in groups:
+            group.close()
+
+
+def _own_groups() -> _OwnGroups:
+    return current_world().state(_OwnGroups)
+
+
+def _unregistered(ranks: tuple[int, ...]) -> ProcessGroup:
+    """A new group that lives until this rank ends, whatever is destroyed before. Collective."""
+    group = new_group(ranks, use_local_synchronization=True, group_desc="checkpoints")
+    assert isinstance(group, ProcessGroup)
+    current_world().records.pop(group)
+    return group

@@ -1,0 +1,310 @@
+"""Plans of saving: which rank writes which boxes, and where they lie in which file. Pure.
+
+Every rank makes the same plan from the same description; nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilework.checkpoint.dtypes import DTYPES, stored
+from tilework.checkpoint.index_text import piece_key
+from tilework.checkpoint.no_collections import no_collections
+from tilework.layout import Box
+
+#: The bytes of a file, and so of a part, unless the program asks for others.
+FILE_BYTES = 4 << 30
+#: Smaller boxes are not split to make ranks write equally much.
+_SPLIT_BYTES = 256 << 10
+#: Elements begin at multiples of this in a file: where memory maps of them are aligned.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToSave:
+    """A tensor as all ranks know it.
+
+    Args:
+        name: Its name in the checkpoint.
+        dtype: The index's name of its dtype.
+        shape: The global shape.
+        tiles: Its boxes, and the ranks that hold each, a full copy each.
+        layout: How it is sharded, for people.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tiles: tuple[tuple[Box, tuple[int, ...]], ...]
+    layout: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPES[self.dtype].itemsize
+
+
+class BoxToWrite(NamedTuple):
+    """A box of a tensor that one rank writes.
+
+    Args:
+        tensor: The tensor's number.
+        box: The region.
+        nbytes: Its bytes.
+    """
+
+    tensor: int
+    box: Box
+    nbytes: int
+
+
+@no_collections()
+def assign_writers(
+    tensors: Sequence[TensorToSave], ranks: Sequence[int]
+) -> dict[int, list[BoxToWrite]]:
+    """The boxes that each rank writes: each element once, equally many bytes as far as can be.
+
+    A box that one rank holds is written by it. Those that several hold are dealt out in turn, and
+    split where that makes writers equal. Takes time proportional to the number of boxes.
+
+    Args:
+        tensors: The tensors.
+        ranks: The ranks that save.
+
+    Raises:
+        ValueError: A box is held by a rank that does not save.
+
+    Example:
+        >>> whole = Box((0, 0), (1024, 1024))
+        >>> bias = TensorToSave("b", "F32", (1024, 1024), ((whole, (0, 1)),))
+        >>> {rank: str(each[0].box) for rank, each in assign_writers([bias], [0, 1]).items()}
+        {0: '[0:512, 0:1024]', 1: '[512:1024, 0:1024]'}
+    """
+    written: dict[int, list[BoxToWrite]] = {rank: [] for rank in ranks}
+    loads = dict.fromkeys(ranks, 0)
+    shared: dict[tuple[int, ...], list[BoxToWrite]] = {}
+    for number, tensor in enumerate(tensors):
+        itemsize = tensor.itemsize
+        for box, owners in tensor.tiles:
+            nbytes = math.prod(box.sizes) * itemsize
+            task = BoxToWrite(number, box, nbytes)
+            if len(owners) > 1:
+                shared.setdefault(tuple(sorted(owners)), []).append(task)
+                continue
+            owner = owners[0]
+            if owner not in loads:
+                _refuse_owner(tensor, box, owners, ranks)
+            written[owner].append(task)
+            loads[owner] += nbytes
+    for owners in sorted(shared, key=lambda owners: (len(owners), owners)):
+        here = [rank for rank in owners if rank in loads]
+        if not here:
+            first = shared[owners][0]
+            _refuse_owner(tensors[first.tensor], first.box, owners, ranks)
+        for rank, task in _dealt(shared[owners], _quotas(shared[owners], here, loads), tensors):
+            written[rank].append(task)
+            loads[rank] += task.nbytes
+    return written
+
+
+def _refuse_owner(
+    tensor: TensorToSave, box: Box, owners: Sequence[int], ranks: Sequence[int]
+) -> None:
+    raise ValueError(
+        f"tensor {tensor.name!r} has {box} on ranks {list(owners)}, which are not among those that "
+        f"save, {list(ranks)}: save on a group that has them"
+    )
+
+
+def _quotas(
+    tasks: Sequence[BoxToWrite], owners: Sequence[int], loads: dict[int, int]
+) -> list[tuple[int, int]]:
+    """The bytes that each owner takes, so that their loads become as equal as they can."""
+    left = sum(task.nbytes for task in tasks)
+    ordered = sorted(owners, key=lambda rank: (loads[rank], rank))
+    level = 0
+    for count in range(1, len(ordered) + 1):
+        level = (left + sum(loads[each] for each in ordered[:count])) // count
+        if count == len(ordered) or level <= loads[ordered[count]]:
+            ordered = ordered[:count]
+            break
+    return [(rank, max(0, level - loads[rank])) for rank in ordered]
+
+
+def _dealt(
+    tasks: Sequence[BoxToWrite],
+    quotas: Sequence[tuple[int, int]],
+    tensors: Sequence[TensorToSave],
+) -> Iterator[tuple[int, BoxToWrite]]:
+    """The tasks with their writers: each takes its quota, then comes the next."""
+    turn, room = 0, quotas[0][1]
+    for task in tasks:
+        rest: BoxToWrite | None = task
+        while rest is not None:
+            rank = quotas[turn][0]
+            last = turn == len(quotas) - 1
+            if last or rest.nbytes <= room:
+                yield rank, rest
+                room -= rest.nbytes
+                break
+            head, rest = _split(rest, room, tensors[rest.tensor].itemsize)
+            if head is not None:
+                yield rank, head
+            turn += 1
+            room = quotas[turn][1] if head is not None else quotas[turn][1] + max(0, room)
+
+
+def _split(
+    task: BoxToWrite, room: int, itemsize: int
+) -> tuple[BoxToWrite | None, BoxToWrite | None]:
+    """The part that fits, and the rest; a small task goes where more of it fits."""
+    box = task.box
+    if task.nbytes >= _SPLIT_BYTES:
+        dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+        if dim is not None:
+            row = task.nbytes // box.sizes[dim]
+            rows = min(box.sizes[dim], (room + row // 2) // row)
+            if rows == 0:
+                return None, task
+            head, tail = _cut_at(box, dim, rows)
+            rest = BoxToWrite(task.tensor, tail, tail.volume * itemsize)
+            return BoxToWrite(task.tensor, head, rows * row), rest if tail.volume else None
+    return (task, None) if 2 * room >= task.nbytes else (None, task)
+
+
+def _cut_at(box: Box, dim: int, rows: int) -> tuple[Box, Box]:
+    before, after = box.sizes[:dim], box.sizes[dim + 1 :]
+    start = box.offsets[dim] + rows
+    return (
+        Box(box.offsets, (*before, rows, *after)),
+        Box(
+            (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
+            (*before, box.sizes[dim] - rows, *after),
+        ),
+    )
+
+
+def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
+    """The box in boxes of at most so many bytes, each of whole rows if rows are no longer.
+
+    Example:
+        >>> [str(each) for each in cut_box(Box((0, 0), (4, 2)), 4, 16)]
+        ['[0:2, 0:2]', '[2:4, 0:2]']
+    """
+    if box.volume * itemsize <= most_bytes or box.volume <= 1:
+        yield box
+        return
+    dim = next(d for d, size in enumerate(box.sizes) if size > 1)
+    row = box.volume // box.sizes[dim] * itemsize
+    rows = max(1, most_bytes // row)
+    rest = box
+    while rest.sizes[dim] > rows:
+        head, rest = _cut_at(rest, dim, rows)
+        yield from cut_box(head, itemsize, most_bytes)
+    yield from cut_box(rest, itemsize, most_bytes)
+
+
+class PlacedBox(NamedTuple):
+    """A box with its place in a file."""
+
+    tensor: int
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file that one rank writes.
+
+    Args:
+        name: Its name.
+        header: The bytes before the first element, as safetensors has them.
+        boxes: In the order in which they lie there, without gaps.
+        nbytes: The length of the file.
+    """
+
+    name: str
+    header: bytes
+    boxes: tuple[PlacedBox, ...]
+    nbytes: int
+
+
+@no_collections()
+def plan_files(
+    tensors: Sequence[TensorToSave],
+    tasks: Sequence[BoxToWrite],
+    prefix: str,
+    file_bytes: int = FILE_BYTES,
+) -> list[FilePlan]:
+    """The files of one rank. Boxes without elements are in none.
+
+    Args:
+        tensors: The tensors that tasks name by number.
+        tasks: The rank's.
+        prefix: The beginning of the files' names.
+        file_bytes: The most bytes of elements in a file; larger boxes are split.
+
+    Example:
+        >>> box = Box((0,), (6,))
+        >>> x = TensorToSave("x", "F32", (6,), ((box, (0,)),))
+        >>> plans = plan_files([x], [BoxToWrite(0, box, 24)], "rank0", 16)
+        >>> [(plan.name, str(plan.boxes[0].box)) for plan in plans]
+        [('rank0-00000.safetensors', '[0:4]'), ('rank0-00001.safetensors', '[4:6]')]
+    """
+    files: list[list[BoxToWrite]] = []
+    used = file_bytes
+    for task in tasks:
+        itemsize = tensors[task.tensor].itemsize
+        fits = task.nbytes <= file_bytes
+        for box in (task.box,) if fits else cut_box(task.box, itemsize, file_bytes):
+            nbytes = box.volume * itemsize
+            if not nbytes:
+                continue
+            if used + nbytes > file_bytes:
+                files.append([])
+                used = 0
+            files[-1].append(BoxToWrite(task.tensor, box, nbytes))
+            used += nbytes
+    return [
+        _file_plan(tensors, boxes, f"{prefix}-{number:05}.safetensors")
+        for number, boxes in enumerate(files)
+    ]
+
+
+def _file_plan(tensors: Sequence[TensorToSave], boxes: Sequence[BoxToWrite], name: str) -> FilePlan:
+    # Long elements first: so all are aligned, without gaps, which the format forbids.
+    ordered = sorted(boxes, key=lambda task: -_stored_itemsize(tensors[task.tensor]))
+    entries: dict[str, Mapping[str, object]] = {}
+    begin = 0
+    for task in ordered:
+        tensor = tensors[task.tensor]
+        dtype, sizes = stored(tensor.dtype, task.box.sizes)
+        entries[piece_key(tensor.name, tensor.shape, task.box)] = {
+            "dtype": dtype,
+            "shape": list(sizes),
+            "data_offsets": [begin, begin + task.nbytes],
+        }
+        begin += task.nbytes
+    header = safetensors_header(entries)
+    placed, offset = [], len(header)
+    for task in ordered:
+        placed.append(PlacedBox(task.tensor, task.box, offset, task.nbytes))
+        offset += task.nbytes
+    return FilePlan(name, header, tuple(placed), offset)
+
+
+def _stored_itemsize(tensor: TensorToSave) -> int:
+    _, sizes = stored(tensor.dtype, ())
+    return tensor.itemsize // math.prod(sizes)
+
+
+def safetensors_header(entries: Mapping[str, Mapping[str, object]]) -> bytes:
+    """The length and the JSON that a safetensors file begins with, padded with spaces."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

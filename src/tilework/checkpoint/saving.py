@@ -1,0 +1,362 @@
+"""Saving: what all ranks do together, step by step. The order of steps is docs/format.md's."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tilework.checkpoint.describing import (
+    Description,
+    MergedState,
+    describe,
+    local_view,
+    merge,
+    settle,
+)
+from tilework.checkpoint.flat_state import flatten, state_json
+from tilework.checkpoint.format import (
+    CHUNK_BYTES,
+    INDEX_NAME,
+    Index,
+    Part,
+    SavedFile,
+    SavedTensor,
+)
+from tilework.checkpoint.index_text import index_text, parse_index
+from tilework.checkpoint.memory import byte_view, crc32, pieces_in_order
+from tilework.checkpoint.objects import Containers
+from tilework.checkpoint.ranks import Ranks
+from tilework.checkpoint.save_planning import (
+    FILE_BYTES,
+    FilePlan,
+    PlacedBox,
+    assign_writers,
+    plan_files,
+)
+from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, Storage
+from tilework.errors import CheckpointError
+
+#: The names of files of elements: a mark of the save that wrote them, the rank, a number.
+_DATA_FILE = re.compile(r"[0-9a-f]{8}-rank[0-9]{5,}-[0-9]{5,}\.safetensors")
+
+#: Yields the elements of a box in order, as contiguous tensors.
+Source = Callable[[PlacedBox], Iterator[Tensor]]
+#: Told the bytes that were written.
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Settings of a save.
+
+    Args:
+        meta: What the program adds to the index: plain JSON.
+        file_bytes: The most bytes of elements in a file.
+        overwrite: Replace a checkpoint that is there; else it is an error.
+    """
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    file_bytes: int = FILE_BYTES
+    overwrite: bool = True
+
+
+@dataclass
+class Save:
+    """A save that is prepared: what to write, and from where."""
+
+    storage: Storage
+    ranks: Ranks
+    options: SaveOptions
+    merged: MergedState
+    leaves: dict[Any, Any]
+    files: list[FilePlan]
+    release: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank writes."""
+        return sum(plan.nbytes for plan in self.files)
+
+    def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
+        """The elements of a box, from the state itself."""
+        path, _ = self.merged.sources[placed.tensor]
+        view = local_view(self.leaves[path], placed.box, self.ranks.here)
+        return pieces_in_order(view, CHUNK_BYTES)
+
+
+def prepare(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> Save:
+    """Compare the ranks' states, plan, and take the path for this save. Collective; blocks.
+
+    Raises:
+        CheckpointError: Another save is at work there, or the folder cannot be made.
+        TypeError, ValueError: The state has something that a checkpoint does not hold, or ranks
+            disagree. Nothing was written.
+    """
+    flat = flatten(state, Containers(state))
+    settle(flat)
+    token, release = _take(storage, ranks, options)
+    try:
+        descriptions = ranks.gather(lambda: _as_plain(describe(flat)))
+        merged = merge([_from_plain(each) for each in descriptions], ranks.all)
+        written = assign_writers(merged.tensors, ranks.all)
+        prefix = f"{token}-rank{ranks.here:05}"
+        files = plan_files(merged.tensors, written[ranks.here], prefix, options.file_bytes)
+    except BaseException:
+        release()
+        raise
+    return Save(storage, ranks, options, merged, flat.leaves, files, release)
+
+
+def _as_plain(description: Description) -> Any:
+    return description.leaves, description.containers
+
+
+def _from_plain(data: Any) -> Description:
+    return Description(*data)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def _take(storage: Storage, ranks: Ranks, options: SaveOptions) -> tuple[str, Callable[[], None]]:
+    """The mark of this save, and what ends it: the first rank has the path meanwhile."""
+    release = nothing
+
+    def take() -> str:
+        nonlocal release
+        if not ranks.is_first:
+            return ""
+        json.dumps(options.meta, allow_nan=False)
+        storage.prepare()
+        release = storage.lock()
+        try:
+            if not options.overwrite and INDEX_NAME in storage.names():
+                raise CheckpointError(
+                    f"{storage.location} is a checkpoint already: give another path, or "
+                    f"overwrite=True",
+                    file=storage.location,
+                )
+            remove_leftovers(storage)
+        except BaseException:
+            release()
+            raise
+        return secrets.token_hex(4)
+
+    try:
+        return ranks.gather(take)[0], release
+    except BaseException:
+        release()
+        raise
+
+
+def remove_leftovers(storage: Storage) -> list[str]:
+    """Remove files of saves that did not end. Local; only the one that has the lock may.
+
+    What no save could have written stays: so do all files where the index cannot be read.
+
+    Returns:
+        The names of the files.
+    """
+    names = storage.names()
+    used: set[str] = set()
+    if INDEX_NAME in names:
+        try:
+            index = parse_index(storage.read_all(INDEX_NAME), storage.where(INDEX_NAME))
+        except CheckpointError:
+            return []
+        used = set(index.files)
+    left = [name for name in names if is_ours(name) and name not in used]
+    for name in left:
+        storage.remove(name)
+    return left
+
+
+def is_ours(name: str) -> bool:
+    """True if saves give files such names; the index is not among them, nor is the lock."""
+    finished = name.removesuffix(UNFINISHED)
+    if finished == INDEX_NAME:
+        return finished != name
+    return name != LOCK_NAME and _DATA_FILE.fullmatch(finished) is not None
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _WrittenFile:
+    name: str
+    nbytes: int
+    header_crc32: int
+    #: The checksums of each box, in the order of the file's plan.
+    checksums: list[array[int]]
+
+
+def write_files(save: Save, source: Source, progress: Progress) -> list[_WrittenFile]:
+    """Write this rank's files, each whole or absent. Local."""
+    written = []
+    for plan in save.files:
+        with save.storage.create(plan.name) as file:
+            file.write(plan.header)
+            checksums = [_write_box(file.write, source(placed), progress) for placed in plan.boxes]
+            file.finish()
+        written.append(_WrittenFile(plan.name, plan.nbytes, zlib.crc32(plan.header), checksums))
+    if written:
+        save.storage.sync()
+    return written
+
+
+def _write_box(
+    write: Callable[[memoryview], None], elements: Iterator[Tensor], progress: Progress
+) -> array[int]:
+    sums, crc, room = array("I"), 0, CHUNK_BYTES
+    for tensor in elements:
+        memory = byte_view(tensor)
+        while memory.nbytes:
+            piece = memory[:room]
+            crc, room = crc32(piece, crc), room - piece.nbytes
+            write(piece)
+            progress(piece.nbytes)
+            memory = memory[piece.nbytes :]
+            if room == 0:
+                sums.append(crc)
+                crc, room = 0, CHUNK_BYTES
+    if room < CHUNK_BYTES:
+        sums.append(crc)
+    return sums
+
+
+# -- the end ---------------------------------------------------------------------------------
+
+
+def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progress) -> Index | None:
+    """Write this rank's files; when all ranks have, the first one writes the index. Collective.
+
+    Args:
+        save: What to write.
+        source: The elements of its boxes.
+        ranks: The ranks, in the group that is to be used.
+        progress: Told the bytes that were written.
+
+    Returns:
+        The index, on the first rank.
+
+    Raises:
+        CheckpointError: On all ranks: a file could not be written on some rank. The previous
+            checkpoint is as it was.
+    """
+    try:
+        reports = ranks.gather(
+            lambda: [
+                (f.name, f.nbytes, f.header_crc32, [s.tobytes() for s in f.checksums])
+                for f in write_files(save, source, progress)
+            ]
+        )
+        committed: list[Index] = []
+
+        def commit() -> None:
+            if ranks.is_first:
+                committed.append(_commit(save, reports))
+
+        ranks.gather(commit)
+        return committed[0] if committed else None
+    except CheckpointError:
+        if ranks.is_first:
+            _clean(save.storage)
+        raise
+    finally:
+        save.release()
+
+
+def _clean(storage: Storage) -> None:
+    with suppress(OSError):  # the error that is on its way says more
+        remove_leftovers(storage)
+
+
+Report = tuple[str, int, int, list[bytes]]
+
+
+def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
+    storage = save.storage
+    index = _index(save, reports)
+    _check_visible(storage, index)
+    replaced = _files_of_present(storage)
+    with storage.create(INDEX_NAME) as file:
+        file.write(index_text(index))
+        file.finish()
+    storage.sync()
+    for name in replaced - set(index.files):
+        storage.remove(name)
+    return index
+
+
+def _files_of_present(storage: Storage) -> set[str]:
+    return {name for name in storage.names() if _DATA_FILE.fullmatch(name)}
+
+
+def _check_visible(storage: Storage, index: Index) -> None:
+    """Raise if files of other ranks are not where this one wrote its own."""
+    missing = set(index.files) - set(storage.names())
+    if missing:
+        name = min(missing)
+        raise CheckpointError(
+            f"{storage.where(name)}, which its rank has written, cannot be seen from the first "
+            f"rank: save to a folder that all hosts share",
+            file=storage.where(name),
+        )
+
+
+def _index(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
+    merged = save.merged
+    files: dict[str, SavedFile] = {}
+    parts: dict[int, list[Part]] = {number: [] for number in range(len(merged.tensors))}
+    for plans, report in zip(_all_files(save), reports, strict=True):
+        for plan, (name, nbytes, header_crc32, checksums) in zip(plans, report, strict=True):
+            files[name] = SavedFile(nbytes, header_crc32)
+            for placed, sums in zip(plan.boxes, checksums, strict=True):
+                parts[placed.tensor].append(
+                    Part(placed.box, name, placed.offset, placed.nbytes, tuple(array("I", sums)))
+                )
+    tensors = {
+        tensor.name: SavedTensor(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            tuple(sorted(parts[number], key=lambda part: part.box.offsets)),
+            tensor.layout,
+        )
+        for number, tensor in enumerate(merged.tensors)
+    }
+    for name, original in merged.aliases.items():
+        first = tensors[original]
+        tensors[name] = SavedTensor(name, first.dtype, first.shape, first.parts, first.layout)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Index(
+        tensors,
+        files,
+        state_json(merged.flat),
+        len(save.ranks.all),
+        CHUNK_BYTES,
+        dict(save.options.meta),
+        now.isoformat(timespec="seconds"),
+        "tilework",
+    )
+
+
+def _all_files(save: Save) -> list[list[FilePlan]]:
+    """The plans of all ranks, made again where they are needed: on one rank."""
+    written = assign_writers(save.merged.tensors, save.ranks.all)
+    return [
+        plan_files(save.merged.tensors, written[rank], "", save.options.file_bytes)
+        for rank in save.ranks.all
+    ]

@@ -1,0 +1,343 @@
+"""Places that checkpoints lie in: a folder of this machine, or a URL by way of fsspec.
+
+A file is *absent* until it is complete: it is written under another name, flushed to the disk,
+and renamed. A folder is a checkpoint when its index is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from tilework.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
+
+#: The end of the name of a file that is being written.
+UNFINISHED = ".part"
+#: The file that a writer holds a lock on.
+LOCK_NAME = ".lock"
+
+
+class FileWriter(ABC):
+    """A file that is being written, from its start to its end."""
+
+    @abstractmethod
+    def write(self, memory: memoryview | bytes) -> None:
+        """Add bytes."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Flush the file to the disk, and let it have its name."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop the file. Idempotent; nothing happens to one that is finished."""
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.discard()
+
+
+class FileReader(ABC):
+    """A file that is read by position."""
+
+    nbytes: int
+
+    @abstractmethod
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        """Fill the memory with the bytes from ``offset`` on; how many there were."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+
+
+class Storage(ABC):
+    """A folder of files. All names are plain ones, directly in it."""
+
+    location: str
+    #: True if other processes of this machine see what is written.
+    is_local: bool = True
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the folder, unless it is there."""
+
+    @abstractmethod
+    def create(self, name: str) -> FileWriter:
+        """Begin to write a file."""
+
+    @abstractmethod
+    def open(self, name: str) -> FileReader:
+        """Open a file to read.
+
+        Raises:
+            CheckpointError: It is missing, or no plain file.
+        """
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of the files in the folder; none if there is no folder."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Flush the folder itself to the disk, so that names last."""
+
+    def read_all(self, name: str, most_bytes: int = 1 << 31) -> bytes:
+        """All bytes of a file.
+
+        Raises:
+            CheckpointError: It is missing, or too large.
+        """
+        reader = self.open(name)
+        try:
+            if reader.nbytes > most_bytes:
+                where = self.where(name)
+                raise CheckpointError(f"{where} has {reader.nbytes:,} bytes", file=where)
+            memory = bytearray(reader.nbytes)
+            got = reader.read_into(memoryview(memory), 0)
+            return bytes(memory[:got])
+        finally:
+            reader.close()
+
+    def where(self, name: str) -> str:
+        """A file's full name, for messages."""
+        return f"{self.location.rstrip('/')}/{name}"
+
+    def lock(self) -> Callable[[], None]:
+        """Keep other writers away until the returned function is called.
+
+        Raises:
+            CheckpointError: Another writer is at work.
+        """
+        return lambda: None
+
+
+class FileCalls:
+    """The calls by which files are written. Tests put others in their place.
+
+    Their order is the protocol of docs/format.md.
+    """
+
+    mkdir = staticmethod(os.mkdir)
+    open = staticmethod(os.open)
+    write = staticmethod(os.write)
+    fsync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.replace)
+    unlink = staticmethod(os.unlink)
+    rmdir = staticmethod(os.rmdir)
+    preadv = staticmethod(os.preadv)
+
+
+#: The calls that local storage makes.
+calls = FileCalls()
+
+
+class LocalStorage(Storage):
+    """A folder of a file system that this machine has mounted.
+
+    Args:
+        folder: The folder; it need not exist.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.location = str(folder)
+
+    def prepare(self) -> None:
+        folder = self.folder
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for each in reversed(missing):
+            try:
+                calls.mkdir(each, 0o777)
+            except FileExistsError:
+                if not each.is_dir():
+                    raise
+                continue
+            _sync_folder(each.parent)
+
+    def create(self, name: str) -> FileWriter:
+        return _LocalWriter(self.folder / f"{name}{UNFINISHED}", self.folder / name)
+
+    def open(self, name: str) -> FileReader:
+        return _LocalReader(self.folder / name, self.where(name))
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            calls.unlink(self.folder / name)
+
+    def sync(self) -> None:
+        _sync_folder(self.folder)
+
+    def lock(self) -> Callable[[], None]:
+        return _locked(self.folder.resolve() / LOCK_NAME, self.location)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = calls.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        calls.fsync(fd)
+    except OSError as error:
+        # Some network file systems have no such thing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        calls.close(fd)
+
+
+class _LocalWriter(FileWriter):
+    def __init__(self, unfinished: Path, final: Path) -> None:
+        self._unfinished, self._final = unfinished, final
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = calls.open(unfinished, flags, 0o666)
+
+    def write(self, memory: memoryview | bytes) -> None:
+        memory = memoryview(memory)
+        while memory.nbytes:
+            memory = memory[calls.write(self._fd, memory) :]
+
+    def finish(self) -> None:
+        calls.fsync(self._fd)
+        fd, self._fd = self._fd, -1
+        calls.close(fd)
+        calls.rename(self._unfinished, self._final)
+
+    def discard(self) -> None:
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            calls.close(fd)
+        finally:
+            calls.unlink(self._unfinished)
+
+
+class _LocalReader(FileReader):
+    def __init__(self, path: Path, where: str) -> None:
+        try:
+            # Not through links, and without waiting for the writer of a pipe.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            problem = "is a symlink" if error.errno == errno.ELOOP else error.strerror
+            raise CheckpointError(f"cannot open {where}: {problem}", file=where) from None
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{where} is no plain file", file=where)
+        self.nbytes = status.st_size
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        total = 0
+        while total < memory.nbytes:
+            count = calls.preadv(self._fd, [memory[total:]], offset + total)
+            if count == 0:
+                break
+            total += count
+        return total
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+# -- locks -----------------------------------------------------------------------------------
+
+#: The locks of this process, which the operating system does not tell apart.
+_held: set[str] = set()
+
+
+def _locked(path: Path, location: str) -> Callable[[], None]:
+    """Hold a lock file. Its owner's death ends the lock; the file alone means nothing."""
+    key = str(path)
+    if key in _held:
+        raise _busy(location, "this process")
+    fd = _open_locked(path, location)
+    _held.add(key)
+
+    def release() -> None:
+        if key in _held:
+            _held.discard(key)
+            if fd >= 0:
+                os.unlink(path)
+                os.close(fd)
+
+    return release
+
+
+def _open_locked(path: Path, location: str) -> int:
+    """The descriptor of the locked file; -1 where there are no locks."""
+    if sys.platform == "win32":
+        return -1
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            # Of the process, not of the open file: children that were forked do not have it.
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _busy(location, "another process") from None
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP):
+                return -1  # a file system without locks
+            raise
+        os.close(fd)  # the one that held it has removed the file since
+
+
+def _busy(location: str, who: str) -> CheckpointError:
+    return CheckpointError(
+        f"{who} is writing to {location} already: wait() for it, or save to another path",
+        file=location,
+    )
+
+
+# -- URLs ------------------------------------------------------------------------------------
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|[A-Za-z0-9]+::")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """True if a path names a storage of fsspec's.
+
+    Example:
+        >>> is_url("s3://bucket/run"), is_url("/data/run")
+        (True, False)
+    """
+    return isinstance(path, str) and _URL.match(path) is not None

@@ -1,0 +1,123 @@
+"""Values that are no tensors, as JSON: numbers, strings, bytes and their like, exactly.
+
+What JSON has is itself. Anything else is an object with the key ``$``, which tells its kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from typing import Any
+
+import torch
+
+#: Larger integers are no exact numbers in every reader of JSON.
+_EXACT = 1 << 53
+KIND = "$"
+_PLAIN = {type(None), bool, int, float, str}
+
+
+def encode_value(value: Any, where: str) -> Any:
+    """The JSON of a value.
+
+    Args:
+        value: None, a bool, a number, a string, bytes, or what torch has for dtypes, devices and
+            sizes.
+        where: Its place in the state, for messages.
+
+    Raises:
+        TypeError: It is something else.
+
+    Example:
+        >>> encode_value(float("inf"), "x"), encode_value(b"a", "x"), encode_value(1.5, "x")
+        ({'$': 'float', 'v': 'inf'}, {'$': 'bytes', 'v': 'YQ=='}, 1.5)
+    """
+    if value is None or isinstance(value, bool | str):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        return int(value) if abs(value) < _EXACT else _of_kind("int", str(int(value)))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _of_kind("float", repr(float(value)))
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _of_kind("bytes", base64.b64encode(value).decode())
+    if is_plain_sequence(value):
+        values = [encode_value(each, where) for each in value]
+        return values if isinstance(value, list) else _of_kind("tuple", values)
+    return _encode_rare(value, where)
+
+
+def is_plain_sequence(value: Any) -> bool:
+    """True for a list or tuple of numbers, strings, bools and None, which counts as one value.
+
+    Example:
+        >>> is_plain_sequence((0.9, 0.999)), is_plain_sequence([]), is_plain_sequence([[1]])
+        (True, False, False)
+    """
+    return (
+        isinstance(value, list | tuple) and len(value) > 0 and all(type(v) in _PLAIN for v in value)
+    )
+
+
+def _of_kind(kind: str, value: Any) -> dict[str, Any]:
+    return {KIND: kind, "v": value}
+
+
+def _encode_rare(value: Any, where: str) -> Any:
+    if isinstance(value, complex):
+        return _of_kind("complex", [repr(value.real), repr(value.imag)])
+    if isinstance(value, torch.dtype):
+        return _of_kind("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return _of_kind("device", str(value))
+    if _is_numpy_scalar(value):
+        return encode_value(value.item(), where)
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}, which a checkpoint does not hold. It holds "
+        f"tensors, numbers, strings, bytes, None, dicts, lists, tuples, sets of these, and objects "
+        f"with state_dict() and load_state_dict()"
+    )
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def decode_value(listed: Any) -> Any:
+    """The value that :func:`encode_value` made JSON of.
+
+    Raises:
+        ValueError: It is JSON of something else.
+
+    Example:
+        >>> decode_value({"$": "int", "v": "9007199254740993"})
+        9007199254740993
+    """
+    if isinstance(listed, list):
+        return [decode_value(each) for each in listed]
+    if not isinstance(listed, dict):
+        return listed
+    kind, value = listed.get(KIND), listed.get("v")
+    decode = _DECODERS.get(kind) if isinstance(kind, str) else None
+    if decode is None:
+        raise ValueError(f"values of kind {kind!r} are not known")
+    return decode(value)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+_DECODERS: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
+    "dtype": _dtype,
+    "device": torch.device,
+    "tuple": lambda values: tuple(map(decode_value, values)),
+}
