@@ -77,6 +77,19 @@ def _load(data: Tensor, weights_only: bool) -> Any:
     return _PlainUnpickler(io.BytesIO(raw)).load() if weights_only else pickle.loads(raw)
 
 
+def load_plain(data: bytes) -> Any:
+    """Plain data and tensors from their pickle, which runs nothing else.
+
+    Raises:
+        pickle.UnpicklingError: It holds something else.
+
+    Example:
+        >>> load_plain(pickle.dumps({"a": [1, 2.0]}))
+        {'a': [1, 2.0]}
+    """
+    return _PlainUnpickler(io.BytesIO(data)).load()
+
+
 def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup | None:
     """The group if this rank is in it and may unpickle what comes over it."""
     pg = member(group, operation)

@@ -22,6 +22,7 @@ from tilework.parallel.model_averaging import (
     PostLocalSGDOptimizer,
     average_parameters,
 )
+from tilework.parallel.resilient.resilient import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.loss import loss_parallel
 from tilework.parallel.tensor_parallel.plans import parallelize_module
@@ -42,6 +43,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
     "DistributedDataParallel",
+    "Event",
     "FSDPModule",
     "GradBucket",
     "HierarchicalModelAverager",
@@ -57,6 +59,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "Resilient",
     "RowwiseParallel",
     "SequenceParallel",
     "SyncBatchNorm",

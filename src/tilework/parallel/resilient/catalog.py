@@ -1,0 +1,143 @@
+"""The catalog of a snapshot: the boxes of each tensor that a rank writes, and where. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilework.layout import Box, Tile, Tiling, chunk_sizes, offsets_of
+
+Ints = tuple[int, ...]
+#: A tensor of a state: its name, shape and dtype, and its tiles (offsets, sizes, owners).
+Described = tuple[str, Ints, str, tuple[tuple[Ints, Ints, Ints], ...]]
+#: Parts begin at multiples of this many bytes.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor that one rank writes."""
+
+    box: Box
+    #: The tile that it is a part of, by its place in the tensor's tiling.
+    tile: int
+    writer: int
+    #: Where it begins in the writer's slot, in bytes.
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a snapshot."""
+
+    name: str
+    shape: Ints
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All tensors of a snapshot, and the bytes of each rank's slot."""
+
+    entries: tuple[Entry, ...]
+    slot_bytes: Ints
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of the snapshot, on all ranks."""
+        return sum(self.slot_bytes)
+
+
+def described(name: str, dtype: torch.dtype, tiling: Tiling) -> Described:
+    """A tensor of a state as plain data.
+
+    Raises:
+        ValueError: It is partial: its value is not known yet.
+    """
+    if len(tiling.terms) != 1:
+        raise ValueError(
+            f"{name} is partial, and a state holds values: redistribute it, or leave it out"
+        )
+    tiles = tuple((t.box.offsets, t.box.sizes, t.owners) for t in tiling.tiles)
+    return name, tiling.shape, str(dtype).removeprefix("torch."), tiles
+
+
+def tiling_of(tensor: Described) -> Tiling:
+    """The tiling that was described."""
+    _, shape, _, tiles = tensor
+    return Tiling.of_tiles(shape, [Tile(Box(o, s), owners) for o, s, owners in tiles])
+
+
+def make_catalog(tensors: Sequence[Described], ranks: int) -> Catalog:
+    """The catalog in which each rank writes about as much.
+
+    A tile with several owners is cut along its first dim, and each of them writes a part. The same
+    on every rank.
+
+    Example:
+        >>> whole = ("w", (4, 2), "float32", (((0, 0), (4, 2), (0, 1)),))
+        >>> catalog = make_catalog([whole], 2)
+        >>> [(str(p.box), p.writer) for p in catalog.entries[0].parts], catalog.slot_bytes
+        ([('[0:2, 0:2]', 0), ('[2:4, 0:2]', 1)], (64, 64))
+    """
+    used = [0] * ranks
+    entries = []
+    for name, shape, dtype_name, tiles in tensors:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        parts: list[Part] = []
+        for number, (offsets, sizes, owners) in enumerate(tiles):
+            for box, writer in _shares(Box(offsets, sizes), owners, used):
+                parts.append(Part(box, number, writer, used[writer]))
+                nbytes = box.volume * dtype.itemsize
+                used[writer] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        entries.append(Entry(name, shape, dtype, tuple(parts)))
+    return Catalog(tuple(entries), tuple(used))
+
+
+def _shares(box: Box, owners: Ints, used: Sequence[int]) -> list[tuple[Box, int]]:
+    """The boxes that the owners of a box write."""
+    if box.empty:
+        return []
+    by_load = sorted(owners, key=lambda rank: (used[rank], rank))
+    if not box.sizes or box.sizes[0] < len(owners):
+        return [(box, by_load[0])]
+    sizes = [size for size in chunk_sizes(box.sizes[0], len(owners)) if size]
+    shares = []
+    for writer, size, offset in zip(by_load, sizes, offsets_of(sizes), strict=False):
+        start = (box.offsets[0] + offset, *box.offsets[1:])
+        shares.append((Box(start, (size, *box.sizes[1:])), writer))
+    return shares
+
+
+def merged(by_rank: Sequence[Sequence[Described]]) -> list[Described]:
+    """The tensors of all ranks, each once; owners that list one with the same boxes are joined.
+
+    Raises:
+        ValueError: Ranks have different tensors of one name.
+    """
+    known: dict[str, Described] = {}
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, tensors in enumerate(by_rank):
+        for tensor in tensors:
+            first = known.setdefault(tensor[0], tensor)
+            ranks[tensor[0]].append(rank)
+            if first != tensor:
+                raise ValueError(
+                    f"{tensor[0]} is {_short(first)} on rank {ranks[tensor[0]][0]} and "
+                    f"{_short(tensor)} on rank {rank}: build the same state on every rank"
+                )
+    return list(known.values())
+
+
+def _short(tensor: Described) -> str:
+    return f"{tensor[2]} {list(tensor[1])} in {len(tensor[3])} tiles"
+
+
+def volume(sizes: Ints) -> int:
+    """The elements of a box of these sizes."""
+    return math.prod(sizes)

@@ -1,0 +1,378 @@
+"""``Resilient``: a training loop that goes on when ranks are lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import torch
+
+from tilework.comm.collectives import all_reduce, barrier
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.debug import logger
+from tilework.comm.elastic.events import note_event
+from tilework.comm.elastic.grow import tickets_waiting
+from tilework.comm.groups import grow_group, shrink_group
+from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.world import current_world, get_default_group
+from tilework.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    PeerLostError,
+)
+from tilework.parallel.resilient.restore import Held, find, restore
+from tilework.parallel.resilient.snapshots import Snapshots
+from tilework.parallel.resilient.stopping import Stopping
+from tilework.parallel.resilient.tracked import State
+
+T = TypeVar("T")
+
+#: The fewest ranks that the launcher lets the job go on with.
+MIN_RANKS_VARIABLE: Final = "TILEWORK_MIN_RANKS"
+#: Seconds between looks for ranks that wait to be let in.
+_LOOK_SECONDS: Final = 0.2
+
+
+class Checkpoints(Protocol):
+    """The last resort: what neither memory nor replicas have any more."""
+
+    def save(self, step: int, state: State) -> object:
+        """Save the state after ``step`` steps. Collective over the default group."""
+        ...
+
+    def load(self, state: State) -> int | None:
+        """Fill the state from the last checkpoint; its steps, None if there is none. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of the ranks that train, or of where they are."""
+
+    #: ``time.time()`` when it was over.
+    time: float
+    #: "started", "lost", "joined" or "stopped".
+    kind: str
+    #: The seats of the ranks that train from here on.
+    seats: tuple[int, ...]
+    #: The steps that are finished.
+    steps: int
+    #: The seconds that it took.
+    seconds: float
+
+
+@dataclass
+class _Counters:
+    snapshots: int = 0
+    snapshot_seconds: float = 0.0
+    recoveries: int = 0
+    recovery_seconds: float = 0.0
+
+
+class Resilient(Generic[T]):
+    """A training loop that goes on when ranks are lost, and when they come back.
+
+    After each step the state is copied to memory that outlives its rank: on one host into memory
+    files that all ranks share, a part by each rank; else to ``replicas`` other ranks. When an
+    operation raises because a rank was lost, those that are left agree on who they are
+    (``shrink_group``), build the state for as many ranks anew, and fill it from the last step that
+    all had finished. Ranks that the launcher has started again are let in at the end of a step.
+
+    Everything that communicates belongs into ``build`` and ``step``: a rank that comes later only
+    runs what the others run then.
+
+    Args:
+        build: Makes the state for the ranks that there are now: a dict of modules, optimizers,
+            tensors and objects with ``state_dict()`` and ``load_state_dict()`` (schedulers,
+            loaders). Tensors have the same shapes for any number of ranks; how they are laid out
+            may differ. Plain parameters are the same on all ranks; of plain buffers the first
+            rank's count. It is called at the start and after each change of ranks.
+        step: ``step(state, number)`` trains one step and returns anything. It may run again for the
+            same number, with the state that the step began with.
+        replicas: The ranks that keep each part of the state besides its writer, where ranks do not
+            share memory. So many may be lost at once.
+        every: Copy the state after every so many steps. More than 1 costs less; what is lost is
+            computed again.
+        shared: Whether to use shared memory where all ranks can.
+        checkpoint: Saves and loads the state when the loop is asked to stop, and where memory has
+            not all of it.
+        min_ranks: Raise if fewer are left; None: what ``tilework run --elastic`` said, else 1.
+        time_limit: Stop after this time: save a last checkpoint, and end the loop.
+        patience: How long to wait for a rank whose process has not ended; see ``shrink_group``.
+
+    Raises:
+        ValueError: A number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import Resilient
+        >>> from tilework.testing import run_ranks
+        >>> def build():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        >>> def step(state, number):
+        ...     loss = state["model"](torch.ones(1, 2)).square().sum()
+        ...     state["optimizer"].zero_grad()
+        ...     loss.backward()
+        ...     state["optimizer"].step()
+        ...     return number
+        >>> run_ranks(2, lambda rank: [number for number, _ in Resilient(build, step).run(3)])
+        [[0, 1, 2], [0, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], State],
+        step: Callable[[Any, int], T],
+        *,
+        replicas: int = 1,
+        every: int = 1,
+        shared: bool = True,
+        checkpoint: Checkpoints | None = None,
+        min_ranks: int | None = None,
+        time_limit: timedelta | None = None,
+        patience: timedelta | None = None,
+    ) -> None:
+        for name, number in (("replicas", replicas), ("every", every)):
+            if number < 1:
+                raise ValueError(f"{name} is at least 1, got {number}")
+        self._build, self._step = build, step
+        self._replicas, self._every, self._shared = replicas, every, shared
+        self._checkpoint, self._patience = checkpoint, patience
+        self._least = int(os.environ.get(MIN_RANKS_VARIABLE, 1)) if min_ranks is None else min_ranks
+        self._stopping = Stopping(time_limit)
+        self._kept: list[Snapshots] = []
+        self._look_at = 0.0
+        self._counters = _Counters()
+        #: The state that is trained now.
+        self.state: State = {}
+        #: The steps that are finished.
+        self.steps = 0
+        #: What has happened to the ranks, oldest first.
+        self.events: list[Event] = []
+        #: The reason why the loop was ended early; empty if it was not.
+        self.stopped = ""
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def run(self, steps: int) -> Iterator[tuple[int, T]]:
+        """Train until ``steps`` steps are finished; yields the number and the result of each.
+
+        Collective. A step is yielded once, when all ranks have finished it and its state is safe;
+        with ``every`` above 1 steps that are computed again are yielded again. Blocks.
+
+        Raises:
+            ExcludedError: This rank was stopped for so long that the others went on without it.
+            DistBackendError: Too few ranks are left, or their memory does not hold the state and
+                there is no checkpoint.
+        """
+        with self._stopping.listening():
+            self._enter("started")
+            while self.steps < steps and not self.stopped:
+                yield from self._advance()
+            self._close()
+
+    def _advance(self) -> Iterator[tuple[int, T]]:
+        """Train one step, or go back to where all are."""
+        number, finished = self.steps, False
+        wants_stop = wants_growth = False
+        try:
+            result = self._step(self.state, number)
+            finished = True
+            wants_stop, wants_growth = self._protect(number + 1)
+            self.steps = number + 1
+        except Exception as error:
+            if not _is_loss(error):
+                raise
+            self._recover(error)
+        if finished and self.steps == number + 1:
+            yield number, result
+        if wants_stop:
+            self._stop()
+        elif wants_growth:
+            self._grow()
+
+    def share(self, rows: int) -> slice:
+        """This rank's part of ``rows`` rows, which all ranks divide evenly. Local.
+
+        Example:
+            >>> from tilework.testing import run_ranks
+            >>> loop = Resilient(dict, lambda state, number: None)
+            >>> run_ranks(3, lambda rank: loop.share(8))
+            [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
+        """
+        group = get_default_group()
+        each, more = divmod(rows, group.size())
+        start = group.rank() * each + min(group.rank(), more)
+        return slice(start, start + each + (group.rank() < more))
+
+    def weight(self, rows: int) -> float:
+        """The factor of this rank's mean loss by which the ranks' average is that of all rows.
+
+        1 where rows divide evenly. DistributedDataParallel averages ranks, whatever their shares.
+        """
+        mine = self.share(rows)
+        size = get_default_group().size()
+        return float((mine.stop - mine.start) * size / rows)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of this rank, by name: copies and recoveries, with their seconds and bytes."""
+        last = self._kept[-1].catalog if self._kept else None
+        mine = last.slot_bytes[self._kept[-1].rank] if last is not None else 0
+        return {
+            **vars(self._counters),
+            "snapshot_bytes": last.total_bytes if last is not None else 0,
+            "snapshot_bytes_of_this_rank": mine,
+        }
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def _protect(self, steps: int) -> tuple[bool, bool]:
+        """Copy the state, if it is its turn; True if ranks are to stop, and to grow. Collective."""
+        begun = time.perf_counter()
+        fits = self._kept[-1].fits()
+        flags = torch.tensor([not fits, bool(self._stopping.reason), self._is_awaited()])
+        flags = flags.to(torch.uint8)
+        all_reduce(flags, op=ReduceOp.MAX)
+        self._settle()
+        changed, stop, grow = (bool(flag) for flag in flags.tolist())
+        if changed:
+            self._copy_anew(steps)
+        elif steps % self._every == 0 or stop or grow:
+            self._kept[-1].write(steps)
+            barrier()
+        self._counters.snapshots += 1
+        self._counters.snapshot_seconds += time.perf_counter() - begun
+        return stop, grow
+
+    def _copy_anew(self, steps: int) -> None:
+        """Copy a state of other tensors, or on other ranks. Collective.
+
+        The copies before are kept until the next ones are there on all ranks: some rank may be lost
+        before all know that these are.
+        """
+        world = current_world()
+        known = self._kept[-1].generation if self._kept else 0
+        group = get_default_group()
+        seats = world.seats or tuple(range(group.size()))
+        new = Snapshots(self.state, group, self._replicas, self._shared, seats, known)
+        new.fits()
+        new.write(steps)
+        self._kept.append(new)
+        barrier()
+
+    def _settle(self) -> None:
+        """Drop older copies: all ranks have come so far, so all have the last ones."""
+        for old in self._kept[:-1]:
+            old.close()
+        del self._kept[:-1]
+
+    def _is_awaited(self) -> bool:
+        """True on the first rank if ranks wait to be let in; asked now and then."""
+        group = get_default_group()
+        now = time.monotonic()
+        if group.rank() != 0 or now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_SECONDS
+        try:
+            return tickets_waiting(group)
+        except DistError:
+            return False  # the store is gone; nobody can come through it
+
+    # -- changes of ranks --------------------------------------------------------------------
+
+    def _enter(self, kind: str) -> None:
+        """Build the state for these ranks, and fill it. Collective."""
+        begun = time.perf_counter()
+        self.state = {}
+        self.state = self._build()
+        group = get_default_group()
+        found = find(self._kept, group)
+        if found is not None:
+            own = [each for each in self._kept if each.generation == found.generation]
+            seats = current_world().seats or tuple(range(group.size()))
+            restore(found, Held(own[0] if own else None), self.state, group, seats)
+            self.steps = found.steps
+        else:
+            self.steps = self._load(kind)
+        self._copy_anew(self.steps)
+        self._note(kind, group, time.perf_counter() - begun)
+
+    def _load(self, kind: str) -> int:
+        steps = None if self._checkpoint is None else self._checkpoint.load(self.state)
+        if steps is None and kind != "started":
+            raise DistBackendError(
+                f"the ranks that are left do not hold all of the state: more than "
+                f"replicas={self._replicas} were lost at once, and there is no checkpoint. Pass "
+                f"more replicas, or checkpoint="
+            )
+        return steps or 0
+
+    def _recover(self, error: BaseException) -> None:
+        """Go back to the last step that all have finished, with the ranks that are left."""
+        begun = time.perf_counter()
+        logger.info("a rank was lost: %s", error)
+        while True:
+            try:
+                group = shrink_group(timeout=self._patience)
+                self._check_size(group)
+                self._enter("lost")
+                break
+            except Exception as again:
+                if not _is_loss(again):
+                    raise
+        self._counters.recoveries += 1
+        self._counters.recovery_seconds += time.perf_counter() - begun
+
+    def _check_size(self, group: ProcessGroup) -> None:
+        if group.size() < self._least:
+            raise DistBackendError(
+                f"{group.size()} ranks are left, and at least {self._least} are asked for "
+                f"(min_ranks, or tilework run --elastic)"
+            )
+
+    def _grow(self) -> None:
+        before = get_default_group()
+        try:
+            if grow_group() is not before:
+                self._enter("joined")
+        except Exception as error:
+            if not _is_loss(error):
+                raise
+            self._recover(error)
+
+    def _note(self, kind: str, group: ProcessGroup, seconds: float) -> None:
+        seats = current_world().seats or tuple(range(group.size()))
+        event = Event(time.time(), kind, seats, self.steps, seconds)
+        self.events.append(event)
+        if group.rank() == 0:
+            note_event(kind, seats=seats, steps=self.steps, seconds=seconds)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Save a last checkpoint, and end the loop. Collective."""
+        begun = time.perf_counter()
+        self.stopped = self._stopping.reason or "another rank's wish"
+        if self._checkpoint is not None:
+            self._checkpoint.save(self.steps, self.state)
+        self._note("stopped", get_default_group(), time.perf_counter() - begun)
+
+    def _close(self) -> None:
+        for each in self._kept:
+            each.close()
+        self._kept = []
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """True if an error says that a rank was lost, so that the others can go on."""
+    while error is not None:
+        if isinstance(error, PeerLostError | CollectiveTimeoutError):
+            return True
+        error = error.__cause__  # not its context: that is often the loss before
+    return False

@@ -1,0 +1,237 @@
+"""From a snapshot into a state that was built for other ranks, by plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.objects import load_plain
+from tilework.comm.transfer import run_plan
+from tilework.layout import Tile, Tiling, plan
+from tilework.parallel.resilient.catalog import (
+    Catalog,
+    Described,
+    Entry,
+    make_catalog,
+    merged,
+    tiling_of,
+)
+from tilework.parallel.resilient.snapshots import Snapshots, part_view
+from tilework.parallel.resilient.tracked import (
+    State,
+    Tracked,
+    make_optimizer_states,
+    set_other_values,
+    tracked_tensors,
+)
+from tilework.parallel.resilient.vault import SLOTS
+
+#: By rank of the group that there was, the steps that its slots hold, as far as they are here.
+Stamps = dict[int, tuple[int | None, ...]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A snapshot as this rank holds it: what it wrote, and what it keeps of others.
+
+    Args:
+        snapshots: Those of the group that there was; None for a newcomer.
+    """
+
+    snapshots: Snapshots | None
+
+    @property
+    def place(self) -> int | None:
+        """This rank's number in the group that there was; None for a newcomer."""
+        return None if self.snapshots is None else self.snapshots.rank
+
+    def stamps(self) -> Stamps:
+        """The stamps that are here."""
+        return {} if self.snapshots is None else stamps_of(self.snapshots)
+
+
+def stamps_of(snapshots: Snapshots) -> Stamps:
+    """The stamps of the slots that this rank has."""
+    vault = snapshots.vault
+    return {
+        rank: tuple(vault.stamp(rank, slot) for slot in range(SLOTS))
+        for rank in range(len(vault.layout.tensor_bytes))
+        if vault.area(rank) is not None
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """A snapshot that is whole, the same on all ranks of the new group.
+
+    Args:
+        steps: The finished steps.
+        holders: By rank of the group that there was, the ranks of the new one that hold its slot.
+        described: The tensors.
+        seats: The seat of each rank of the group that there was.
+        generation: The number of the snapshots that it belongs to.
+    """
+
+    steps: int
+    holders: tuple[tuple[int, ...], ...]
+    described: list[Described]
+    seats: tuple[int, ...]
+    generation: int
+
+    @property
+    def catalog(self) -> Catalog:
+        """The places of its parts."""
+        return make_catalog(self.described, len(self.holders))
+
+
+def find(kept: Sequence[Snapshots], group: ProcessGroup) -> Found | None:
+    """The last snapshot of which every part is held by some rank; None if there is none.
+
+    Collective over the new group; blocks.
+
+    Args:
+        kept: This rank's snapshots; those that were being replaced included.
+        group: The default group.
+    """
+    reports: list[dict[int, Stamps]] = agree(
+        lambda: {each.generation: stamps_of(each) for each in kept}, group
+    )
+    for generation in sorted({g for report in reports for g in report}, reverse=True):
+        found = _find_in(
+            generation, [report.get(generation, {}) for report in reports], kept, group
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def _find_in(
+    generation: int, reports: list[Stamps], kept: Sequence[Snapshots], group: ProcessGroup
+) -> Found | None:
+    first = next(rank for rank, report in enumerate(reports) if report)
+
+    def facts() -> Any:
+        own = [each for each in kept if each.generation == generation]
+        return (own[0].described, own[0].seats) if group.rank() == first else None
+
+    described, seats = agree(facts, group)[first]
+    stamped = {s for report in reports for stamps in report.values() for s in stamps}
+    for steps in sorted((s for s in stamped if s is not None), reverse=True):
+        holders = tuple(
+            tuple(new for new, report in enumerate(reports) if steps in report.get(old, ()))
+            for old in range(len(seats))
+        )
+        if all(holders):
+            return Found(steps, holders, list(described), tuple(seats), generation)
+    return None
+
+
+def restore(
+    found: Found, held: Held, state: State, group: ProcessGroup, seats: Sequence[int]
+) -> None:
+    """Fill a state, which all ranks have built, from a snapshot. Collective; blocks.
+
+    Args:
+        found: The snapshot.
+        held: What this rank holds of it.
+        state: The state.
+        group: The default group.
+        seats: The seat of each of its ranks.
+
+    Raises:
+        ValueError: The state has a tensor of another shape or dtype than the snapshot.
+    """
+    catalog = found.catalog
+    make_optimizer_states(
+        state, {entry.name: (entry.shape, entry.dtype) for entry in catalog.entries}
+    )
+    tracked = {each.name: each for each in tracked_tensors(state)}
+    own = [each.described() for each in tracked.values()]
+    targets = {each[0]: each for each in merged(agree(lambda: own, group))}
+    slots = _slots(found, held)
+    for entry in catalog.entries:
+        target = targets.get(entry.name)
+        if target is not None and entry.parts:
+            _check_alike(entry, target)
+            _fill(entry, tiling_of(target), tracked.get(entry.name), found, slots, group)
+    plain = _plain_of(found, held, group, seats)
+    set_other_values(state, load_plain(plain), with_random=True)
+
+
+def _slots(found: Found, held: Held) -> dict[int, Tensor]:
+    """The bytes of the slots that are here, by the rank that wrote them."""
+    if held.snapshots is None:
+        return {}
+    vault = held.snapshots.vault
+    return {
+        rank: vault.tensor_bytes(rank, stamps.index(found.steps))
+        for rank, stamps in held.stamps().items()
+        if found.steps in stamps
+    }
+
+
+def _check_alike(entry: Entry, target: Described) -> None:
+    dtype = str(entry.dtype).removeprefix("torch.")
+    if (entry.shape, dtype) != (target[1], target[2]):
+        raise ValueError(
+            f"{entry.name} was {dtype} {list(entry.shape)}, and the state that was built now has "
+            f"{target[2]} {list(target[1])}: build() must make the same tensors for any ranks"
+        )
+
+
+def _fill(
+    entry: Entry,
+    target: Tiling,
+    tracked: Tracked | None,
+    found: Found,
+    slots: dict[int, Tensor],
+    group: ProcessGroup,
+) -> None:
+    """Move one tensor to where the state has it."""
+    me = group.rank()
+    tiles = tuple(Tile(part.box, found.holders[part.writer]) for part in entry.parts)
+    source = Tiling(entry.shape, (tiles,))
+    views = [
+        part_view(slots[part.writer], part, entry.dtype)
+        for part in entry.parts
+        if me in found.holders[part.writer]
+    ]
+    out = tracked.locals() if tracked is not None else []
+    run_plan(plan(source, target, me), views, group, out=out, dtype=entry.dtype)
+
+
+def _plain_of(found: Found, held: Held, group: ProcessGroup, seats: Sequence[int]) -> bytes:
+    """This rank's plain data: its own, those of its seat, or the first rank's. Collective."""
+    wanted: list[int | None] = agree(lambda: held.place, group)
+    sources = [_origin(place, seats[rank], found) for rank, place in enumerate(wanted)]
+
+    def sent() -> dict[int, bytes]:
+        return {
+            rank: _plain_here(sources[rank], found, held)
+            for rank, place in enumerate(wanted)
+            if place is None and found.holders[sources[rank]][0] == group.rank()
+        }
+
+    arrived = {rank: data for part in agree(sent, group) for rank, data in part.items()}
+    if held.place is None:
+        return arrived[group.rank()]
+    return _plain_here(held.place, found, held)
+
+
+def _origin(place: int | None, seat: int, found: Found) -> int:
+    """The rank of the group that there was whose plain data a rank gets."""
+    if place is not None:
+        return place
+    return found.seats.index(seat) if seat in found.seats else 0
+
+
+def _plain_here(rank: int, found: Found, held: Held) -> bytes:
+    assert held.snapshots is not None
+    vault = held.snapshots.vault
+    slot = held.stamps()[rank].index(found.steps)
+    return vault.plain(rank, slot)

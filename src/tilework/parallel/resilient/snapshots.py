@@ -1,0 +1,149 @@
+"""Snapshots of a state: written each step by all ranks, a part each."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup
+from tilework.parallel.resilient.catalog import (
+    Catalog,
+    Described,
+    Part,
+    make_catalog,
+    merged,
+)
+from tilework.parallel.resilient.tracked import (
+    State,
+    other_values,
+    states_made,
+    tracked_tensors,
+)
+from tilework.parallel.resilient.vault import SLOTS, AreaLayout, Vault, make_vault
+
+#: Room for plain data: at least so much, and so many times what there is.
+_LEAST_PLAIN, _PLAIN_ROOM = 32 << 10, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A part that this rank writes: the tensor, its tile here, and where in a slot."""
+
+    tracked: int
+    position: int
+    part: Part
+    dtype: torch.dtype
+
+
+class Snapshots:
+    """The snapshots of one state on one group. Making it is collective; it writes nothing yet.
+
+    Args:
+        state: The state.
+        group: The default group.
+        replicas: The ranks that keep each part besides its writer, where memory is not shared.
+        shared: Use shared memory where all ranks can.
+        seats: The seat of each rank.
+        generation: The number of the last snapshots' generation that this rank knows of; this one
+            has a later one, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        group: ProcessGroup,
+        replicas: int,
+        shared: bool,
+        seats: tuple[int, ...],
+        generation: int = 0,
+    ) -> None:
+        self.state, self.rank, self.seats = state, group.rank(), seats
+        self._tracked = tracked_tensors(state)
+        own = [tracked.described() for tracked in self._tracked]
+        plain = len(_plain(state))
+        reports = agree(lambda: (own, plain, generation), group)
+        self.generation = 1 + max(report[2] for report in reports)
+        #: All tensors of the state, the same on every rank.
+        self.described: list[Described] = merged([report[0] for report in reports])
+        self.catalog: Catalog = make_catalog(self.described, group.size())
+        room = max(_LEAST_PLAIN, _PLAIN_ROOM * max(report[1] for report in reports))
+        layout = AreaLayout(self.catalog.slot_bytes, room)
+        self.vault: Vault = make_vault(layout, replicas, group, shared)
+        self._made = states_made(state)
+        self._count = 0
+        self._shares = self._own_shares()
+        self._targets: list[list[Tensor] | None] = [None] * SLOTS
+        self._next_plain = b""
+
+    def _own_shares(self) -> list[_Share]:
+        numbers = {tracked.name: number for number, tracked in enumerate(self._tracked)}
+        shares = []
+        for entry in self.catalog.entries:
+            number = numbers.get(entry.name)
+            if number is None:
+                continue
+            places = self._tracked[number].tiling.of(self.rank)
+            shares += [
+                _Share(number, places.index(part.tile), part, entry.dtype)
+                for part in entry.parts
+                if part.writer == self.rank
+            ]
+        return shares
+
+    def fits(self) -> bool:
+        """True if the state still has the tensors that it had, and its plain data have room. Local.
+
+        To be asked before each :meth:`write`, for which it prepares the plain data.
+        """
+        self._next_plain = _plain(self.state)
+        room = len(self._next_plain) <= self.vault.layout.plain_bytes
+        return room and states_made(self.state) == self._made
+
+    def write(self, steps: int) -> None:
+        """Write this rank's part of the state after ``steps`` steps. Blocks for its copies."""
+        slot = self._count % SLOTS
+        self._count += 1
+        self.vault.begin(slot)
+        sources = self._sources()
+        targets = self._targets[slot]
+        if targets is None:
+            targets = self._targets[slot] = self._views(slot)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self.vault.finish(slot, steps, self._next_plain)
+
+    def _sources(self) -> list[Tensor]:
+        locals_: dict[int, list[Tensor]] = {}
+        sources = []
+        for share in self._shares:
+            tracked = self._tracked[share.tracked]
+            if share.tracked not in locals_:
+                locals_[share.tracked] = tracked.locals()
+            tile = tracked.tiling.tiles[share.part.tile].box
+            local = locals_[share.tracked][share.position]
+            box = share.part.box
+            sources.append(local if box == tile else local[box.relative_to(tile).slices])
+        return sources
+
+    def _views(self, slot: int) -> list[Tensor]:
+        memory = self.vault.tensor_bytes(self.rank, slot)
+        return [part_view(memory, share.part, share.dtype) for share in self._shares]
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self._targets = [None] * SLOTS
+        self.vault.close()
+
+
+def part_view(memory: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+    """The tensor of a part in the bytes of its writer's slot."""
+    nbytes = part.box.volume * dtype.itemsize
+    return memory[part.offset : part.offset + nbytes].view(dtype).view(part.box.sizes)
+
+
+def _plain(state: State) -> bytes:
+    return pickle.dumps(other_values(state), pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,241 @@
+"""The memory that snapshots lie in: it outlives the rank that wrote it.
+
+Each rank has two *slots*, written in turn: while one is written the other holds the step before. A
+rank stamps a slot with the number of finished steps once all of it is written. Since ranks meet
+after each snapshot, no two are more than one snapshot apart, and one slot of each rank has the last
+step that all have finished.
+
+On one host a rank writes into a memory file that all others have opened: the kernel keeps it for
+them when the rank is gone, so one copy of the state serves for any number of deaths. Across hosts
+(or if asked for) a slot is sent to the ``replicas`` ranks that follow, at a distance.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.p2p import irecv, isend
+
+SLOTS: Final = 2
+_DATA_TAG, _STAMP_TAG = 71, 72
+#: The stamp and the number of bytes of plain data, for each slot.
+_STAMP = struct.Struct("=qq")
+_PAGE: Final = 4096
+_NEVER: Final = -1
+
+
+@dataclass(frozen=True)
+class AreaLayout:
+    """The layout of each rank's area: a page of stamps, then its slots in whole pages.
+
+    Args:
+        tensor_bytes: The bytes of tensors in each rank's slot.
+        plain_bytes: Room for plain data behind them.
+    """
+
+    tensor_bytes: tuple[int, ...]
+    plain_bytes: int
+
+    def stride(self, rank: int) -> int:
+        """The bytes of one slot."""
+        return -(-(self.tensor_bytes[rank] + self.plain_bytes) // _PAGE) * _PAGE
+
+    def slot(self, rank: int, slot: int) -> int:
+        """The byte at which a slot begins."""
+        return _PAGE + slot * self.stride(rank)
+
+    def area(self, rank: int) -> int:
+        """The bytes of the area."""
+        return self.slot(rank, SLOTS)
+
+
+class Vault(ABC):
+    """Slots of all ranks of the group that it is made for, as one of them sees it."""
+
+    def __init__(self, layout: AreaLayout, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+
+    @abstractmethod
+    def area(self, rank: int) -> Any:
+        """A rank's area, a buffer, if this rank has it; None if not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+
+    def tensor_bytes(self, rank: int, slot: int) -> Tensor:
+        """The bytes of the tensors in a rank's slot, which must be here."""
+        return self._bytes(rank, self.layout.slot(rank, slot), self.layout.tensor_bytes[rank])
+
+    def stamp(self, rank: int, slot: int) -> int | None:
+        """The finished steps that a slot holds; None if it is not here, or holds nothing whole."""
+        area = self.area(rank)
+        if area is None:
+            return None
+        steps, _ = _STAMP.unpack_from(area, slot * _STAMP.size)
+        return None if steps == _NEVER else int(steps)
+
+    def plain(self, rank: int, slot: int) -> bytes:
+        """The plain data in a rank's slot, which must be here."""
+        area = self.area(rank)
+        _, nbytes = _STAMP.unpack_from(area, slot * _STAMP.size)
+        start = self.layout.slot(rank, slot) + self.layout.tensor_bytes[rank]
+        return bytes(memoryview(area)[start : start + nbytes])
+
+    def begin(self, slot: int) -> None:
+        """Take the stamp off this rank's slot, which is about to be written. Local."""
+        _STAMP.pack_into(self.area(self.rank), slot * _STAMP.size, _NEVER, 0)
+
+    def finish(self, slot: int, steps: int, plain: bytes) -> None:
+        """Write the plain data of this rank's slot, and stamp it."""
+        area = self.area(self.rank)
+        start = self.layout.slot(self.rank, slot) + self.layout.tensor_bytes[self.rank]
+        memoryview(area)[start : start + len(plain)] = plain
+        _STAMP.pack_into(area, slot * _STAMP.size, steps, len(plain))
+
+    def _bytes(self, rank: int, start: int, count: int) -> Tensor:
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.area(rank), dtype=torch.uint8, offset=start, count=count)
+
+
+class SharedVault(Vault):
+    """Areas in memory files, which every rank of the host has opened.
+
+    Args:
+        layout: The layout of areas.
+        rank: This rank.
+        fds: Each rank's file; this object's from now on.
+    """
+
+    def __init__(self, layout: AreaLayout, rank: int, fds: Sequence[int]) -> None:
+        super().__init__(layout, rank)
+        self._fds = list(fds)
+        self._areas: dict[int, mmap.mmap] = {}
+
+    def area(self, rank: int) -> Any:
+        area = self._areas.get(rank)
+        if area is None:
+            area = self._areas[rank] = mmap.mmap(self._fds[rank], self.layout.area(rank))
+        return area
+
+    def close(self) -> None:
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+        self._areas.clear()  # unmapped with the last tensor
+
+
+class PeerVault(Vault):
+    """Areas in this rank's own memory: its own, and those of ``replicas`` others."""
+
+    def __init__(self, layout: AreaLayout, rank: int, replicas: int) -> None:
+        super().__init__(layout, rank)
+        size = len(layout.tensor_bytes)
+        self._keeps = kept_by(rank, size, replicas)
+        self._keepers = [r for r in range(size) if rank in kept_by(r, size, replicas)]
+        self._areas = {held: bytearray(layout.area(held)) for held in (rank, *self._keeps)}
+        for area in self._areas.values():
+            _STAMP.pack_into(area, 0, _NEVER, 0)
+            _STAMP.pack_into(area, _STAMP.size, _NEVER, 0)
+
+    def area(self, rank: int) -> Any:
+        return self._areas.get(rank)
+
+    def finish(self, slot: int, steps: int, plain: bytes) -> None:
+        """Stamp this rank's slot, and exchange slots with the other ranks. Blocks."""
+        super().finish(slot, steps, plain)
+        stamp = _STAMP.pack(steps, len(plain))
+        stamps = {rank: torch.empty(_STAMP.size, dtype=torch.uint8) for rank in self._keeps}
+        works: list[Work | None] = []
+        for rank, arriving in stamps.items():
+            _STAMP.pack_into(self._areas[rank], slot * _STAMP.size, _NEVER, 0)
+            works.append(irecv(self._slot(rank, slot), rank, tag=_DATA_TAG))
+            works.append(irecv(arriving, rank, tag=_STAMP_TAG))
+        own = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
+        for rank in self._keepers:
+            works.append(isend(self._slot(self.rank, slot), rank, tag=_DATA_TAG))
+            works.append(isend(own, rank, tag=_STAMP_TAG))
+        for work in works:
+            if work is not None:
+                work.wait()
+        for rank, arrived in stamps.items():
+            start = slot * _STAMP.size
+            self._areas[rank][start : start + _STAMP.size] = bytes(arrived.tolist())
+
+    def _slot(self, rank: int, slot: int) -> Tensor:
+        return self._bytes(rank, self.layout.slot(rank, slot), self.layout.stride(rank))
+
+    def close(self) -> None:
+        self._areas = {}
+
+
+def kept_by(rank: int, size: int, replicas: int) -> tuple[int, ...]:
+    """The ranks whose slots a rank keeps: spread over all, so that few are on its own host.
+
+    Example:
+        >>> kept_by(0, 8, 1), kept_by(0, 8, 3), kept_by(1, 2, 5)
+        ((4,), (6, 4, 2), (0,))
+    """
+    count = min(replicas, size - 1)
+    distance = max(1, size // (count + 1))
+    return tuple(dict.fromkeys((rank - distance * step) % size for step in range(1, count + 1)))
+
+
+def make_vault(layout: AreaLayout, replicas: int, group: ProcessGroup, shared: bool) -> Vault:
+    """A vault: in shared memory if ``shared`` and all ranks can open each other's. Collective."""
+    vault = _shared_vault(layout, group) if shared else None
+    return PeerVault(layout, group.rank(), replicas) if vault is None else vault
+
+
+def _shared_vault(layout: AreaLayout, group: ProcessGroup) -> SharedVault | None:
+    rank, token = group.rank(), os.urandom(16).hex()
+    own = _memory_file(layout.area(rank), token)
+    fds: list[int] = []
+    try:
+        offers = agree(lambda: (os.getpid(), own, token), group)
+        fds = [_open(*offer) for offer in offers]
+        # When this is agreed upon every rank has every other's open.
+        if not all(agree(lambda: min(fds) >= 0, group)):
+            return None
+        os.pwrite(own, _STAMP.pack(_NEVER, 0) * SLOTS, 0)  # as long as the token
+        vault, fds = SharedVault(layout, rank, fds), []
+        return vault
+    finally:
+        for fd in (own, *fds):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _memory_file(nbytes: int, token: str) -> int:
+    """A memory file that begins with a token; -1 where there are no such files."""
+    try:
+        fd = os.memfd_create("tilework-vault", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        return -1
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, token.encode(), 0)
+    return fd
+
+
+def _open(pid: int, fd: int, token: str) -> int:
+    """Another rank's file; -1 if it cannot be opened, or is another."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    if os.pread(opened, len(token), 0) != token.encode():
+        os.close(opened)
+        return -1
+    return opened

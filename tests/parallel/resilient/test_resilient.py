@@ -1,0 +1,162 @@
+"""Training that outlives ranks: the losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import tilework.distributed as dist
+from tests.parallel.resilient.programs import BUILDS, make_loop, undisturbed
+from tilework.parallel import Resilient
+from tilework.testing import run_ranks
+
+STEPS = 6
+
+
+class Gone(Exception):
+    """Ends a rank in the middle of a step, as a bug would."""
+
+
+def losses_with(kind: str, n: int, ends: dict[int, int], **options: Any) -> list[Any]:
+    """The losses of ``n`` ranks, of which some end in the step that ``ends`` says."""
+
+    def program(rank: int) -> object:
+        def disturb(number: int) -> None:
+            if ends.get(rank) == number:
+                raise Gone
+
+        loop = make_loop(kind, disturb, **options)
+        results: list[float] = []
+        for number, loss in loop.run(STEPS):
+            assert number == len(results)
+            results.append(loss)
+        assert [event.kind for event in loop.events] == ["started"] + ["lost"] * len(
+            set(ends.values())
+        )
+        return results, dist.get_world_size()
+
+    return run_ranks(n, program, return_exceptions=True)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_a_rank_lost_in_any_layout_loses_no_step(kind: str, shared: bool) -> None:
+    results = losses_with(kind, 3, {1: 3}, shared=shared)
+    assert isinstance(results[1], Gone)
+    for rank in (0, 2):
+        losses, size = results[rank]
+        assert size == 2
+        assert losses == pytest.approx(undisturbed(kind, STEPS), rel=1e-4)
+
+
+def test_ranks_lost_one_after_the_other() -> None:
+    results = losses_with("sharded", 4, {0: 1, 3: 2, 1: 4})
+    assert results[2] == (pytest.approx(undisturbed("sharded", STEPS), rel=1e-4), 1)
+
+
+def test_two_replicas_survive_two_deaths_at_once() -> None:
+    results = losses_with("sharded", 4, {0: 2, 1: 2}, shared=False, replicas=2)
+    for rank in (2, 3):
+        assert results[rank] == (pytest.approx(undisturbed("sharded", STEPS), rel=1e-4), 2)
+
+
+def test_what_no_memory_holds_is_an_error_on_all_ranks() -> None:
+    results = losses_with("sharded", 3, {0: 2, 1: 2}, shared=False, replicas=1)
+    lost = results[2]
+    assert isinstance(lost, dist.DistBackendError | tuple)
+    if isinstance(lost, dist.DistBackendError):
+        assert "more than replicas=1 were lost at once" in str(lost)
+
+
+class Saved:
+    """Checkpoints in a list."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, Any]] = []
+
+    def save(self, step: int, state: Any) -> None:
+        self.saved.append((step, {k: v.clone() for k, v in state["model"].state_dict().items()}))
+
+    def load(self, state: Any) -> int | None:
+        if not self.saved:
+            return None
+        step, model = self.saved[-1]
+        state["model"].load_state_dict(model)
+        return step
+
+
+def test_a_time_limit_saves_and_ends_the_loop_on_all_ranks() -> None:
+    def program(rank: int) -> object:
+        checkpoints = Saved()
+        limit = timedelta(seconds=0.0 if rank == 1 else 1000)
+        loop = make_loop(
+            "replicated", lambda number: None, checkpoint=checkpoints, time_limit=limit
+        )
+        numbers = [number for number, _ in loop.run(STEPS)]
+        again = make_loop("replicated", lambda number: None, checkpoint=checkpoints)
+        rest = [number for number, _ in again.run(3)]
+        return numbers, [step for step, _ in checkpoints.saved], bool(loop.stopped), rest
+
+    assert run_ranks(2, program) == [([0], [1], True, [1, 2])] * 2
+
+
+def test_too_few_ranks_are_an_error() -> None:
+    results = losses_with("replicated", 2, {0: 1}, min_ranks=2)
+    assert isinstance(results[1], dist.DistBackendError)
+    assert "1 ranks are left, and at least 2 are asked for" in str(results[1])
+
+
+def test_a_program_s_own_error_is_raised() -> None:
+    def program(rank: int) -> None:
+        def disturb(number: int) -> None:
+            raise KeyError("a bug")
+
+        with pytest.raises(KeyError, match="a bug"):
+            list(make_loop("replicated", disturb).run(1))
+
+    run_ranks(2, program)
+
+
+def test_fewer_copies_compute_again_what_was_lost() -> None:
+    def program(rank: int) -> object:
+        def disturb(number: int) -> None:
+            if rank == 1 and number == 5:
+                raise Gone
+
+        loop = make_loop("replicated", disturb, every=2)
+        return list(loop.run(STEPS))
+
+    results: list[Any] = run_ranks(3, program, return_exceptions=True)
+    numbers = [number for number, _ in results[0]]
+    assert numbers == [0, 1, 2, 3, 4, 4, 5]
+    assert dict(results[0]) == pytest.approx(dict(enumerate(undisturbed("replicated", STEPS))))
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    def program(rank: int) -> None:
+        loop: Resilient[None] = Resilient(lambda: {"x": object()}, lambda state, number: None)
+        with pytest.raises(TypeError, match=r"state\['x'\] is of type object"):
+            list(loop.run(1))
+        with pytest.raises(ValueError, match="replicas is at least 1, got 0"):
+            Resilient(dict, lambda state, number: None, replicas=0)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_processes_that_are_killed(kind: str) -> None:
+    def program(rank: int) -> object:
+        def disturb(number: int) -> None:
+            if (rank, number) in ((0, 2), (3, 4)):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        loop = make_loop(kind, disturb)
+        return [loss for _, loss in loop.run(STEPS)]
+
+    results = run_ranks(4, program, kind="processes", return_exceptions=True)
+    for rank in (1, 2):
+        assert results[rank] == pytest.approx(undisturbed(kind, STEPS), rel=1e-4)
