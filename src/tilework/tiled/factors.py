@@ -57,6 +57,8 @@ class FactorMap:
         rearranges: Whether it only moves, repeats or drops elements: then any Partial passes.
         addends: Inputs that are added to what is summed over factors that no output has: where
             such a factor is sharded, one rank adds them.
+        extremum: "max" or "min" if it takes the greatest or the least of elements, of whichever
+            inputs: then inputs that are partial in that reduction may stay so.
     """
 
     inputs: tuple[DimFactors, ...]
@@ -64,6 +66,7 @@ class FactorMap:
     linear: tuple[frozenset[int], ...] = ()
     rearranges: bool = False
     addends: frozenset[int] = frozenset()
+    extremum: str | None = None
 
     def reduces(self, factor: Factor) -> bool:
         """True if no output has a factor."""

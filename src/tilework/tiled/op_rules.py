@@ -135,6 +135,7 @@ def local_call(  # noqa: PLR0913
     linear: Sequence[Sequence[Arg | None]] = (),
     rearranges: bool = False,
     addends: Sequence[Arg | None] = (),
+    extremum: str | None = None,
     run: MakeRun | None = None,
     shapes: Sequence[Ints] | None = None,
 ) -> LocalCall:
@@ -146,6 +147,7 @@ def local_call(  # noqa: PLR0913
         linear: Sets of arguments in which the operator is linear, all of a set together.
         rearranges: Whether it only moves, repeats or drops elements.
         addends: Arguments that are added to what is summed over factors that no output has.
+        extremum: "max" or "min" if it takes the greatest or the least of its tensors' elements.
         run: As for :class:`LocalCall`.
         shapes: As for :class:`LocalCall`.
     """
@@ -157,6 +159,6 @@ def local_call(  # noqa: PLR0913
     sets = tuple(frozenset(arg.number for arg in args if arg is not None) for args in linear)
     added = frozenset(arg.number for arg in addends if arg is not None)
     factor_map = FactorMap(
-        tuple(dims_of_each), tuple(map(dim_factors, outputs)), sets, rearranges, added
+        tuple(dims_of_each), tuple(map(dim_factors, outputs)), sets, rearranges, added, extremum
     )
     return LocalCall(factor_map, run, shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from tests.dtensor.sharded_values import cut, same
 from tilework.dtensor import (
     Replicate,
     Shard,
+    distribute_tensor,
     init_device_mesh,
 )
 from tilework.testing import run_ranks
@@ -122,3 +124,19 @@ def test_errors_come_at_once_and_are_torchs() -> None:
 
     with noting_gatherings():
         run_ranks(2, program)
+
+
+def test_zeros_of_either_sign_are_different_numbers() -> None:
+    """They are equal, but 1 / x is not: calls with them share no sharding."""
+
+    def program(rank: int) -> None:
+        x: Any = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        for value in (0.0, -0.0, 0.0):
+            padded = cast(Any, F.pad(x, (1, 1), value=value)).full_tensor()
+            assert bool(torch.signbit(padded[0, 0])) == (str(value) == "-0.0")
+            filled = cast(Any, torch.where(x > 2, x, value)).full_tensor()
+            assert bool(torch.signbit(filled[0, 0])) == (str(value) == "-0.0")
+            whole = cast(Any, torch.full_like(x, value)).full_tensor()
+            assert bool(torch.signbit(whole[0, 0])) == (str(value) == "-0.0")
+
+    run_ranks(2, program)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.sharded_values import full
 from tests.dtensor.test_from_local import raised_by_all
+from tilework.comm.agreement import agree
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -28,6 +29,7 @@ from tilework.dtensor import (
     rand,
     randn,
 )
+from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.random.generator import next_key
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
@@ -298,3 +300,18 @@ def test_random_numbers_depend_on_neither_ranks_nor_layouts() -> None:
     for one in results[1:]:
         for got, want in zip(one, results[0], strict=True):
             assert torch.equal(got, want)
+
+
+def test_ranks_that_are_threads_draw_alike_however_they_hurry() -> None:
+    """A rank that is ahead draws its next key while others still draw by the last one."""
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.full((64,), 4.0), init_device_mesh("cpu", (4,)), [Shard(0)])
+        group = x.device_mesh.axes_group((0,))
+        for _ in range(60):
+            drawn = [torch.poisson(x), torch.multinomial(x, 3), F.rrelu(-x, training=True)]
+            for each in drawn:
+                assert isinstance(each, DTensor)
+                assert len(set(agree(lambda t=each: content_hash(t.full_tensor()), group))) == 1  # type: ignore[misc]
+
+    run_ranks(4, program)

@@ -89,6 +89,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "rfftn": (lambda x: torch.fft.rfftn(x, dim=(0, 2)), [SIGNAL]),
     "fftn of sizes": (lambda x: torch.fft.fftn(x, s=(4, 4)), [SIGNAL]),
     "fftshift": (lambda x: torch.fft.fftshift(x, dim=1), [SIGNAL]),
+    "stft in pairs": (
+        lambda x, w: torch.stft(x, 16, window=w, return_complex=False),
+        [drawn(2, 64), drawn(16)],
+    ),
+    "stft of complex values": (
+        lambda x, w: torch.stft(torch.complex(x, x), 16, window=w),
+        [drawn(2, 64), drawn(16)],
+    ),
     "stft": (
         lambda x, w: torch.stft(x, 16, window=w, return_complex=True),
         [drawn(3, 40), torch.hann_window(16, dtype=torch.float64)],
@@ -100,6 +108,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:stft with return_complex:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_batches_are_cut(name: str) -> None:
     fn, tensors = CALLS[name]

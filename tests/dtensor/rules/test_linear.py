@@ -260,3 +260,15 @@ def test_matrices_whose_dims_are_cut_in_unlike_orders_multiply() -> None:
 
     x, y = torch.randn(6, 5), torch.randn(5, 6)
     check_op(torch.mm, x, y, meshes=((2, 2),), layouts=layouts, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dims", [([1], [0]), ([0], [1]), ([0, 1], [1, 0])])
+def test_contracted_dims_of_size_one_are_broadcast(dims: tuple[list[int], list[int]]) -> None:
+    """Each rank needs them, also where its shard of the other tensor is empty."""
+    for a, b in [((3, 1), (5, 3)), ((3, 5), (1, 3)), ((1, 3), (3, 5)), ((1, 1), (4, 2))]:
+        pair = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in (a, b)]
+        try:
+            torch.tensordot(pair[0], pair[1], dims)
+        except RuntimeError:
+            continue
+        check_op(lambda x, y: torch.tensordot(x, y, dims), *pair, meshes=[(2,), (3,)], most=14)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, Viewed, wrap_as
@@ -170,13 +171,14 @@ def autograd_backward(
         inputs = [plain(leaf) for leaf in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     pairs = _roots(outs, grad_tensors if grad_variables is None else grad_variables)
     if pairs:
-        torch.autograd.backward(
-            [root for root, _ in pairs],
-            [grad for _, grad in pairs],
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            inputs=inputs,
-        )
+        with watching(inputs or ()):
+            torch.autograd.backward(
+                [root for root, _ in pairs],
+                [grad for _, grad in pairs],
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                inputs=inputs,
+            )
 
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
@@ -249,15 +251,17 @@ def autograd_grad(
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
     roots = _roots(outs, grad_outputs)
-    grads = torch.autograd.grad(
-        [root for root, _ in roots],
-        [plain(tensor) for tensor in ins],
-        [grad for _, grad in roots],
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        allow_unused=allow_unused,
-        materialize_grads=materialize_grads,
-    )
+    locals_ = [plain(tensor) for tensor in ins]
+    with watching(locals_):
+        grads = torch.autograd.grad(
+            [root for root, _ in roots],
+            locals_,
+            [grad for _, grad in roots],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
+        )
     return tuple(
         wrap_as(type(tensor), _differentiable(grad, tensor._spec), tensor._spec.grad_spec)
         if isinstance(tensor, DTensorBase) and grad is not None

@@ -100,6 +100,14 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
     result._aliases = {axes: Alias(shortcut, local, local.grad_fn)}
 
 
+def redistribute_with_gradient(
+    local: Tensor, source: DTensorSpec, target: DTensorSpec, partial: DTensorSpec
+) -> Tensor:
+    """The local tensor in another layout, whose gradient comes in as ``partial``. Collective."""
+    result: Tensor = _RedistributeGrad.apply(local, source, target, partial)  # type: ignore[no-untyped-call]
+    return result
+
+
 class _RedistributeGrad(torch.autograd.Function):
     """A redistribution whose gradient comes in partial and is redistributed in one go."""
 

@@ -123,7 +123,7 @@ class Operator:
             elif kind in NUMBERS:
                 key.append(kind)
                 if self._values_matter:
-                    key.append(arg)
+                    key.append(arg if arg and kind is not complex else repr(arg))
                 local_args.append(arg)
             else:
                 as_is = add_to_key(arg, key, tensors, self._values_matter) and as_is

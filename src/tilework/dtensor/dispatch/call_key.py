@@ -42,7 +42,7 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
     key.append(kind)
     if kind in NUMBERS:
         if values_matter:
-            key.append(arg)
+            key.append(arg if arg and kind is not complex else repr(arg))  # 0.0 equals -0.0
         return True
     if kind in _SEQUENCES:
         plain = [add_to_key(item, key, tensors, values_matter) for item in arg]
@@ -62,6 +62,8 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
     if kind is slice:  # slices have no hash, and a tensor in one stands for a number
         ends = (arg.start, arg.stop, arg.step)
         arg = tuple([end if end is None else index(end) for end in ends])
+    elif isinstance(arg, float | complex):  # numpy's
+        arg = repr(arg)
     key.append(arg)
     return True
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import local_graph, partial_grads
+from tilework.dtensor.autograd import expanded_grads, local_graph, partial_grads
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.propagation import OpSharding
@@ -34,11 +34,20 @@ def local_inputs(sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMe
     return locals_
 
 
+def _expanded_dims(tensor: DTensor, target: DTensorSpec) -> Ints:
+    local = local_graph.local_of(tensor)
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return ()
+    return expanded_grads.expanded_dims(local, tensor._spec, target)
+
+
 def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
     """The local tensor in another layout, or with a gradient that is partial along ``axes``."""
     source = tensor._spec
     if target is source or target == source:
         local = partial_grads.alias(tensor, axes)
+    elif dims := _expanded_dims(tensor, target):
+        local = expanded_grads.shard_expanded(tensor._local_tensor, source, target, axes, dims)
     elif axes:
         local = partial_grads.redistribute_with_partial_grad(tensor, target, axes)
     else:

@@ -67,9 +67,37 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
 @dtensor_handler(
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device"),
     *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
+    *("storage_offset", "_is_view", "_is_zerotensor", "is_distributed", "is_coalesced"),
+    *("dense_dim", "sparse_dim", "_nnz", "is_sparse", "q_scale", "qscheme"),
 )
 def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*[local_graph.plain(arg) for arg in args], **kwargs)
+
+
+@dtensor_handler("_has_compatible_shallow_copy_type")
+def _may_be_data(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if ``tensor.data = other`` is possible: what ``nn.Module.to`` asks of each parameter."""
+    return all(isinstance(arg, DTensor) for arg in args)
+
+
+@dtensor_handler("is_set_to")
+def _is_set_to(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if both show the same memory in the same layout."""
+    tensor, other = args
+    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
+        return False
+    return tensor._spec == other._spec and bool(func(*map(local_graph.plain, args)))
+
+
+@dtensor_handler("result_type")
+def _result_type(func: Any, args: Any, kwargs: Any) -> torch.dtype:
+    """The dtype that follows from dtypes and numbers of dims alone."""
+    values = [*args, *kwargs.values()]
+    result: torch.dtype = func(*[
+        torch.empty((1,) * value.dim(), dtype=value.dtype) if isinstance(value, Tensor) else value
+        for value in values
+    ])  # fmt: skip
+    return result
 
 
 @dtensor_handler("detach", is_view=True)

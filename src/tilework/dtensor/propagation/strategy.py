@@ -171,6 +171,13 @@ def _partial_together(mapped: FactorMap, reduce_op: str) -> Sequence[frozenset[i
     """The sets of inputs that may be partial together."""
     if mapped.rearranges:
         return [frozenset(range(len(mapped.inputs)))]
+    if reduce_op == mapped.extremum:
+        numbers = range(len(mapped.inputs))
+        return [
+            frozenset(some)
+            for count in range(1, len(numbers) + 1)
+            for some in itertools.combinations(numbers, count)
+        ]
     return mapped.linear if reduce_op in ("sum", "avg") else ()
 
 

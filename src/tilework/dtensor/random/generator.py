@@ -69,7 +69,10 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
         generator = current_world().generator
     # A key comes from the state of the CPU's generator, whatever device the numbers are for.
     drawn = torch.empty((), dtype=torch.int64)
-    if generator is None or generator.device.type == "cpu":
+    if generator is None:
+        with _default:  # another rank of this process may have seeded it for itself
+            drawn.random_(-(1 << 63), None)
+    elif generator.device.type == "cpu":
         drawn.random_(-(1 << 63), None, generator=generator)
     else:
         drawn = drawn.to(generator.device).random_(-(1 << 63), None, generator=generator)

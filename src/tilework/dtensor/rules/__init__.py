@@ -3,6 +3,7 @@
 from tilework.dtensor.rules import (
     as_strided,
     attention,
+    batch_norm,
     concatenation,
     creation,
     cross_entropy,
@@ -29,6 +30,7 @@ from tilework.tiled import rules as general_rules
 __all__ = [
     "as_strided",
     "attention",
+    "batch_norm",
     "concatenation",
     "creation",
     "cross_entropy",

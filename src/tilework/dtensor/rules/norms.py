@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule, register
+from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 
 ArgT = TypeVar("ArgT", bound=Arg)
@@ -32,11 +30,13 @@ def _local_response_norm(
     return local_call({input: dims}, [dims])
 
 
-def _unshardable(sizes: Sequence[int]) -> list[Factor]:
+def unshardable(sizes: Sequence[int]) -> list[Factor]:
+    """A factor of each size, which each rank needs in full."""
     return [Factor(size, unshardable=True) for size in sizes]
 
 
-def _present(*args: ArgT | None) -> list[ArgT]:
+def present(*args: ArgT | None) -> list[ArgT]:
+    """The arguments that are not None."""
     return [arg for arg in args if arg is not None]
 
 
@@ -52,14 +52,14 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> RuleResult:
-    return _over_last(input, normalized_shape, _present(weight, bias), _decomposed_layer_norm)
+    return _over_last(input, normalized_shape, present(weight, bias), _decomposed_layer_norm)
 
 
 @dtensor_rule("rms_norm")
 def _rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> RuleResult:
-    return _over_last(input, normalized_shape, _present(weight), _decomposed_rms_norm)
+    return _over_last(input, normalized_shape, present(weight), _decomposed_rms_norm)
 
 
 def _over_last(
@@ -71,7 +71,7 @@ def _over_last(
         return None
     if any(map(input.is_sharded, range(lead, input.ndim))):
         return Decomposition(composed)
-    last = _unshardable(shape)
+    last = unshardable(shape)
     dims = [*factors_of(input.shape[:lead]), *last]
     return local_call({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
 
@@ -85,7 +85,7 @@ def _decomposed_layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    out, _, _ = _standardized(_accumulated(input), dims, eps)
+    out, _, _ = _standardized(accumulated(input), dims, eps)
     return _affine(out, weight, bias).to(input.dtype)
 
 
@@ -96,13 +96,13 @@ def _decomposed_rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    x = _accumulated(input)
+    x = accumulated(input)
     least = torch.finfo(x.dtype).eps if eps is None else eps
     mean = reduce_partial(x.square().mean(dims, keepdim=True))
     return _affine(x * (mean + least).rsqrt(), weight, None).to(input.dtype)
 
 
-def _accumulated(x: Tensor) -> Tensor:
+def accumulated(x: Tensor) -> Tensor:
     """The tensor in the precision in which torch accumulates."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -139,9 +139,9 @@ def _group_norm(
     if any(map(input.is_sharded, spatial)) or (num_groups == 1 and input.is_sharded(1)):
         return Decomposition(_decomposed_group_norm)
     group = Factor(num_groups, "group")
-    channel: Dim = (group, *_unshardable([input.shape[1] // num_groups]))
-    dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *_unshardable(input.shape[2:])]
-    affine = _present(weight, bias)
+    channel: Dim = (group, *unshardable([input.shape[1] // num_groups]))
+    dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *unshardable(input.shape[2:])]
+    affine = present(weight, bias)
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         _, groups = ranges.local_range(group)
@@ -171,7 +171,7 @@ def _decomposed_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    x = _accumulated(input)
+    x = accumulated(input)
     x = x.reshape(len(x), num_groups, x.shape[1] // num_groups, *x.shape[2:])
     out, _, _ = _standardized(x, tuple(range(2, x.ndim)), eps)
     return _by_channel(out.flatten(1, 2), weight, bias).to(input.dtype)
@@ -202,7 +202,7 @@ def _instance_norm(
     if running_mean is not None or any(map(input.is_sharded, range(2, input.ndim))):
         return Decomposition(_decomposed_instance_norm)
     n, c = factors_of(input.shape[:2])
-    dims = [n, c, *_unshardable(input.shape[2:])]
+    dims = [n, c, *unshardable(input.shape[2:])]
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         def normed(*tensors: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _instance_norm(
 
         return normed
 
-    return local_call({input: dims, **dict.fromkeys(_present(weight, bias), (c,))}, [dims], run=run)
+    return local_call({input: dims, **dict.fromkeys(present(weight, bias), (c,))}, [dims], run=run)
 
 
 def _instance_norm_by_running(*args: Any) -> Tensor:
@@ -234,90 +234,24 @@ def _decomposed_instance_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     dims = tuple(range(2, input.ndim))
-    out, mean, var = _standardized(_accumulated(input), dims, eps)
+    out, mean, var = _standardized(accumulated(input), dims, eps)
     count = math.prod(input.shape[2:])
-    _update(running_mean, mean.flatten(1).mean(0), momentum)
-    _update(running_var, _unbiased(var, count).flatten(1).mean(0), momentum)
+    update_running(running_mean, mean.flatten(1).mean(0), momentum)
+    update_running(running_var, unbiased(var, count).flatten(1).mean(0), momentum)
     return _by_channel(out, weight, bias).to(input.dtype)
 
 
-def _unbiased(var: Tensor, count: int) -> Tensor:
+def unbiased(var: Tensor, count: int) -> Tensor:
+    """The unbiased variance, from the biased one of so many elements."""
     return var * (count / (count - 1) if count > 1 else math.nan)
 
 
 @torch.no_grad()
-def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
+def update_running(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    """Move running statistics towards those of a batch."""
     if running is None:
         return
     change = reduce_partial(value.detach() * momentum)
     if not isinstance(running, DTensor) and isinstance(change, DTensor):
         change = change.full_tensor()  # statistics of a plain module are plain on every rank
     running.mul_(1 - momentum).add_(change)
-
-
-_STATISTICS = ("running_mean", "running_var")
-for _name in (
-    *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
-    *("_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm"),
-    *("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
-):
-    register(_name, silent_writes=_STATISTICS)
-
-
-@dtensor_rule(torch.batch_norm)
-def _batch_norm(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> RuleResult:
-    if input.ndim < 2:
-        return None
-    every: list[DTensorArg] = _present(input, weight, bias, running_mean, running_var)
-    use = training or running_mean is None
-    writes = training and running_mean is not None
-    over = [dim for dim in range(input.ndim) if dim != 1]
-    # In place only without moves: what is written to a moved copy would be lost.
-    if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_distributed, every)))):
-        return Decomposition(_decomposed_batch_norm)
-    c = Factor(input.shape[1], "c", unshardable=writes or any(map(_has_empty_channels, every)))
-    others = _unshardable if use else factors_of
-    n, *spatial = others([input.shape[dim] for dim in over])
-    dims = [n, c, *spatial]
-    return local_call({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
-
-
-def _is_distributed(arg: DTensorArg) -> bool:
-    return not arg.spec.is_replicated
-
-
-def _has_empty_channels(arg: DTensorArg) -> bool:
-    """True if some rank has no channel: torch takes no such tensor."""
-    channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
-    return arg.is_sharded(channels) and any(
-        not arg.spec.box_at(place).sizes[channels] for place in product(*places)
-    )
-
-
-def _decomposed_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    dims = tuple(dim for dim in range(input.ndim) if dim != 1)
-    out, mean, var = _standardized(_accumulated(input), dims, eps)
-    count = math.prod(input.shape[dim] for dim in dims)
-    _update(running_mean, mean.reshape(-1), momentum)
-    _update(running_var, _unbiased(var, count).reshape(-1), momentum)
-    return _by_channel(out, weight, bias).to(input.dtype)

@@ -26,7 +26,7 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
     if mode == "constant":
         if any(min(pair) < 0 for pair in by_dim.values()):
             return Decomposition(_crop_and_pad)
-        return _constant_padding(input, by_dim, value or 0)
+        return _constant_padding(input, by_dim, 0 if value is None else value)
     # Elements are repeated at the ends, so padded dims are unshardable.
     factors = [Factor(size, unshardable=dim in by_dim) for dim, size in enumerate(input.shape)]
     out = [

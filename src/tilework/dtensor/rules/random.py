@@ -12,7 +12,7 @@ from torch import Tensor
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated, write
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
-from tilework.dtensor.random.generator import draw_alike, fill_local, next_key
+from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
@@ -178,13 +178,18 @@ dtensor_handler("kaiming_uniform_", "constant_")(_without_checks)
 
 
 def _register_full_draw(name: str) -> None:
-    """Register an operator that draws by itself: on full tensors, from one state on all ranks."""
+    """Register an operator that draws by itself: on full tensors, from one state on all ranks.
+
+    It takes a generator, so that torch's default one, which threads share, stays as it is.
+    """
     operator = getattr(torch, name)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
+        key = next_key(mesh, generator)
         full = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
-        return replicated(draw_alike(mesh, operator, *full, **kwargs), mesh)
+        own = torch.Generator(full[0].device).manual_seed(key.seed)
+        return replicated(operator(*full, **kwargs, generator=own), mesh)
 
     dtensor_rule(name)(lambda *args, **kwargs: Decomposition(run))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,11 +37,35 @@ def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
     return dim if all(shape == others[0] for shape in others) else None
 
 
+def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
+    """The concatenation without the tensors of shape [0], which torch lets pass beside any others.
+
+    Caches of keys and values start with them. None if there are none, or no others.
+    """
+    kept = [not _is_legacy(arg) for arg in tensors]
+    if all(kept) or not any(kept) or not all(isinstance(arg, Arg) for arg in tensors):
+        return None
+    if all(arg.ndim == 1 for arg in tensors):
+        return None  # of one dim each: nothing else than others without elements
+    dtypes = [arg.dtype for arg in tensors]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+
+    def run(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Tensor:
+        others = [tensor for tensor, keep in zip(tensors, kept, strict=True) if keep]
+        return torch.cat(others, dim).to(dtype)
+
+    return Decomposition(run)
+
+
+def _is_legacy(arg: Any) -> bool:
+    return isinstance(arg, Arg) and arg.shape == (0,)
+
+
 @rule("cat")
 def _cat(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
     along = cat_dim(tensors, dim)
     if along is None:
-        return None
+        return cat_of_legacy(tensors)
     factors = [Factor(size) for size in tensors[0].shape]
     dims: dict[Arg, list[Factor]] = {}
     for arg in tensors:

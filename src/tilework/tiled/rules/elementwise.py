@@ -24,8 +24,8 @@ _LINEAR = "conj_physical deg2rad neg rad2deg zero"
 _VIEWS = "conj imag real resolve_conj resolve_neg"
 #: Tagged, but with a rule of their own, here or in another family.
 _OTHERS = """
-    add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max min mul neg positive
-    rad2deg rrelu rsub sub true_divide where
+    add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max maximum min minimum mul
+    neg positive rad2deg rrelu rsub sub true_divide where
 """
 _CASTS = {
     "bfloat16": torch.bfloat16,
@@ -56,6 +56,7 @@ def pointwise(
     *,
     linear: Sequence[Sequence[Any]] = (),
     rearranges: bool = False,
+    extremum: str | None = None,
     results: int = 1,
 ) -> RuleResult:
     """The call of an operator that only broadcasts its tensors.
@@ -65,6 +66,7 @@ def pointwise(
         linear: As for :func:`~tilework.tiled.op_rules.local_call`; sets that contain something
             else than tensors do not count.
         rearranges: As for :func:`~tilework.tiled.op_rules.local_call`.
+        extremum: Likewise.
         results: The number of results.
     """
     shapes = [arg.shape for arg in args]
@@ -75,7 +77,9 @@ def pointwise(
     factors, dims_of_each = broadcast(shapes)
     sets = [args_of_set for args_of_set in linear if all(map(_may_be_partial, args_of_set))]
     inputs = dict(zip(args, dims_of_each, strict=True))
-    return local_call(inputs, [factors] * results, linear=sets, rearranges=rearranges)
+    return local_call(
+        inputs, [factors] * results, linear=sets, rearranges=rearranges, extremum=extremum
+    )
 
 
 def _may_be_partial(value: Any) -> bool:
@@ -151,6 +155,16 @@ def _where(*args: Any, **kwargs: Any) -> RuleResult:
     # The condition is bool; it comes first in the function and second in the method.
     values = [arg for arg in given if arg.dtype is not torch.bool]
     return pointwise(given, linear=[values] if len(values) == 2 else [])
+
+
+@rule("maximum", values_matter=False, is_elementwise=True)
+def _maximum(input: Any, other: Any) -> RuleResult:
+    return pointwise(tensors(input, other), extremum="max")
+
+
+@rule("minimum", values_matter=False, is_elementwise=True)
+def _minimum(input: Any, other: Any) -> RuleResult:
+    return pointwise(tensors(input, other), extremum="min")
 
 
 @rule("frexp", is_elementwise=True)

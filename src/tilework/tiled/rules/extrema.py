@@ -17,22 +17,31 @@ def extreme_dims(input: Arg, dim: Any) -> Ints | None:
     return None if dims is None or not all(input.shape[dim] for dim in dims) else dims
 
 
-@rule("amax", "amin")
-@numpy_names
-def _amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
-    dims = extreme_dims(input, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, None)
+def _register(name: str) -> None:
+    """Register the rules of amax and max, or of amin and min."""
+
+    @rule(f"a{name}")
+    @numpy_names
+    def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
+        dims = extreme_dims(input, dim)
+        return None if dims is None else reduce_dims(input, dims, keepdim, None, extremum=name)
+
+    @rule(name)
+    @numpy_names
+    def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
+        if isinstance(dim, Arg) or isinstance(other, Arg):
+            given = [arg for arg in (input, dim, other) if isinstance(arg, Arg)]
+            return pointwise(given, extremum=name)
+        dims = extreme_dims(input, dim)
+        if dims is None:
+            return None
+        if dim is None:
+            return reduce_dims(input, dims, keepdim, None, extremum=name)
+        return reduce_dims(input, dims, keepdim, None, results=2)
 
 
-@rule("max", "min")
-@numpy_names
-def _max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
-    if isinstance(dim, Arg) or isinstance(other, Arg):
-        return pointwise([arg for arg in (input, dim, other) if isinstance(arg, Arg)])
-    dims = extreme_dims(input, dim)
-    if dims is None:
-        return None
-    return reduce_dims(input, dims, keepdim, None, results=1 if dim is None else 2)
+_register("max")
+_register("min")
 
 
 @rule("argmax", "argmin")

@@ -75,20 +75,27 @@ def _stft(
     return_complex: bool | None = None,
     **kwargs: Any,
 ) -> RuleResult:
-    if return_complex is not True:
-        return None
+    tensors = [arg for arg in (input, window) if isinstance(arg, Arg)]
+    is_complex = return_complex or any(arg.dtype.is_complex for arg in tensors)
+    if return_complex is None and not is_complex:
+        return None  # torch raises where it is run
     *batch, samples = factors_of(input.shape)
     samples.unshardable = True
     inputs: dict[Arg, Sequence[Factor | None]] = {input: [*batch, samples]}
     if isinstance(window, Arg):
         inputs[window] = [None]
-    kwargs |= {"hop_length": hop_length, "win_length": win_length, "return_complex": True}
+    kwargs |= {
+        "hop_length": hop_length,
+        "win_length": win_length,
+        "return_complex": return_complex,
+    }
+    pairs = [] if is_complex else [None]  # real and imaginary parts in a dim of their own
 
     def function(input: Tensor, window: Tensor | None = None) -> Tensor:
         return torch.stft(input, n_fft, window=window, **kwargs)
 
     run = None if args else allow_empty_shards(function)
-    return local_call(inputs, [[*batch, None, None]], linear=[[input]], run=run)
+    return local_call(inputs, [[*batch, None, None, *pairs]], linear=[[input]], run=run)
 
 
 @rule("istft")

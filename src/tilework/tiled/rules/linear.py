@@ -194,11 +194,18 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
         dims, dims_b = dims
     if isinstance(dims, int):
         dims, dims_b = [dims], [dims_b]
-    mine, theirs = factors_of(a.shape), factors_of(b.shape)
+    mine: list[Factor | None] = [*factors_of(a.shape)]
+    theirs: list[Factor | None] = [*factors_of(b.shape)]
     summed = set()
     for i, j in zip(dims, dims_b, strict=True):
         if a.shape[i] == b.shape[j]:
             theirs[j] = mine[i]
+        elif a.shape[i] == 1:
+            mine[i] = None  # is broadcast, so each rank needs it
+        elif b.shape[j] == 1:
+            theirs[j] = None
+        else:
+            return None  # torch raises for the full tensors
         summed |= {mine[i], theirs[j]}
     out = [factor for factor in (*mine, *theirs) if factor not in summed]
     return _multilinear([a, b], [dim_factors(mine), dim_factors(theirs)], dim_factors(out))

@@ -48,6 +48,7 @@ def reduce_dims(
     *,
     results: int = 1,
     linear: bool = False,
+    extremum: str | None = None,
     run: Callable[[LocalRanges, list[Factor]], Callable[..., Any]] | None = None,
 ) -> LocalCall:
     """The call of a reduction.
@@ -59,6 +60,7 @@ def reduce_dims(
         reduce_op: The reduction of the ranks' results; None: the dims are unshardable.
         results: The number of results.
         linear: Whether it is linear.
+        extremum: As for :func:`~tilework.tiled.op_rules.local_call`.
         run: Makes what is run instead of the operator, from the ranges and each dim's factor.
     """
     factors = [
@@ -72,6 +74,7 @@ def reduce_dims(
         {input: factors},
         [left] * results,
         linear=[[input]] if linear else [],
+        extremum=extremum,
         run=make,
         shapes=[shape] * results,
     )

@@ -1,0 +1,126 @@
+"""Gradients of expanded tensors that are then sharded: summed, instead of gathered and summed.
+
+``cls.expand(rows, -1, -1)`` of a replicated tensor is equal rows on each rank. An operator that
+needs them sharded takes each rank's own. Their gradient would be gathered, for ``expand`` to sum
+all rows on each rank. Here each rank sums its own rows, and the sums are reduced: one row's bytes.
+
+``expand`` gets the whole sum in the first row, and nothing in others. So this is done only while
+nobody looks at the gradient of the expanded tensor itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.world import current_world
+from tilework.dtensor.autograd.partial_grads import as_partial
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.layout import Replicate, Shard
+
+
+@dataclass(eq=False)
+class WatchedGrads:
+    """The local tensors whose gradients are asked for by one rank's backward passes under way."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let gradients of these be their own, row by row."""
+        before = len(self.tensors)
+        self.tensors += tensors
+        try:
+            yield
+        finally:
+            del self.tensors[before:]
+
+
+def watching(tensors: Sequence[Tensor]) -> Any:
+    """A context in which the gradients of local tensors are asked for."""
+    return current_world().state(WatchedGrads).watching(tensors)
+
+
+def expanded_dims(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Ints:
+    """The dims that ``expand`` has made, and that ``target`` shards; none if it does more."""
+    node: Any = local.grad_fn
+    if node is None or node.name() != "ExpandBackward0" or source.order != target.order:
+        return ()
+    sizes = node._saved_self_sym_sizes
+    lead = local.dim() - len(sizes)
+    dims = []
+    for had, gets in zip(source.placements, target.placements, strict=True):
+        if had == gets:
+            continue
+        if not (isinstance(had, Replicate) and isinstance(gets, Shard)):
+            return ()
+        dim = gets.dim
+        if source.axes_of(dim) or not (dim < lead or sizes[dim - lead] == 1):
+            return ()
+        dims.append(dim)
+    return tuple(dict.fromkeys(dims))
+
+
+def shard_expanded(
+    local: Tensor, source: DTensorSpec, target: DTensorSpec, axes: Ints, dims: Ints
+) -> Tensor:
+    """The shard of an expanded local tensor, whose gradient is partial along ``axes``. Local.
+
+    Args:
+        local: The local tensor, of layout ``source``.
+        source: Its layout.
+        target: The layout of the shard.
+        axes: The axes along which the shard's gradient comes in partial.
+        dims: What :func:`expanded_dims` gave.
+    """
+    result: Tensor = _ShardExpanded.apply(local, source, target, axes, dims)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ShardExpanded(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, source: DTensorSpec, target: DTensorSpec, axes: Ints, dims: Ints
+    ) -> Tensor:
+        ctx.source, ctx.target, ctx.axes, ctx.dims = source, target, axes, dims
+        ctx.local, ctx.watched = weakref.ref(local), current_world().state(WatchedGrads)
+        return redistribute_local(local, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        source, target = ctx.source.dual, as_partial(ctx.target.dual, ctx.axes)
+        if torch.is_grad_enabled() or _is_watched(ctx.local(), ctx.watched):
+            return redistribute_local(grad, target, source), None, None, None, None
+        shape = [1 if dim in ctx.dims else size for dim, size in enumerate(source.shape)]
+        row = spec_of(source.mesh, source.placements, shape, source.order)
+        summed = [
+            axis
+            for axis, (had, has) in enumerate(
+                zip(source.placements, target.placements, strict=True)
+            )
+            if had != has
+        ]
+        sums = redistribute_local(
+            grad.sum(ctx.dims, keepdim=True), as_partial(row, tuple(summed)), row
+        )
+        rows = sums.new_zeros(source.local_shape)
+        rows[tuple(slice(1) if dim in ctx.dims else slice(None) for dim in range(rows.dim()))] = (
+            sums
+        )
+        return rows, None, None, None, None
+
+
+def _is_watched(local: Any, watched: WatchedGrads) -> bool:
+    """True if somebody looks at the gradient of a local tensor."""
+    if local is None:
+        return False
+    if local.retains_grad or local._backward_hooks:
+        return True
+    return any(local is tensor for tensor in watched.tensors)

@@ -1,0 +1,281 @@
+"""Batch normalisation: local where each rank has all rows, else one reduction in each direction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.autograd.partial_grads import (
+    alias_local,
+    as_partial,
+    redistribute_with_gradient,
+)
+from tilework.dtensor.dispatch.results import replicated
+from tilework.dtensor.propagation.placed_call import DTensorArg
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.rules.internal_ops import reduce_partial
+from tilework.dtensor.rules.norms import accumulated, present, unbiased, unshardable, update_running
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.tensor import DTensor, wrap
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.tiled.factors import Factor, factors_of
+from tilework.tiled.op_rules import Decomposition, RuleResult, local_call
+from tilework.tiled.op_table import dtensor_rule, register
+
+_STATISTICS = ("running_mean", "running_var")
+for _name in (
+    *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm"),
+    *("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+):
+    register(_name, silent_writes=_STATISTICS)
+
+
+@dtensor_rule(torch.batch_norm)
+def _batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> RuleResult:
+    if input.ndim < 2:
+        return None
+    every: list[DTensorArg] = present(input, weight, bias, running_mean, running_var)
+    use = training or running_mean is None
+    writes = training and running_mean is not None
+    over = [dim for dim in range(input.ndim) if dim != 1]
+    # In place only without moves: what is written to a moved copy would be lost.
+    if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_distributed, every)))):
+        return Decomposition(_over_ranks)
+    c = Factor(input.shape[1], "c", unshardable=writes or any(map(_has_empty_channels, every)))
+    others = unshardable if use else factors_of
+    n, *spatial = others([input.shape[dim] for dim in over])
+    dims = [n, c, *spatial]
+    return local_call({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
+
+
+def _is_distributed(arg: DTensorArg) -> bool:
+    return not arg.spec.is_replicated
+
+
+def _has_empty_channels(arg: DTensorArg) -> bool:
+    """True if some rank has no channel: torch takes no such tensor."""
+    channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
+    return arg.is_sharded(channels) and any(
+        not arg.spec.box_at(place).sizes[channels] for place in product(*places)
+    )
+
+
+# -- over the rows of several ranks ----------------------------------------------------------
+
+
+def _over_ranks(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    x = reduce_partial(input)
+    if not isinstance(x, DTensor):
+        x = replicated(x, _mesh_of(weight, bias, running_mean, running_var))
+    if not x._spec.takes_part:
+        return wrap(x._local_tensor, x._spec)
+    rows = _Rows(x._spec, eps)
+    w, b = (None if each is None else _by_channels(each, rows.channels) for each in (weight, bias))
+    out, mean, var = _Normalized.apply(local_graph.local_of(x), w, b, rows)  # type: ignore[no-untyped-call]
+    if rows.count:
+        update_running(running_mean, wrap(mean, rows.channels), momentum)
+        update_running(running_var, wrap(unbiased(var, rows.count), rows.channels), momentum)
+    return wrap(out, x._spec)
+
+
+def _mesh_of(*tensors: Tensor | None) -> Any:
+    return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+
+
+def _by_channels(tensor: Tensor, channels: DTensorSpec) -> Tensor:
+    """The local part of a parameter, whose gradient each rank computes in full."""
+    if not isinstance(tensor, DTensor):
+        tensor = replicated(tensor, channels.mesh)
+    return redistribute_local(local_graph.local_of(tensor), tensor._spec, channels)
+
+
+@dataclass(eq=False)
+class _Rows:
+    """The ranks that have the rows of an input.
+
+    Args:
+        spec: The input's layout.
+        eps: What is added to the variance.
+    """
+
+    spec: DTensorSpec
+    eps: float
+
+    @cached_property
+    def dims(self) -> Ints:
+        """The dims that are normalised over."""
+        return tuple(dim for dim in range(self.spec.ndim) if dim != 1)
+
+    @cached_property
+    def axes(self) -> Ints:
+        """The axes that shard them."""
+        return tuple(
+            axis
+            for axis, (placement, length) in enumerate(
+                zip(self.spec.placements, self.spec.mesh.shape, strict=True)
+            )
+            if isinstance(placement, Shard) and placement.dim != 1 and length > 1
+        )
+
+    @cached_property
+    def count(self) -> int:
+        """The number of elements of a channel."""
+        return math.prod(self.spec.shape[dim] for dim in self.dims)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """The elements of a channel that each rank along the axes has, in a column."""
+        here = self.spec.mesh.get_coordinate()
+        assert here is not None
+        counts = []
+        for places in product(*[range(self.spec.mesh.shape[axis]) for axis in self.axes]):
+            coordinate = list(here)
+            for axis, place in zip(self.axes, places, strict=True):
+                coordinate[axis] = place
+            sizes = self.spec.box_at(coordinate).sizes
+            counts.append([float(math.prod(sizes[dim] for dim in self.dims))])
+        return torch.tensor(counts, dtype=torch.float64)
+
+    @cached_property
+    def channels(self) -> DTensorSpec:
+        """The layout of a value for each channel."""
+        placements: list[Placement] = [
+            Shard(0, placement.sizes)
+            if isinstance(placement, Shard) and placement.dim == 1
+            else Replicate()
+            for placement in self.spec.placements
+        ]
+        return spec_of(self.spec.mesh, placements, self.spec.shape[1:2], self.spec.order)
+
+    def layout(self, placement: Placement, shape: Ints) -> DTensorSpec:
+        """The layout of values that this rank's channels have, along the axes."""
+        mesh = self.spec.mesh
+        placements: list[Placement] = [
+            placement if axis in self.axes else Replicate() for axis in range(mesh.ndim)
+        ]
+        return spec_of(mesh, placements, shape)
+
+    def view(self, values: Tensor) -> Tensor:
+        """Values of channels, to be broadcast with the input."""
+        return values.view(1, -1, *(1,) * (self.spec.ndim - 2))
+
+
+def _statistics(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of local channels over all rows. Collective; differentiable."""
+    own_count = x.numel() // max(1, x.shape[1])
+    mean = x.sum(rows.dims) / max(1, own_count)
+    squares = (x - rows.view(mean)).square().sum(rows.dims)
+    if not rows.axes:
+        return mean, squares / max(1, own_count)
+    width = x.shape[1]
+    shape = (len(rows.counts), 2 * width)
+    source, target = rows.layout(Shard(0), shape), rows.layout(Replicate(), shape)
+    own = torch.cat([mean, squares]).unsqueeze(0)
+    every = redistribute_with_gradient(own, source, target, as_partial(target, rows.axes))
+    counts = rows.counts.to(x)
+    means = every[:, :width]
+    mean = (means * counts).sum(0) / max(1, rows.count)
+    # Chan, Golub, LeVeque: the squares around one mean, from those around each rank's own.
+    apart = ((means - mean).square() * counts).sum(0)
+    return mean, (every[:, width:].sum(0) + apart) / max(1, rows.count)
+
+
+def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows) -> Any:
+    """The normalised input, mean and variance, with gradients of gradients."""
+    values = accumulated(x)
+    mean, var = _statistics(values, rows)
+    out = (values - rows.view(mean)) * rows.view(torch.rsqrt(var + rows.eps))
+    if weight is not None:
+        out = out * rows.view(weight)
+    if bias is not None:
+        out = out + rows.view(bias)
+    return out.to(x.dtype), mean, var
+
+
+class _Normalized(torch.autograd.Function):
+    """Batch normalisation over the rows of several ranks, on local tensors.
+
+    Backward sums over the ranks what gradients of the input and of both parameters need, at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, mean, var = _composed(x, weight, bias, rows)
+        ctx.save_for_backward(x, weight, bias, mean, var)
+        ctx.rows = rows
+        ctx.mark_non_differentiable(mean, var)
+        return out, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        x, weight, bias, mean, var = ctx.saved_tensors
+        rows: _Rows = ctx.rows
+        if torch.is_grad_enabled():
+            return (*_differentiable_gradients(grad, x, weight, bias, rows), None)
+        grads, scale = accumulated(grad), torch.rsqrt(var + rows.eps)
+        standard = (accumulated(x) - rows.view(mean)) * rows.view(scale)
+        sums = torch.cat([grads.sum(rows.dims), (grads * standard).sum(rows.dims)])
+        if rows.axes:
+            partial = rows.layout(Partial(), tuple(sums.shape))
+            sums = redistribute_local(sums, partial, partial.dual)
+        of_bias, of_weight = torch.split(sums, x.shape[1])
+        if weight is not None:
+            scale = scale * weight
+        means = [rows.view(each / max(1, rows.count)) for each in (of_bias, of_weight)]
+        of_x = (grads - means[0] - standard * means[1]) * rows.view(scale)
+        return (
+            of_x.to(x.dtype),
+            None if weight is None else of_weight.to(weight.dtype),
+            None if bias is None else of_bias.to(bias.dtype),
+            None,
+        )
+
+
+def _differentiable_gradients(grad: Tensor, *inputs: Any) -> list[Tensor | None]:
+    """The gradients of what was normalised, as functions of everything that they depend on."""
+    *tensors, rows = inputs
+    x, *parameters = tensors
+    with torch.enable_grad():
+        whole = rows.layout(Replicate(), (x.shape[1],))
+        aliases = [
+            None
+            if parameter is None
+            else alias_local(parameter * 1, as_partial(whole, rows.axes), whole)
+            for parameter in parameters
+        ]
+        out, _, _ = _composed(x, aliases[0], aliases[1], rows)
+        needed = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+        found = iter(torch.autograd.grad(out, needed, grad, create_graph=True))
+    return [
+        next(found) if tensor is not None and tensor.requires_grad else None for tensor in tensors
+    ]

@@ -1,0 +1,115 @@
+"""Questions about a tensor, which no elements are needed for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tilework.comm.world import current_world
+from tilework.dtensor import (
+    DTensor,
+    Partial,
+    Shard,
+    distribute_tensor,
+    explain,
+    init_device_mesh,
+    strict,
+)
+from tilework.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tilework.testing import run_ranks
+
+ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_cuda"),
+    *("is_sparse", "is_quantized", "is_meta", "is_leaf", "requires_grad", "names", "output_nr"),
+)
+METHODS = (
+    *("size", "dim", "numel", "element_size", "is_contiguous", "is_floating_point"),
+    *("is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_pinned", "type"),
+    *("storage_offset", "_is_view", "_is_zerotensor", "is_distributed", "dense_dim"),
+    *("dim_order", "get_device", "stride"),
+)
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    **{name: operator.attrgetter(name) for name in ATTRIBUTES},
+    **{name: operator.methodcaller(name) for name in METHODS},
+}
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "result_type": lambda x: torch.result_type(x, x.double()),
+    "result_type with a number": lambda x: torch.result_type(x, 3),
+    "is_set_to": lambda x: x.is_set_to(x),
+    "may be data": lambda x: torch._has_compatible_shallow_copy_type(x, x),
+    "is_same_size": lambda x: x.is_same_size(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")
+@pytest.mark.parametrize("name", QUESTIONS | OTHERS)
+def test_questions_communicate_nothing(name: str) -> None:
+    ask = (QUESTIONS | OTHERS)[name]
+
+    def answer(x: Any) -> Any:
+        try:
+            return ask(x)
+        except (AttributeError, RuntimeError):
+            return "none"
+
+    expected = answer(torch.ones(4, 3))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Partial()):
+            x = distribute_tensor(torch.ones(4, 3), mesh, [placement])
+            with explain() as log, strict():
+                found = answer(x)
+            assert not log.events
+            assert found == expected or (name == "names" and found == "none")
+        before = [len(group.flight_entries()) for group in current_world().records]
+        answer(x)
+        assert [len(group.flight_entries()) for group in current_world().records] == before
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to(torch.float64),
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.bfloat16(),
+        lambda m: m.type(torch.float64),
+        lambda m: m.to("cpu", torch.float16),
+        lambda m: m.to_empty(device="cpu"),
+    ],
+)
+def test_a_module_is_converted_where_it_is(convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Each rank converts its shards: neither bytes nor memory for more."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model(torch.ones(2, 8)).sum().backward()
+        plain = {name: p.to(p.dtype).full_tensor() for name, p in _tensors(model).items()}
+        layouts = {name: p.placements for name, p in _tensors(model).items()}
+        before = sum(len(group.flight_entries()) for group in current_world().records)
+        convert(model)
+        assert sum(len(group.flight_entries()) for group in current_world().records) == before
+        for name, p in _tensors(model).items():
+            assert isinstance(p, DTensor)
+            assert p.placements == layouts[name]
+            local = p.to_local()
+            assert local.untyped_storage().nbytes() == local.nbytes
+            if "to_empty" not in convert.__code__.co_names:
+                torch.testing.assert_close(p.full_tensor(), plain[name].to(p.dtype))
+
+    run_ranks(2, program)
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = dict(model.named_parameters())
+    return found | {f"{name}.grad": p.grad for name, p in model.named_parameters()}

@@ -1,0 +1,42 @@
+"""Extrema of values that are partial in the same extremum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dtensor.op_checks import check_op, count_op
+from tilework.dtensor import Partial, Replicate
+
+A = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+B = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+@pytest.mark.parametrize("op", TWO)
+def test_extrema_of_partial_extrema_communicate_nothing(op: str) -> None:
+    other = "min" if op == "max" else "max"
+    both = {"two": TWO[op], "max of two": getattr(torch, op)}
+    for fn in both.values():
+        for layout in ([Partial(op)], [Replicate()]):
+            seen = count_op(fn, A, B, layouts=[[Partial(op)], layout])
+            assert seen.forward == []
+            assert seen.placements == [(Partial(op),)]
+        assert "all_reduce" in count_op(fn, A, B, layouts=[[Partial(other)], [Partial(op)]]).forward
+    for fn in (getattr(torch, op), lambda x: getattr(torch, f"a{op}")(x, 0)):
+        seen = count_op(fn, A, layouts=[[Partial(op)]])
+        assert seen.forward == []
+
+
+@pytest.mark.parametrize("op", TWO)
+def test_their_values_and_gradients(op: str) -> None:
+    check_op(TWO[op], A, B, meshes=[(2,), (2, 2)], partial=("max", "min", "sum"), most=30)
+    check_op(TWO[op], A, B[0], meshes=[(3,)], partial=(op,), most=12, plain=True)
+    check_op(getattr(torch, f"a{op}"), A, meshes=[(2, 2)], partial=(op,))
+    check_op(lambda x: getattr(x, op)(1), A, meshes=[(2,)], partial=(op,))
