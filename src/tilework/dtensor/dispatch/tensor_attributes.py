@@ -67,7 +67,7 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
 @dtensor_handler(
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device"),
     *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
-    *("storage_offset", "_is_view", "_is_zerotensor", "is_distributed", "is_coalesced"),
+    *("_is_view", "_is_zerotensor", "is_distributed", "is_coalesced"),
     *("dense_dim", "sparse_dim", "_nnz", "is_sparse", "q_scale", "qscheme"),
 )
 def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
