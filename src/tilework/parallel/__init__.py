@@ -3,8 +3,9 @@
 from tilework.parallel import comm_hooks
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by_size
-from tilework.parallel.data_parallel.ddp import DistributedDataParallel, MixedPrecision
+from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook
+from tilework.parallel.data_parallel.mixed_precision import MixedPrecision
 from tilework.parallel.fully_sharded.fully_shard import (
     FSDPModule,
     UnshardHandle,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tilework.comm.objects import gather_object
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
-from tilework.parallel.data_parallel.ddp import broadcast_tensors
+from tilework.parallel.data_parallel.replicas import broadcast_tensors
 
 
 class ZeroRedundancyOptimizer(Optimizer):

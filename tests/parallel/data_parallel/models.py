@@ -6,13 +6,24 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilework.parallel import DistributedDataParallel
+from tilework.testing import run_ranks
 
 WIDTH, ROWS = 8, 4
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+]
+EACH_SETTING = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(s) or "plain")
 #: torch does not annotate ``backward``.
 mse: Any = F.mse_loss
 
@@ -85,3 +96,32 @@ def compare_training(
 def gradients(module: nn.Module) -> Sequence[Tensor]:
     """Copies of all gradients."""
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+class Branches(nn.Module):
+    """Two layers, of which inputs choose one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, right: bool) -> Tensor:
+        y: Tensor = self.right(x) if right else self.left(x)
+        return y
+
+
+def raised(ranks: int, program: Callable[[int], Any]) -> list[str]:
+    """What each rank raised, as text; "" for none."""
+
+    def guarded(rank: int) -> str:
+        try:
+            program(rank)
+        except (RuntimeError, ValueError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run_ranks(ranks, guarded)
+
+
+def train(model: nn.Module, ranks: int = 2, **settings: Any) -> None:
+    run_ranks(ranks, lambda rank: compare_training(rank, ranks, model, **settings))

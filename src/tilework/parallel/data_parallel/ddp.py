@@ -5,48 +5,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilework.comm.agreement import agree
-from tilework.comm.collectives import all_reduce, broadcast
+from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import ReduceOp
-from tilework.comm.world import AnyGroup, NonMember, get_default_group
-from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.comm.world import AnyGroup, get_default_group
 from tilework.mesh import DeviceMesh
 from tilework.parallel.comm_hooks.bucket import CommHook
+from tilework.parallel.data_parallel.arguments import check_module, devices_of, group_of
 from tilework.parallel.data_parallel.buckets import bucket_bytes_of
+from tilework.parallel.data_parallel.delayed_reduction import DelayedReduction
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
-from tilework.parallel.data_parallel.leaves import GradLeaf, grad_leaves, local_tensors
+from tilework.parallel.data_parallel.leaves import grad_leaves, local_tensors
+from tilework.parallel.data_parallel.mixed_precision import MixedPrecision, cast_floats, moved
 from tilework.parallel.data_parallel.outputs import (
-    call_at_backward,
+    call_before_backward,
     leaves_of_graph,
-    replace_tensors,
     tensors_of,
 )
 from tilework.parallel.data_parallel.reducer import Reducer, ReducerOptions
+from tilework.parallel.data_parallel.replicas import broadcast_tensors, check_replicas
 from tilework.parallel.data_parallel.report import StepReport
-
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """The dtypes of a step of DistributedDataParallel.
-
-    Attributes:
-        param_dtype: Forward and backward compute in it; parameters themselves stay as they are.
-        reduce_dtype: Gradients are averaged in it; None: in the parameters' own dtype.
-        buffer_dtype: Floating-point buffers are cast to it once, at construction.
-        cast_forward_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+from tilework.parallel.data_parallel.structure import ModuleStructure
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -122,8 +106,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        _check_module(module)
-        self.process_group = _group_of(process_group, device_mesh)
+        check_module(module, DistributedDataParallel)
+        self.process_group = group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.dim = dim
         self.broadcast_buffers = broadcast_buffers is not False
@@ -141,9 +125,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._forward_count = 0
         self.module = module
-        self.device_ids, self.output_device = _devices(module, device_ids, output_device)
+        self.device_ids, self.output_device = devices_of(module, device_ids, output_device)
         self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
         self._cast_buffers()
+        self._structure = ModuleStructure(module)
         self._start(init_sync)
 
     def _start(self, init_sync: bool) -> None:
@@ -164,9 +149,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self.reducer = Reducer(leaves, self.process_group, options)
         self._delayed = self._make_delayed()
-        self._structure = _structure(self.module)
+        self._structure = ModuleStructure(self.module)
 
-    def _make_delayed(self) -> _DelayedReduction | None:
+    def _make_delayed(self) -> DelayedReduction | None:
         if not self._delayed_names:
             return None
         if self._delay_trigger is None:
@@ -175,7 +160,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "gradient starts the reduction of the others"
             )
         leaves = [leaf for leaf in grad_leaves(self.module) if leaf.name in self._delayed_names]
-        return _DelayedReduction(leaves, self._delay_trigger, self.reducer)
+        return DelayedReduction(leaves, self._delay_trigger, self.reducer)
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -186,9 +171,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         self._before_forward()
         if self.device_ids:
-            inputs, kwargs = _moved((inputs, kwargs), self.device_ids[0])
+            inputs, kwargs = moved((inputs, kwargs), self.device_ids[0])
         outputs = self._run_module(inputs, kwargs)
-        return self._after_forward(outputs)
+        return self._after_forward(outputs, (inputs, kwargs))
 
     def _before_forward(self) -> None:
         if not torch.is_grad_enabled():
@@ -209,8 +194,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _follow_changes(self) -> None:
         """Make a new reducer if parameters were frozen, unfrozen, added or replaced."""
-        structure = _structure(self.module)
-        if structure == self._structure:
+        if self._structure.is_current():
             return
         hook = self.reducer.hook
         self.reducer.close()
@@ -224,14 +208,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.module(*inputs, **kwargs)
         dtype = precision.param_dtype
         if precision.cast_forward_inputs:
-            inputs, kwargs = _cast((inputs, kwargs), dtype)
+            inputs, kwargs = cast_floats((inputs, kwargs), dtype)
         parameters = {
             name: parameter.to(dtype) if parameter.is_floating_point() else parameter
             for name, parameter in self.module.named_parameters()
         }
         return torch.func.functional_call(self.module, parameters, inputs, kwargs)
 
-    def _after_forward(self, outputs: Any) -> Any:
+    def _after_forward(self, outputs: Any, inputs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
             return outputs
         self._forward_count += 1
@@ -241,7 +225,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             leaves = enumerate(self.reducer.leaves)
             unused = {at for at, leaf in leaves if id(leaf.tensor) not in reached}
         self.reducer.expect(unused)
-        return call_at_backward(outputs, self.reducer.begin)
+        return call_before_backward(outputs, self.reducer.begin, inputs)
 
     # -- settings ----------------------------------------------------------------------------
 
@@ -341,7 +325,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         Integers, strings and bools; lists are strings of numbers separated by commas.
         """
         reducer = self.reducer
-        sizes = [0 if b.flat is None else b.flat.nbytes for b in reducer.buckets]
+        sizes = [0 if b.memory is None else b.memory.nbytes for b in reducer.buckets]
         parameters = [leaf.tensor for leaf in reducer.leaves]
         rebuilt = ", ".join(map(str, sizes))
         _, hook = reducer.hook or (None, None)
@@ -415,6 +399,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return [*parameters, *self._buffers_to_send()]
 
     def _buffers_to_send(self) -> list[Tensor]:
+        if not self._ignored and not self._structure.has_buffers():
+            return []
         return [
             local
             for name, buffer in self.module.named_buffers()
@@ -444,215 +430,3 @@ class _FinalSync(JoinHook):
         broadcast_tensors(ddp._state_tensors(), group, int(last))
         ddp.reducer.active_group = None
         ddp.reducer.divide_by_initial_size = True
-
-
-class _DelayedReduction:
-    """The average of some gradients in one message, when that of another parameter is ready."""
-
-    def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
-        self._leaves, self._reducer = list(leaves), reducer
-        on_grad: Any = trigger.register_post_accumulate_grad_hook
-        self._remover = on_grad(lambda _: self._reduce())
-
-    @torch.no_grad()
-    def _reduce(self) -> None:
-        if self._reducer.accumulating:
-            return
-        grads = [leaf.tensor.grad for leaf in self._leaves]
-        dense = [
-            torch.zeros_like(leaf.tensor) if grad is None else grad
-            for leaf, grad in zip(self._leaves, grads, strict=True)
-        ]
-        flat = torch.cat([grad.reshape(-1) for grad in dense])
-        all_reduce(flat, ReduceOp.AVG, self._reducer.active)
-        for leaf, grad, part in zip(
-            self._leaves, dense, torch.split(flat, [g.numel() for g in dense]), strict=True
-        ):
-            grad.copy_(part.view(grad.shape))
-            leaf.tensor.grad = grad
-
-
-# -- construction ------------------------------------------------------------------------------
-
-
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"DistributedDataParallel wraps an nn.Module, got {type(module).__name__}")
-    for name, inner in module.named_modules():
-        if isinstance(inner, DistributedDataParallel):
-            where = f"its module {name!r}" if name else "the module"
-            raise RuntimeError(
-                f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
-                f"wrap the plain module (ddp.module) once"
-            )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameters that "
-            "require a gradient."
-        )
-
-
-def _group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
-    if group is not None and mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-        return mesh.get_group(0)
-    if isinstance(group, NonMember):
-        raise ValueError(
-            f"this rank is not in the group of ranks {list(group.global_ranks)}, and cannot hold a "
-            f"replica: construct DistributedDataParallel on the group's ranks only"
-        )
-    return get_default_group() if group is None else group
-
-
-def _devices(
-    module: nn.Module,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[torch.device] | None, torch.device | None]:
-    """The device that inputs are moved to, as a list, and that of outputs."""
-    if not device_ids and output_device is None:
-        return None, None
-    devices = {parameter.device for parameter in module.parameters()}
-    kinds = {device.type for device in devices}
-    if len(device_ids or ()) > 1:
-        raise ValueError(
-            f"device_ids can only be None or contain a single element, but got {device_ids}"
-        )
-    if kinds <= {"cpu", "meta"} or len(devices) > 1:
-        raise ValueError(
-            f"DistributedDataParallel device_ids and output_device arguments only work with "
-            f"single-device modules on an accelerator, but got device_ids {device_ids}, "
-            f"output_device {output_device}, and module parameters {devices}: pass None"
-        )
-    (kind,) = kinds
-    first = device_ids[0] if device_ids else output_device
-    assert first is not None
-    device = torch.device(kind, first) if isinstance(first, int) else torch.device(first)
-    return [device], device
-
-
-def check_replicas(
-    module: nn.Module, group: ProcessGroup, ignored: Sequence[str] = (), *, values: bool = False
-) -> None:
-    """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
-
-    Args:
-        module: The replica of this rank.
-        group: The ranks with replicas.
-        ignored: Names of parameters that may differ.
-        values: Compare elements, too, not only names, shapes, dtypes and ``requires_grad``.
-
-    Raises:
-        ValueError: They differ; on every rank, naming the first that does, and both sides.
-    """
-
-    def facts() -> list[tuple[str, str]]:
-        return [
-            (name, _described(parameter, values))
-            for name, parameter in module.named_parameters()
-            if name not in ignored
-        ]
-
-    mine = agree(facts, group)
-    reference = mine[0]
-    for rank, theirs in zip(group.global_ranks, mine, strict=True):
-        if theirs != reference:
-            raise ValueError(_difference(group.global_ranks[0], reference, rank, theirs))
-
-
-def _described(parameter: Tensor, values: bool) -> str:
-    shapes = [tuple(local.shape) for local in local_tensors(parameter)]
-    shape = " and ".join(str(list(each)) for each in shapes) or "no shard"
-    text = f"{str(parameter.dtype)[6:]} {shape}"
-    text += "" if parameter.requires_grad else ", frozen"
-    if values and not parameter.is_meta:
-        hashes = [content_hash(local.detach()) for local in local_tensors(parameter)]
-        text += f", elements with hash {' '.join(each[:8] for each in hashes)}"
-    return text
-
-
-def _difference(
-    first: int, reference: list[tuple[str, str]], rank: int, theirs: list[tuple[str, str]]
-) -> str:
-    start = "DistributedDataParallel needs the same parameters on all ranks, but "
-    for (name, one), (other_name, other) in zip(reference, theirs, strict=False):
-        if name != other_name:
-            return f"{start}where rank {first} has {name}, rank {rank} has {other_name}"
-        if one != other:
-            return f"{start}{name} is {one} on rank {first} and {other} on rank {rank}"
-    more, fewer = (first, rank) if len(reference) > len(theirs) else (rank, first)
-    longer, at = max(reference, theirs, key=len), min(len(reference), len(theirs))
-    return (
-        f"{start}rank {first} has {len(reference)} of them and rank {rank} {len(theirs)}: rank "
-        f"{fewer} lacks {longer[at][0]}, which rank {more} has"
-    )
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src: int = 0) -> None:
-    """Overwrite tensors with those of one rank, in few messages. Collective; blocks.
-
-    Args:
-        tensors: The same shapes and dtypes on every rank; meta tensors are left alone.
-        group: The ranks.
-        group_src: The rank within the group whose values count.
-    """
-    if group.size() == 1:
-        return
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if not tensor.is_meta and tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for alike in by_kind.values():
-        for chunk in _chunks(alike):
-            _broadcast_flat(chunk, group, group_src)
-
-
-#: The most that is broadcast in one message.
-_BROADCAST_BYTES = 64 << 20
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    chunk: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if chunk and size + tensor.nbytes > _BROADCAST_BYTES:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += tensor.nbytes
-    if chunk:
-        yield chunk
-
-
-def _broadcast_flat(tensors: list[Tensor], group: ProcessGroup, group_src: int) -> None:
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        broadcast(tensors[0], group=group, group_src=group_src)
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    broadcast(flat, group=group, group_src=group_src)
-    if group.rank() != group_src:
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        shaped = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-        torch._foreach_copy_(tensors, shaped)
-
-
-def _structure(module: nn.Module) -> list[Any]:
-    """A value that changes when parameters are added, replaced, frozen or unfrozen."""
-    return [
-        (id(parameter), parameter.requires_grad)
-        for owner in module.modules()
-        for parameter in owner._parameters.values()
-        if parameter is not None
-    ]
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return replace_tensors(value, lambda tensor: tensor.to(device))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return replace_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -113,3 +113,26 @@ def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
 
 def _has_graph(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) or isinstance(tensor, DTensor)
+
+
+def call_before_backward(value: Any, call: Callable[[], None], inputs: Any) -> Any:
+    """A module's output; ``call`` runs when backward reaches one of its tensors.
+
+    As :func:`call_at_backward`, with hooks in the graph in place of nodes of its own, so that the
+    output is not copied. Tensors that were not computed, or that are inputs, still get a node.
+
+    Args:
+        value: The output.
+        call: Runs once for each tensor that backward reaches.
+        inputs: The arguments that the output was computed from.
+    """
+    passed = {id(tensor) for tensor in tensors_of(inputs)}
+    nodes: dict[Any, None] = {}
+    for tensor in tensors_of(value):
+        if tensor.requires_grad and type(tensor) in (Tensor, torch.nn.Parameter):
+            if tensor.grad_fn is None or id(tensor) in passed:
+                return call_at_backward(value, call)
+            nodes[tensor.grad_fn] = None
+    for node in nodes:
+        node.register_prehook(lambda _: call())
+    return value

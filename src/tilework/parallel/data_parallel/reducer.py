@@ -1,11 +1,12 @@
 """The reduction of gradients, bucket by bucket, while backward goes on.
 
 Each parameter's post-accumulate hook marks its gradient ready. When all gradients of a bucket are
-ready, and all buckets before it were started, the bucket is started: its gradients are copied into
-one flat buffer, which is averaged asynchronously. At the end of the backward pass what is left is
-started with zeros, everything is waited for, and the averages become the gradients. So all ranks
-start the same buckets in the same order in every pass, and none waits for another that has fewer
-gradients; whether they had the same is compared afterwards.
+ready, and all buckets before it were started, the bucket is started: its memory, which by then has
+all of them, is averaged on the core's thread; the last one, with nothing left to compute beside it,
+at once. At the end of the backward pass what is left is started with zeros, everything is waited
+for, and the averages become the gradients. So all ranks start the same buckets in the same order in
+every pass, and none waits for another that has fewer gradients; whether they had the same is
+compared afterwards.
 
 The scheme is that of S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training*, VLDB 2020.
@@ -27,18 +28,14 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.sparse import all_reduce_sparse
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
-from tilework.parallel.data_parallel.buckets import (
-    BucketPlan,
-    element_count,
-    first_step_plan,
-    ordered_plan,
-)
-from tilework.parallel.data_parallel.leaves import GradLeaf, grad_view
+from tilework.parallel.data_parallel.bucket_memory import BucketMemory
+from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
+from tilework.parallel.data_parallel.leaves import GradLeaf
 from tilework.parallel.data_parallel.report import (
-    BucketReport,
     BucketTimes,
     PassTimes,
     StepReport,
+    step_report,
 )
 
 #: What ``then`` of torch's futures returns is of the base class only.
@@ -67,14 +64,12 @@ class ReducerOptions:
 
 @dataclass(eq=False)
 class _Bucket:
-    """The memory and state of one bucket."""
+    """The state of one bucket."""
 
     index: int
     members: tuple[int, ...]
-    flat: Tensor | None
-    """All gradients, one after the other; None for a sparse gradient."""
-    views: list[Tensor]
-    pending: int = 0
+    memory: BucketMemory | None
+    """None for a sparse gradient, and on the meta device."""
     work: Work | torch.futures.Future[Any] | None = None
     times: BucketTimes = field(default_factory=BucketTimes)
 
@@ -102,7 +97,7 @@ class Reducer:
         #: A forward pass was made whose backward is to reduce.
         self._expecting = False
         self.passes = 0
-        self.times: list[PassTimes] = []
+        self.last_pass: PassTimes | None = None
         self.rebuilt = False
         self._order: list[int] = []
         #: For static graphs: how often each gradient is marked ready in a pass.
@@ -110,10 +105,13 @@ class Reducer:
         self._unused_ahead: set[int] | None = None
         #: Gradients that passes without reduction have accumulated into.
         self._accumulated: set[int] = set()
+        count = len(self.leaves)
+        #: Changed in place only, since the hooks of parameters hold them.
+        self._marks, self._bucket_of, self._places = [0] * count, [0] * count, [0] * count
+        self._moves = [False] * count
+        self._pending: list[int] = []
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
-        sparse = [leaf.sparse for leaf in self.leaves]
-        tensors = [leaf.tensor for leaf in self.leaves]
-        self._assign(first_step_plan(tensors, sparse, options.bucket_bytes))
+        self._assign(first_step_plan(self._tensors(), self._sparse(), options.bucket_bytes))
         self._reset()
 
     def close(self) -> None:
@@ -122,33 +120,33 @@ class Reducer:
             remover.remove()
         self._removers = []
 
+    def _tensors(self) -> list[Tensor]:
+        return [leaf.tensor for leaf in self.leaves]
+
+    def _sparse(self) -> list[bool]:
+        return [leaf.sparse for leaf in self.leaves]
+
     # -- buckets -----------------------------------------------------------------------------
 
     def _assign(self, plan: BucketPlan) -> None:
         """Make the buckets of a plan."""
         self.plan = plan
-        self.buckets = [self._bucket(i, members) for i, members in enumerate(plan.buckets)]
-        self._bucket_of = [0] * len(self.leaves)
+        self.buckets = [
+            _Bucket(i, members, self._memory(members)) for i, members in enumerate(plan.buckets)
+        ]
         for bucket in self.buckets:
-            for member in bucket.members:
-                self._bucket_of[member] = bucket.index
+            moves = bucket.memory.moves if bucket.memory else [False]
+            for place, member in enumerate(bucket.members):
+                self._bucket_of[member], self._places[member] = bucket.index, place
+                self._moves[member] = len(moves) > place and moves[place]
 
-    def _bucket(self, index: int, members: tuple[int, ...]) -> _Bucket:
+    def _memory(self, members: tuple[int, ...]) -> BucketMemory | None:
         leaves = [self.leaves[member] for member in members]
-        first = leaves[0]
-        if first.sparse:
-            return _Bucket(index, members, None, [])
-        sizes = [element_count(leaf.tensor) for leaf in leaves]
-        dtype = self.options.reduce_dtype or first.tensor.dtype
-        if first.tensor.device.type == "cpu":
-            flat = self.group.empty(sum(sizes), dtype=dtype).zero_()
-        else:
-            flat = first.tensor.new_zeros(sum(sizes), dtype=dtype)
-        if first.tensor.is_meta:
-            return _Bucket(index, members, flat, [leaf.tensor for leaf in leaves])
-        ranges = torch.split(flat, sizes)
-        views = [grad_view(r, leaf.tensor) for r, leaf in zip(ranges, leaves, strict=True)]
-        return _Bucket(index, members, flat, views)
+        if leaves[0].sparse or leaves[0].tensor.is_meta:
+            return None
+        dtype = self.options.reduce_dtype or leaves[0].tensor.dtype
+        tensors = [leaf.tensor for leaf in leaves]
+        return BucketMemory(tensors, dtype, self.group, self.options.bucket_view)
 
     def rebuild(self) -> bool:
         """Assign the buckets anew, in the order in which gradients came in the first pass.
@@ -163,9 +161,9 @@ class Reducer:
         order = [*self._order, *(i for i in range(len(self.leaves)) if i not in seen)]
         shared = torch.tensor(order, dtype=torch.int64)
         broadcast(shared, group=self.group, group_src=0)
-        sparse = [leaf.sparse for leaf in self.leaves]
-        tensors = [leaf.tensor for leaf in self.leaves]
-        plan = ordered_plan(tensors, sparse, self.options.bucket_bytes, shared.tolist())
+        plan = ordered_plan(
+            self._tensors(), self._sparse(), self.options.bucket_bytes, shared.tolist()
+        )
         if plan != self.plan:
             self._assign(plan)
         self._reset()
@@ -174,12 +172,13 @@ class Reducer:
     # -- one backward pass -------------------------------------------------------------------
 
     def _reset(self) -> None:
-        self._open = False
-        self._marks = [0] * len(self.leaves)
+        self._open = self._is_simple = False
+        self._marks[:] = [0] * len(self.leaves)
+        self._pending[:] = [len(bucket.members) for bucket in self.buckets]
         self._missing: list[int] = []
         self._next = 0
         for bucket in self.buckets:
-            bucket.pending, bucket.work = len(bucket.members), None
+            bucket.work = None
             bucket.times = BucketTimes()
 
     def expect(self, unused: set[int] | None) -> None:
@@ -196,6 +195,9 @@ class Reducer:
     def abandon(self) -> None:
         """Forget a backward pass that raised before its end. Local."""
         if self._open and torch._C._current_graph_task_id() == -1:
+            for bucket in self.buckets[: self._next]:
+                if bucket.memory is not None:  # its reduction may still go on
+                    bucket.memory.discard()
             self._reset()
 
     def begin(self) -> None:
@@ -204,10 +206,14 @@ class Reducer:
             return
         self._reset()
         self._open = True
+        self._is_simple = self.rebuilt and not self.options.static_graph
         if not self.rebuilt:
             self._order = []
         self._clock = PassTimes(started=time.perf_counter())
         _engine.queue_callback(self._end)
+        for bucket in self.buckets:
+            if bucket.memory is not None:
+                bucket.memory.open()
         unused, self._unused_ahead = self._unused_ahead, None
         if self.options.find_unused and not self.options.static_graph:
             for index in sorted(unused or ()):
@@ -220,24 +226,40 @@ class Reducer:
                     self._count_down(index)
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
+        """The hook of one parameter, which runs for each parameter in each pass."""
+        marks, pending, bucket_of, moves = self._marks, self._pending, self._bucket_of, self._moves
+
         def mark(_: Tensor) -> None:
-            if self.accumulating:
-                self._accumulated.add(index)
+            if not self._is_simple or marks[index]:
+                self._mark_with_care(index)
                 return
-            if not self._open:
-                if not self._expecting:  # backward of the module without the wrapper
-                    return
-                self.begin()
-            self._mark(index)
+            marks[index] = 1
+            if moves[index]:
+                self._move(index)
+            bucket = bucket_of[index]
+            pending[bucket] -= 1
+            if not pending[bucket]:
+                self._on_ready(bucket)
 
         return mark
+
+    def _mark_with_care(self, index: int) -> None:
+        """As the hook, in passes that count more than gradients."""
+        if self.accumulating:
+            self._accumulated.add(index)
+            return
+        if not self._open:
+            if not self._expecting:  # backward of the module without the wrapper
+                return
+            self.begin()
+        self._mark(index)
 
     def _mark(self, index: int) -> None:
         """Mark a gradient ready; start what that completes."""
         self._marks[index] += 1
         if not self.options.static_graph:
             if self._marks[index] > 1:
-                self._open = False
+                self._open = self._is_simple = False
                 raise RuntimeError(_twice(self.leaves[index]))
             if not self.rebuilt and index not in self._missing:
                 self._order.append(index)
@@ -256,11 +278,22 @@ class Reducer:
             )
 
     def _count_down(self, index: int) -> None:
-        bucket = self.buckets[self._bucket_of[index]]
-        bucket.pending -= 1
-        if bucket.pending == 0:
-            bucket.times.ready = time.perf_counter()
-        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+        if self._moves[index]:
+            self._move(index)
+        bucket = self._bucket_of[index]
+        self._pending[bucket] -= 1
+        if not self._pending[bucket]:
+            self._on_ready(bucket)
+
+    def _move(self, index: int) -> None:
+        memory = self.buckets[self._bucket_of[index]].memory
+        assert memory is not None
+        memory.move(self._places[index])
+
+    def _on_ready(self, index: int) -> None:
+        """Start what can be started, now that all gradients of a bucket are there."""
+        self.buckets[index].times.ready = time.perf_counter()
+        while self._next < len(self.buckets) and not self._pending[self._next]:
             self._start(self.buckets[self._next])
             self._next += 1
 
@@ -270,19 +303,25 @@ class Reducer:
         return self.active_group or self.group
 
     def _start(self, bucket: _Bucket) -> None:
-        """Copy a bucket's gradients into its buffer and start its reduction."""
+        """Copy what is not in a bucket's memory yet, and start its reduction."""
         bucket.times.started = time.perf_counter()
-        if bucket.flat is None or bucket.flat.is_meta:
+        memory = bucket.memory
+        if memory is None:
             return  # sparse gradients are reduced at the end
-        with torch.no_grad():
-            self._fill(bucket)
+        missing = set(self._missing)
+        memory.fill(
+            [place for place, member in enumerate(bucket.members) if member in missing]
+            if missing
+            else ()
+        )
+        is_last = bucket.index == len(self.buckets) - 1
         if self.hook is None:
-            bucket.work = self._average(bucket.flat)
+            bucket.work = self._average(memory.flat, async_op=not is_last)
+            if is_last:
+                self._clock.blocked += time.perf_counter() - bucket.times.started
             return
         state, hook = self.hook
-        leaves = [self.leaves[member].tensor for member in bucket.members]
-        is_last = bucket.index == len(self.buckets) - 1
-        grads = GradBucket(bucket.index, bucket.flat, bucket.views, leaves, is_last)
+        grads = GradBucket(bucket.index, memory.flat, memory.views, memory.tensors, is_last)
         bucket.work = hook(state, grads)
         if not isinstance(bucket.work, _AnyFuture):
             raise TypeError(
@@ -290,28 +329,15 @@ class Reducer:
                 f"{type(bucket.work).__name__} from {getattr(hook, '__qualname__', hook)}"
             )
 
-    def _average(self, flat: Tensor) -> Work | None:
+    def _average(self, flat: Tensor, async_op: bool) -> Work | None:
         divisor = self._divisor()
         if divisor == self.active.size():
-            return all_reduce(flat, ReduceOp.AVG, self.active, async_op=True)
+            return all_reduce(flat, ReduceOp.AVG, self.active, async_op)
         flat.div_(divisor)
-        return all_reduce(flat, ReduceOp.SUM, self.active, async_op=True)
+        return all_reduce(flat, ReduceOp.SUM, self.active, async_op)
 
     def _divisor(self) -> int:
         return self.group.size() if self.divide_by_initial_size else self.active.size()
-
-    def _fill(self, bucket: _Bucket) -> None:
-        """Make the buffer hold the gradients; zeros for those that there are not."""
-        targets, sources = [], []
-        for member, view in zip(bucket.members, bucket.views, strict=True):
-            grad = self.leaves[member].tensor.grad
-            if grad is None:
-                view.zero_()
-            elif grad is not view:
-                targets.append(view)
-                sources.append(grad)
-        if targets:
-            torch._foreach_copy_(targets, sources)
 
     # -- the end of a pass -------------------------------------------------------------------
 
@@ -321,30 +347,36 @@ class Reducer:
             with torch.no_grad():
                 self._finish()
         finally:
-            self._open = self._expecting = False
+            self._open = self._is_simple = self._expecting = False
 
     def _finish(self) -> None:
         if self.options.static_graph and self._expected_marks is None:
             self._expected_marks = list(self._marks)
-        unmarked = {index for index, count in enumerate(self._marks) if not count}
-        self._missing = sorted(unmarked.union(self._missing) - self._accumulated)
+        if not all(self._marks):
+            unmarked = {index for index, count in enumerate(self._marks) if not count}
+            self._missing = sorted(unmarked.union(self._missing) - self._accumulated)
+        else:
+            self._missing = sorted(set(self._missing) - self._accumulated)
         self._accumulated.clear()
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
+        self._next = len(self.buckets)
         self._clock.computed = time.perf_counter()
         used = self._compare()
         for bucket in self.buckets:
             self._wait(bucket)
         self._clock.ended = time.perf_counter()
         for bucket in self.buckets:
-            self._hand_out(bucket, used)
+            if bucket.memory is not None:
+                bucket.memory.hand_out(used and [used[member] for member in bucket.members])
+            elif self.leaves[bucket.members[0]].sparse:
+                self._reduce_sparse(bucket)
         self._clock.buckets = [bucket.times for bucket in self.buckets]
-        self.times.append(self._clock)
-        del self.times[:-1]
+        self.last_pass = self._clock
         self.passes += 1
 
-    def _compare(self) -> list[bool]:
-        """For each gradient True if some rank has it. Collective.
+    def _compare(self) -> list[bool] | None:
+        """For each gradient True if some rank has it; None if all do. Collective.
 
         Raises:
             RuntimeError: Gradients are missing where none may be; on every rank.
@@ -358,7 +390,7 @@ class Reducer:
         all_reduce(count, group=self.active)
         if int(count):
             self._raise_missing()
-        return [True] * len(self.leaves)
+        return None
 
     def _raise_missing(self) -> None:
         """Raise, on every rank, naming which ranks have no gradient for which parameters."""
@@ -371,8 +403,8 @@ class Reducer:
         if isinstance(bucket.work, _AnyFuture):
             value = bucket.work.wait()
             result = value[0] if isinstance(value, list | tuple) else value
-            flat = bucket.flat
-            assert flat is not None
+            assert bucket.memory is not None
+            flat = bucket.memory.flat
             if not isinstance(result, Tensor) or result.numel() != flat.numel():
                 raise TypeError(
                     f"a communication hook's future holds the reduced buffer of {flat.numel()} "
@@ -383,28 +415,6 @@ class Reducer:
         elif bucket.work is not None:
             bucket.work.wait()
         bucket.times.reduced = time.perf_counter()
-
-    def _hand_out(self, bucket: _Bucket, used: Sequence[bool]) -> None:
-        """Make the averages the gradients of the bucket's parameters."""
-        if bucket.flat is None:
-            self._reduce_sparse(bucket)
-            return
-        if bucket.flat.is_meta:
-            return
-        targets, sources = [], []
-        for member, view in zip(bucket.members, bucket.views, strict=True):
-            tensor = self.leaves[member].tensor
-            if not used[member]:
-                continue
-            if self.options.bucket_view and view.dtype == tensor.dtype:
-                tensor.grad = view
-            elif tensor.grad is None:
-                tensor.grad = view.to(tensor.dtype, copy=True)
-            else:
-                targets.append(tensor.grad)
-                sources.append(view)
-        if targets:
-            torch._foreach_copy_(targets, sources)
 
     def _reduce_sparse(self, bucket: _Bucket) -> None:
         (member,) = bucket.members
@@ -424,27 +434,17 @@ class Reducer:
         Raises:
             RuntimeError: There was none.
         """
-        if not self.times:
+        if self.last_pass is None:
             raise RuntimeError("report() is of the last backward pass, and there was none yet")
-        times = self.times[-1]
-        start = times.started
-        return StepReport(
-            tuple(
-                BucketReport(
-                    bucket.index,
-                    tuple(self.leaves[member].name for member in bucket.members),
-                    0 if bucket.flat is None else bucket.flat.nbytes,
-                    "sparse" if bucket.flat is None else str(bucket.flat.dtype)[6:],
-                    ready_ms=((each.ready or each.started) - start) * 1e3,
-                    started_ms=(each.started - start) * 1e3,
-                    reduced_ms=(each.reduced - start) * 1e3,
-                )
-                for bucket, each in zip(self.buckets, times.buckets, strict=False)
-            ),
-            (times.computed - start) * 1e3,
-            (times.ended - times.computed) * 1e3,
-            self.rebuilt,
-        )
+        buckets = [
+            (
+                tuple(self.leaves[member].name for member in bucket.members),
+                0 if bucket.memory is None else bucket.memory.nbytes,
+                "sparse" if bucket.memory is None else str(bucket.memory.dtype)[6:],
+            )
+            for bucket in self.buckets
+        ]
+        return step_report(self.last_pass, buckets, self.rebuilt)
 
 
 def _described(value: Any) -> str:

@@ -30,14 +30,16 @@ class PassTimes:
 
     Attributes:
         started: The first gradient, or the backward of an output, was reached.
-        computed: All gradients were computed.
+        computed: All gradients were computed, and all reductions started.
         ended: All reductions were done.
+        blocked: Seconds before ``computed`` in which backward waited for a reduction.
         buckets: The times of each bucket.
     """
 
     started: float
     computed: float = 0.0
     ended: float = 0.0
+    blocked: float = 0.0
     buckets: list[BucketTimes] = field(default_factory=list)
 
 
@@ -73,7 +75,7 @@ class StepReport:
     Attributes:
         buckets: One entry for each bucket, in the order of reduction.
         backward_ms: Milliseconds until all gradients were computed.
-        waited_ms: Milliseconds for which the end of backward then waited for reductions.
+        waited_ms: Milliseconds for which backward, at its end, waited for reductions.
         rebuilt: True if buckets are in the order in which gradients came.
     """
 
@@ -126,6 +128,31 @@ class StepReport:
             path: The file, which is overwritten.
         """
         Path(path).write_text(_svg(self))
+
+
+def step_report(
+    times: PassTimes, buckets: Sequence[tuple[tuple[str, ...], int, str]], rebuilt: bool
+) -> StepReport:
+    """The report of a pass.
+
+    Args:
+        times: Its times.
+        buckets: The names of the parameters, the bytes and the dtype of each bucket.
+        rebuilt: True if buckets are in the order in which gradients came.
+    """
+    start = times.started
+    reports = tuple(
+        BucketReport(
+            index,
+            *bucket,
+            ready_ms=((each.ready or each.started) - start) * 1e3,
+            started_ms=(each.started - start) * 1e3,
+            reduced_ms=(each.reduced - start) * 1e3,
+        )
+        for index, (bucket, each) in enumerate(zip(buckets, times.buckets, strict=False))
+    )
+    computed = times.computed - times.blocked
+    return StepReport(reports, (computed - start) * 1e3, (times.ended - computed) * 1e3, rebuilt)
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:

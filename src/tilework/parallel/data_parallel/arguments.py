@@ -1,0 +1,73 @@
+"""The arguments of DistributedDataParallel, checked and resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import AnyGroup, NonMember, get_default_group
+from tilework.mesh import DeviceMesh
+
+
+def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Raise unless a module can be wrapped; ``wrapper`` must not be in it already. Local."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps an nn.Module, got {type(module).__name__}")
+    for name, inner in module.named_modules():
+        if isinstance(inner, wrapper):
+            where = f"its module {name!r}" if name else "the module"
+            raise RuntimeError(
+                f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
+                f"wrap the plain module (ddp.module) once"
+            )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameters that "
+            "require a gradient."
+        )
+
+
+def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
+    """The group that a user means by a group, by a mesh of one axis, or by neither. Local."""
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+        return mesh.get_group(0)
+    if isinstance(group, NonMember):
+        raise ValueError(
+            f"this rank is not in the group of ranks {list(group.global_ranks)}, and cannot hold a "
+            f"replica: construct DistributedDataParallel on the group's ranks only"
+        )
+    return get_default_group() if group is None else group
+
+
+def devices_of(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[torch.device] | None, torch.device | None]:
+    """The device that inputs are moved to, as a list, and that of outputs."""
+    if not device_ids and output_device is None:
+        return None, None
+    devices = {parameter.device for parameter in module.parameters()}
+    kinds = {device.type for device in devices}
+    if len(device_ids or ()) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, but got {device_ids}"
+        )
+    if kinds <= {"cpu", "meta"} or len(devices) > 1:
+        raise ValueError(
+            f"DistributedDataParallel device_ids and output_device arguments only work with "
+            f"single-device modules on an accelerator, but got device_ids {device_ids}, "
+            f"output_device {output_device}, and module parameters {devices}: pass None"
+        )
+    (kind,) = kinds
+    first = device_ids[0] if device_ids else output_device
+    assert first is not None
+    device = torch.device(kind, first) if isinstance(first, int) else torch.device(first)
+    return [device], device

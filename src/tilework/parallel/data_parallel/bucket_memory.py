@@ -1,0 +1,191 @@
+"""The memory of a bucket: gradients one after the other, in the segment where peers read them.
+
+A gradient gets there in one of two ways. A *moved* one is copied while backward has it in its
+caches, and the copy takes its place: the parameter's gradient then lies in the bucket, is averaged
+where it lies, and no second copy of it exists. The others, small or kept by the program, are copied
+in before the reduction and copied back after it.
+
+Without ``gradient_as_bucket_view``, a moved gradient is a tensor of its own that keeps the memory
+alive: as long as the program holds one from an earlier pass, that memory is not written again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup
+from tilework.parallel.data_parallel.buckets import element_count
+from tilework.parallel.data_parallel.leaves import grad_view
+
+#: Gradients from this size on are moved one by one; a copy of less costs less than the call.
+MOVED_BYTES = 16 << 10
+
+
+class BucketMemory:
+    """The gradients of one bucket, by their places in it.
+
+    Args:
+        tensors: The tensors with gradients, of one device; meta tensors take no memory.
+        dtype: What the gradients are reduced in.
+        group: The ranks that reduce them.
+        keeps_views: Gradients are views of the bucket, which is never replaced.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype, group: ProcessGroup, keeps_views: bool
+    ) -> None:
+        self.tensors, self.dtype = list(tensors), dtype
+        self._group, self._keeps_views = group, keeps_views
+        self._sizes = [element_count(tensor) for tensor in tensors]
+        self._offsets = [0, *accumulate(self._sizes)]
+        self.nbytes = self._offsets[-1] * dtype.itemsize
+        on_cpu = tensors[0].device.type == "cpu"
+        as_they_are = all(tensor.dtype == dtype for tensor in tensors)
+        #: Gradients that stay in the bucket after the pass.
+        self._stays = as_they_are and keeps_views
+        #: By place, True for gradients that are moved one by one.
+        self.moves = [
+            as_they_are and (on_cpu or keeps_views) and size * dtype.itemsize >= MOVED_BYTES
+            for size in self._sizes
+        ]
+        self._large = [place for place, moved in enumerate(self.moves) if moved]
+        self._leases: list[weakref.ref[Any] | None] = [None] * len(tensors)
+        #: Moved gradients that the program made before the pass: they are copied back.
+        self._outside: set[int] = set()
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    @property
+    def flat(self) -> Tensor:
+        """All gradients, one after the other."""
+        if self._flat is None:
+            self._allocate()
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The part of each gradient, in its shape."""
+        if self._flat is None:
+            self._allocate()
+        return self._views
+
+    def _allocate(self) -> None:
+        first = self.tensors[0]
+        if first.device.type == "cpu":
+            flat = self._group.empty(self._offsets[-1], dtype=self.dtype)
+        else:
+            flat = first.new_empty(self._offsets[-1], dtype=self.dtype)
+        with torch.no_grad():
+            ranges = torch.split(flat, self._sizes)
+            self._views = [grad_view(r, t) for r, t in zip(ranges, self.tensors, strict=True)]
+        self._flat = flat
+        self._leases = [None] * len(self.tensors)
+
+    def discard(self) -> None:
+        """Leave the memory to the gradients that lie in it, and to what still reduces it."""
+        self._flat, self._views = None, []
+
+    def open(self) -> None:
+        """Make ready for a pass: memory whose gradients the program still holds is not written."""
+        if self._keeps_views or not self._large:
+            return
+        self._outside.clear()
+        held = False
+        for place in self._large:
+            grad = self.tensors[place].grad
+            if grad is None:
+                lease = self._leases[place]
+                held = held or (lease is not None and lease() is not None)
+            elif not self._is_inside(place, grad):
+                self._outside.add(place)
+        if held:
+            inside = [p for p in self._large if self.tensors[p].grad is not None]
+            self._outside.update(inside)
+            self.discard()
+
+    def _is_inside(self, place: int, grad: Tensor) -> bool:
+        """True if a gradient is this bucket's own part already."""
+        view = self.views[place]
+        return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+    def move(self, place: int) -> None:
+        """Copy a gradient into the bucket, and make the copy the gradient. Local."""
+        tensor = self.tensors[place]
+        grad = tensor.grad
+        if grad is None or place in self._outside or grad.requires_grad or grad.is_sparse:
+            return
+        if self._is_inside(place, grad):
+            return
+        part = self._part(place)
+        part.copy_(grad)
+        tensor.grad = part
+
+    def _part(self, place: int) -> Tensor:
+        """A tensor on the part of one gradient: a view, or one that keeps the memory alive."""
+        view = self.views[place]
+        if self._keeps_views:
+            return view
+        memory: Any = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
+        memory.owner = self._flat
+        self._leases[place] = weakref.ref(memory)
+        part = torch.frombuffer(memory, dtype=self.dtype)
+        return part.as_strided_(view.shape, view.stride())
+
+    @torch.no_grad()
+    def fill(self, missing: Collection[int] = ()) -> None:
+        """Copy the gradients in that are not there; zeros for those that there are not. Local.
+
+        Args:
+            missing: Places of gradients that this pass does not produce. Those of earlier passes
+                count, but are taken out of the bucket's memory: they may be left as they are.
+        """
+        views = self.views
+        for place in missing:
+            grad = self.tensors[place].grad
+            if grad is not None and self._is_inside(place, grad):
+                self.tensors[place].grad = grad.clone()
+        sources, targets = [], []
+        for place, (tensor, view) in enumerate(zip(self.tensors, views, strict=True)):
+            grad = tensor.grad
+            if grad is None:
+                view.zero_()
+            elif grad is not view and not (self.moves[place] and self._is_inside(place, grad)):
+                sources.append(grad.to_dense() if grad.is_sparse else grad)
+                targets.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def hand_out(self, used: Sequence[bool] | None = None) -> None:
+        """Make the averages the gradients, where they do not lie in the bucket. Local.
+
+        Args:
+            used: By place, False for gradients that are left as they are; None: all are used.
+        """
+        targets, sources = [], []
+        for place, (tensor, view) in enumerate(zip(self.tensors, self.views, strict=True)):
+            if used is not None and not used[place]:
+                continue
+            grad = tensor.grad
+            if self._stays:
+                if grad is not view:
+                    tensor.grad = view
+            elif grad is None:
+                tensor.grad = self._new_grad(place)
+            elif not (self.moves[place] and self._is_inside(place, grad)):
+                targets.append(grad)
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _new_grad(self, place: int) -> Tensor:
+        if self.moves[place]:
+            return self._part(place)
+        return self.views[place].to(self.tensors[place].dtype, copy=True)

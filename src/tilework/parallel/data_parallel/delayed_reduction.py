@@ -1,0 +1,40 @@
+"""Gradients that are averaged outside of buckets, when that of another parameter is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilework.comm.collectives import all_reduce
+from tilework.comm.reduce_op import ReduceOp
+from tilework.parallel.data_parallel.leaves import GradLeaf
+from tilework.parallel.data_parallel.reducer import Reducer
+
+
+class DelayedReduction:
+    """The average of some gradients in one message, when that of another parameter is ready."""
+
+    def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
+        self._leaves, self._reducer = list(leaves), reducer
+        on_grad: Any = trigger.register_post_accumulate_grad_hook
+        self._remover = on_grad(lambda _: self._reduce())
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        if self._reducer.accumulating:
+            return
+        grads = [leaf.tensor.grad for leaf in self._leaves]
+        dense = [
+            torch.zeros_like(leaf.tensor) if grad is None else grad
+            for leaf, grad in zip(self._leaves, grads, strict=True)
+        ]
+        flat = torch.cat([grad.reshape(-1) for grad in dense])
+        all_reduce(flat, ReduceOp.AVG, self._reducer.active)
+        for leaf, grad, part in zip(
+            self._leaves, dense, torch.split(flat, [g.numel() for g in dense]), strict=True
+        ):
+            grad.copy_(part.view(grad.shape))
+            leaf.tensor.grad = grad

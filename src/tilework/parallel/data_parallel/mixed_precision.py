@@ -1,0 +1,37 @@
+"""The dtypes of a step of DistributedDataParallel, and casts to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilework.parallel.data_parallel.outputs import replace_tensors
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a step of DistributedDataParallel.
+
+    Attributes:
+        param_dtype: Forward and backward compute in it; parameters themselves stay as they are.
+        reduce_dtype: Gradients are averaged in it; None: in the parameters' own dtype.
+        buffer_dtype: Floating-point buffers are cast to it once, at construction.
+        cast_forward_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A copy of a value with its tensors on a device."""
+    return replace_tensors(value, lambda tensor: tensor.to(device))
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """A copy of a value with its floating-point tensors in a dtype."""
+    return replace_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -1,0 +1,126 @@
+"""Replicas of a module: compared between ranks, and made the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tilework.comm.agreement import agree
+from tilework.comm.collectives import broadcast
+from tilework.comm.contract import ProcessGroup
+from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.parallel.data_parallel.leaves import local_tensors
+
+
+def check_replicas(
+    module: nn.Module, group: ProcessGroup, ignored: Sequence[str] = (), *, values: bool = False
+) -> None:
+    """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
+
+    Args:
+        module: The replica of this rank.
+        group: The ranks with replicas.
+        ignored: Names of parameters that may differ.
+        values: Compare elements, too, not only names, shapes, dtypes and ``requires_grad``.
+
+    Raises:
+        ValueError: They differ; on every rank, naming the first that does, and both sides.
+    """
+
+    def facts() -> list[tuple[str, str]]:
+        return [
+            (name, _described(parameter, values))
+            for name, parameter in module.named_parameters()
+            if name not in ignored
+        ]
+
+    mine = agree(facts, group)
+    reference = mine[0]
+    for rank, theirs in zip(group.global_ranks, mine, strict=True):
+        if theirs != reference:
+            raise ValueError(_difference(group.global_ranks[0], reference, rank, theirs))
+
+
+def _described(parameter: Tensor, values: bool) -> str:
+    shapes = [tuple(local.shape) for local in local_tensors(parameter)]
+    shape = " and ".join(str(list(each)) for each in shapes) or "no shard"
+    text = f"{str(parameter.dtype)[6:]} {shape}"
+    text += "" if parameter.requires_grad else ", frozen"
+    if values and not parameter.is_meta:
+        hashes = [content_hash(local.detach()) for local in local_tensors(parameter)]
+        text += f", elements with hash {' '.join(each[:8] for each in hashes)}"
+    return text
+
+
+def _difference(
+    first: int, reference: list[tuple[str, str]], rank: int, theirs: list[tuple[str, str]]
+) -> str:
+    start = "DistributedDataParallel needs the same parameters on all ranks, but "
+    for (name, one), (other_name, other) in zip(reference, theirs, strict=False):
+        if name != other_name:
+            return f"{start}where rank {first} has {name}, rank {rank} has {other_name}"
+        if one != other:
+            return f"{start}{name} is {one} on rank {first} and {other} on rank {rank}"
+    more, fewer = (first, rank) if len(reference) > len(theirs) else (rank, first)
+    longer, at = max(reference, theirs, key=len), min(len(reference), len(theirs))
+    return (
+        f"{start}rank {first} has {len(reference)} of them and rank {rank} {len(theirs)}: rank "
+        f"{fewer} lacks {longer[at][0]}, which rank {more} has"
+    )
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src: int = 0) -> None:
+    """Overwrite tensors with those of one rank, in few messages. Collective; blocks.
+
+    Args:
+        tensors: The same shapes and dtypes on every rank; meta tensors are left alone.
+        group: The ranks.
+        group_src: The rank within the group whose values count.
+    """
+    if group.size() == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        small = [t for t in alike if t.nbytes < _ALONE_BYTES or not t.is_contiguous()]
+        for tensor in alike:
+            if tensor.nbytes >= _ALONE_BYTES and tensor.is_contiguous():
+                broadcast(tensor, group=group, group_src=group_src)
+        for chunk in _chunks(small):
+            _broadcast_flat(chunk, group, group_src)
+
+
+#: A tensor of this size is broadcast where it lies: a message costs less than two more copies.
+_ALONE_BYTES = 256 << 10
+#: The most that is broadcast in one message of several tensors.
+_BROADCAST_BYTES = 64 << 20
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and size + tensor.nbytes > _BROADCAST_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _broadcast_flat(tensors: list[Tensor], group: ProcessGroup, group_src: int) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        broadcast(tensors[0], group=group, group_src=group_src)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    broadcast(flat, group=group, group_src=group_src)
+    if group.rank() != group_src:
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        shaped = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(tensors, shaped)

@@ -1,0 +1,49 @@
+"""The parameters and buffers that a module has: noticed when they change between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+
+class ModuleStructure:
+    """The modules and parameters of a module as they were at construction of this.
+
+    Looked at in every step, so all loops over parameters run in C.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        every = list(module.modules())
+        self._children: list[Mapping[str, Any]] = [each._modules for each in every]
+        self._parameters: list[Mapping[str, Any]] = [each._parameters for each in every]
+        self._buffers: list[Mapping[str, Any]] = [each._buffers for each in every]
+        self._ids = self._current_ids()
+        #: The parameters themselves: as long as they live, no other tensor has their ids.
+        self._held = [p for p in _values(self._parameters) if p is not None]
+        self._graded = list(map(_requires_grad, self._held))
+
+    def is_current(self) -> bool:
+        """True unless modules or parameters were added, replaced, removed, frozen or unfrozen."""
+        same = self._current_ids() == self._ids
+        return same and list(map(_requires_grad, self._held)) == self._graded
+
+    def has_buffers(self) -> bool:
+        """True if a module has a buffer now."""
+        return any(self._buffers)
+
+    def _current_ids(self) -> list[int]:
+        return list(map(id, chain(_values(self._children), _values(self._parameters))))
+
+
+def _values(mappings: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, mappings))  # type: ignore[arg-type]
+
+
+_requires_grad = attrgetter("requires_grad")
