@@ -18,11 +18,13 @@ ARGS ?=
 supported = import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install --quiet
+writing := env -u PYTHONDONTWRITEBYTECODE $(bin)/python
+compile := $(writing) -m compileall -qq -j 0
 core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wildcard csrc/*)
 cpp := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sanitize chaos fuzz lint format wheel install clean
+.PHONY: help demo test check bench sanitize chaos fuzz lint format wheel install core clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,9 +32,9 @@ help:
 
 # One rank for each core, but at least 4, for both axes of the example's mesh to have several, and no
 # more than the sequences in its default batch.
-demo: install
+demo: $(VENV)/.installed
 	@ranks=$(RANKS); ranks=$${ranks:-$$($(bin)/python -c 'from tilework.launch.cores import usable_cores; \
-	    print(max(4, min(usable_cores(), 32)))')}; \
+	    print(max(4, min(usable_cores(), 16)))')}; \
 	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
 
 # Three processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
@@ -89,7 +91,8 @@ wheel: install
 	@mkdir -p dist && cp build/wheel/repaired/*.whl dist/ && ls dist/*.whl
 
 # Stamps: a later step is done again when an earlier one was, or when its sources are newer.
-install: $(VENV)/.installed
+# `demo` needs .installed, everything else also what tests and linters use.
+install: $(VENV)/.dev
 
 $(VENV)/.made:
 	@$(PYTHON) -c '$(supported)' 2>/dev/null || { \
@@ -106,23 +109,38 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Python could not make $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
+	@$(pip) scikit-build-core nanobind \
+	  $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
+	@touch $@
+
+# torch is unpacked while the core, which needs nothing of it, is compiled. Then pip adds what the package,
+# which is there by now, needs besides.
+$(VENV)/.installed: $(VENV)/.made $(core_sources)
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.torch core
+	@$(pip) tilework
+	@$(compile) src/tilework
 	@touch $@
 
 # Exactly this version: a plain "torch" may be another one, or another gigabyte.
-# Without numpy, torch warns whenever it is imported.
+# Without numpy, torch warns whenever it is imported. Of its thousands of modules, those that an import needs
+# are compiled to bytecode here, the others with what tests use: compiling takes longer than unpacking.
 $(VENV)/.torch: $(VENV)/.made
 	@echo "installing $(TORCH) into $(VENV)" >&2
-	@$(pip) '$(TORCH)' numpy
+	@$(pip) --no-compile '$(TORCH)' numpy
+	@$(writing) -c 'import torch'
 	@touch $@
 
-# The core is built in place (cmake/editable), so that an edit in csrc/ recompiles one file. What CMake
+# It is built in place (cmake/editable), so that an edit in csrc/ recompiles one file. What CMake
 # remembers of an interpreter goes, as each environment may have another.
-$(VENV)/.installed: $(VENV)/.torch $(core_sources)
-	@echo "building and installing tilework into $(VENV)" >&2
+core:
+	@echo "building tilework's core" >&2
 	@rm -f cmake/editable/CMakeCache.txt
-	@$(pip) scikit-build-core nanobind \
-	  $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
-	@$(pip) --no-build-isolation --config-settings cmake.define.TILEWORK_WERROR=ON --editable '.[dev]'
+	@$(pip) --no-build-isolation --no-deps --config-settings cmake.define.TILEWORK_WERROR=ON --editable .
+
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "installing what tests and linters use into $(VENV)" >&2
+	@$(pip) 'tilework[dev]'
+	@$(compile) $(VENV) || true  # of packages with files for other Pythons
 	@touch $@
 
 clean:
