@@ -7,22 +7,29 @@
 
 A checkpoint is a folder of safetensors files and one JSON index; docs/format.md specifies it.
 
-- ``api``: what programs call;
+- ``api``: what programs call; ``asynchronous``: saving beside training;
+  ``manager``: the checkpoints of one run;
 - ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
 - ``filling``, ``load_planning``, ``reading``, ``exchanging``, ``loading``: the way back;
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
 
-from tilework.checkpoint.api import index_of, load, read, save
+from tilework.checkpoint.api import async_save, index_of, load, read, save
+from tilework.checkpoint.asynchronous import PendingSave
 from tilework.checkpoint.loading import LoadReport
+from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.objects import RandomState
 from tilework.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
+    "KeptCheckpoint",
     "LoadReport",
+    "PendingSave",
     "RandomState",
+    "async_save",
     "index_of",
     "load",
     "read",

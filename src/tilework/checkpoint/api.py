@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilework.checkpoint.asynchronous import PendingSave, finish_pending, start
 from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all, read_index
@@ -70,9 +71,55 @@ def save(
     """
     ranks = Ranks(group)
     options = SaveOptions(dict(meta or {}), file_bytes, overwrite)
+    finish_pending(ranks)
     prepared = prepare(storage_at(path), state, ranks, options)
     with _progress(f"saving {path}", prepared.nbytes, ranks) as progress:
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
+
+
+def async_save(
+    state: Any,
+    path: AnyPath,
+    *,
+    meta: Mapping[str, Any] | None = None,
+    group: AnyGroup = None,
+    overwrite: bool = True,
+    file_bytes: int = FILE_BYTES,
+) -> PendingSave:
+    """Write a checkpoint while the program goes on. Collective; blocks for one copy in memory.
+
+    What this rank is to write is copied, and a thread writes the copy; the state may change as soon
+    as this returns. The thread communicates on a group of its own, never on one of the program's.
+    A save that is still at work is waited for first: of a rank's saves one is at work at a time.
+
+    Args:
+        state: As for :func:`save`.
+        path: As for :func:`save`.
+        meta: As for :func:`save`.
+        group: As for :func:`save`.
+        overwrite: As for :func:`save`.
+        file_bytes: As for :func:`save`.
+
+    Returns:
+        A handle: ``wait()`` blocks until the checkpoint is there, and raises if it failed. Without
+        that, the next save raises it. A program that ends waits for it.
+
+    Raises:
+        CheckpointError: The save before has failed; or as :func:`save` does before it writes.
+        TypeError: As for :func:`save`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> pending = checkpoint.async_save(state, folder)
+        >>> _ = state["weight"].zero_()
+        >>> pending.wait()
+        >>> checkpoint.read(folder)
+        {'weight': tensor([1., 1.])}
+    """
+    options = SaveOptions(dict(meta or {}), file_bytes, overwrite)
+    return start(storage_at(path), state, Ranks(group).own(), options)
 
 
 def load(
@@ -120,6 +167,7 @@ def load(
         {'weight': tensor([1., 1.]), 'step': 3}
     """
     ranks = Ranks(group)
+    finish_pending(ranks)
     options = LoadOptions(_patterns(names), map_names, strict, verify)
     with _progress(f"loading {path}", 0, ranks) as progress:
         return load_into(storage_at(path), into, ranks, options, progress)

@@ -62,8 +62,12 @@ def settle(flat: FlatState) -> None:
                 flat.leaves[path] = detached.redistribute(placements=placements)
 
 
-def describe(flat: FlatState) -> Description:
+def describe(flat: FlatState, is_alone: bool = False) -> Description:
     """This rank's description. Local.
+
+    Args:
+        flat: Its state.
+        is_alone: True to leave out what is only compared with other ranks.
 
     Raises:
         TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
@@ -71,11 +75,11 @@ def describe(flat: FlatState) -> Description:
     description = Description(containers=dict(flat.containers))
     seen: dict[Any, Path] = {}
     for path, leaf in flat.leaves.items():
-        description.leaves[path] = _facts(path, leaf, seen)
+        description.leaves[path] = _facts(path, leaf, seen, is_alone)
     return description
 
 
-def _facts(path: Path, leaf: Any, seen: dict[Any, Path]) -> Facts:
+def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Facts:
     if isinstance(leaf, Value):
         return "value", leaf.json
     where = f"the tensor {dotted(path)!r}"
@@ -89,7 +93,7 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path]) -> Facts:
         first = seen.setdefault(key, path)
         if first != path:
             return "alias", first
-    return "plain", dtype, shape, full_crc32(leaf)
+    return "plain", dtype, shape, 0 if is_alone else full_crc32(leaf)
 
 
 def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:

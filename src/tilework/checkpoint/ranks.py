@@ -116,6 +116,8 @@ def host_name() -> str:
 class _OwnGroups:
     """The groups that checkpoints of one rank have made; closed with its World."""
 
+    #: Called before the groups are closed.
+    before_close: list[Callable[[], None]] = field(default_factory=list)
     own_groups: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
     host_groups: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
 
@@ -123,6 +125,7 @@ class _OwnGroups:
         assert ranks.group is not None
         known = self.own_groups.get(ranks.group)
         if known is None:
+            self.drop_ended()
             known = self.own_groups[ranks.group] = _unregistered(ranks.all)
         return of_group(known)
 
@@ -138,11 +141,28 @@ class _OwnGroups:
             self.host_groups[group] = known
         return of_group(known)
 
+    def drop_ended(self) -> None:
+        """Close groups that were made for groups that are no more. Local."""
+        registered = current_world().records
+        ended = [group for group in self.own_groups if group not in registered]
+        for group in ended:
+            own = self.own_groups.pop(group)
+            for host in (self.host_groups.pop(group, None), self.host_groups.pop(own, None), own):
+                if host is not None and host not in registered:
+                    host.close()
+
     def close(self) -> None:
+        while self.before_close:
+            self.before_close.pop()()
         groups = [*self.own_groups.values(), *self.host_groups.values()]
         self.own_groups, self.host_groups = {}, {}
         for group in groups:
             group.close()
+
+
+def before_end(function: Callable[[], None]) -> None:
+    """Have a function called when this rank ends, before its groups are closed. Local."""
+    _own_groups().before_close.append(function)
 
 
 def _own_groups() -> _OwnGroups:

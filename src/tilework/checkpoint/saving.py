@@ -106,7 +106,7 @@ def prepare(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) ->
     settle(flat)
     token, release = _take(storage, ranks, options)
     try:
-        descriptions = ranks.gather(lambda: _as_plain(describe(flat)))
+        descriptions = ranks.gather(lambda: _as_plain(describe(flat, len(ranks.all) == 1)))
         merged = merge([_from_plain(each) for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
         prefix = f"{token}-rank{ranks.here:05}"

@@ -104,6 +104,14 @@ class Storage(ABC):
     def sync(self) -> None:
         """Flush the folder itself to the disk, so that names last."""
 
+    @abstractmethod
+    def inner(self, name: str) -> Storage:
+        """The folder of a name within this one."""
+
+    @abstractmethod
+    def remove_folder(self) -> None:
+        """Remove the folder and all files in it: the index first, so that it is absent at once."""
+
     def read_all(self, name: str, most_bytes: int = 1 << 31) -> bytes:
         """All bytes of a file.
 
@@ -200,6 +208,16 @@ class LocalStorage(Storage):
     def sync(self) -> None:
         _sync_folder(self.folder)
 
+    def inner(self, name: str) -> Storage:
+        return LocalStorage(self.folder / name)
+
+    def remove_folder(self) -> None:
+        names = self.names()
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):
+            self.remove(name)
+        with suppress(FileNotFoundError):
+            calls.rmdir(self.folder)
+
     def lock(self) -> Callable[[], None]:
         return _locked(self.folder.resolve() / LOCK_NAME, self.location)
 
@@ -294,7 +312,8 @@ def _locked(path: Path, location: str) -> Callable[[], None]:
         if key in _held:
             _held.discard(key)
             if fd >= 0:
-                os.unlink(path)
+                with suppress(FileNotFoundError):  # the folder may be gone
+                    os.unlink(path)
                 os.close(fd)
 
     return release

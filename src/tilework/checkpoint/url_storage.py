@@ -60,6 +60,15 @@ class UrlStorage(Storage):
     def sync(self) -> None:
         """Nothing: a store keeps what it has accepted."""
 
+    def inner(self, name: str) -> Storage:
+        return UrlStorage(f"{self.location.rstrip('/')}/{name}")
+
+    def remove_folder(self) -> None:
+        for name in sorted(self.names(), key=lambda name: not name.endswith(".json")):
+            self.remove(name)
+        with suppress(OSError, NotImplementedError):  # stores of objects have no folders
+            self._files.rmdir(self._folder)
+
 
 class _UrlWriter(FileWriter):
     def __init__(self, files: Any, path: str) -> None:

@@ -1,0 +1,189 @@
+"""Saving beside training: a copy in memory, which a thread writes.
+
+The thread uses a group of its own, so that nothing of it comes between the program's collectives.
+Of a rank's saves one is at work at a time: the next one waits for it, and raises what it raised.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.checkpoint.describing import local_view
+from tilework.checkpoint.format import CHUNK_BYTES
+from tilework.checkpoint.memory import empty_bytes
+from tilework.checkpoint.ranks import Ranks, before_end
+from tilework.checkpoint.save_planning import PlacedBox
+from tilework.checkpoint.saving import Save, SaveOptions, prepare, write_and_commit
+from tilework.checkpoint.storage import Storage
+from tilework.comm.world import current_world
+from tilework.errors import CheckpointError
+
+#: Boxes begin at multiples of this in the copy.
+_ALIGNMENT = 64
+
+
+class PendingSave:
+    """A save that goes on while the program does. Made by :func:`~tilework.checkpoint.async_save`.
+
+    Attributes:
+        path: Where it is written to.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._is_seen = False
+
+    def done(self) -> bool:
+        """True if it has ended, well or not. Never blocks."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the checkpoint is there on all ranks. Not collective.
+
+        Args:
+            timeout: Seconds after which to give up waiting; the save goes on.
+
+        Raises:
+            TimeoutError: The time is up.
+            CheckpointError: The save has failed; on all ranks alike.
+            PeerLostError: A rank died meanwhile.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save to {self.path} goes on after {timeout} s")
+        if self._error is not None:
+            self._is_seen = True
+            raise self._error
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._done.set()
+
+
+@dataclass
+class _Background:
+    """The saves of one rank that go on beside its program."""
+
+    last: PendingSave | None = None
+    #: The memory of the last copy, for the next one.
+    copy: Tensor | None = None
+    is_closed_with_rank: bool = False
+
+    def close_with_rank(self) -> None:
+        if not self.is_closed_with_rank:
+            self.is_closed_with_rank = True
+            before_end(self.finish)
+
+    def finish(self) -> None:
+        """Wait, and tell what nobody has waited for."""
+        self.is_closed_with_rank = False
+        last, self.last, self.copy = self.last, None, None
+        if last is None:
+            return
+        last._done.wait()
+        if last._error is not None and not last._is_seen:
+            print(f"the save to {last.path} has failed: {last._error}", file=sys.stderr)
+
+
+def wait_for_pending() -> str | None:
+    """Wait for this rank's save that is at work, if there is one. Local.
+
+    Returns:
+        Its failure, if nobody has seen that; once.
+    """
+    background = current_world().states.get(_Background)
+    last = None if background is None else background.last
+    if background is None or last is None:
+        return None
+    last._done.wait()
+    background.last = None
+    if last._error is None or last._is_seen:
+        return None
+    return f"the save to {last.path} before this one has failed: {last._error}"
+
+
+def finish_pending(ranks: Ranks) -> None:
+    """Wait for saves that are at work. Collective.
+
+    Raises:
+        CheckpointError: One has failed, and some rank was not told yet; on all ranks.
+    """
+
+    def finished() -> None:
+        failure = wait_for_pending()
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    ranks.gather(finished)
+
+
+def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:
+    """Copy what this rank is to write, and start to write it. Collective; blocks for the copy.
+
+    Args:
+        storage: The place.
+        state: The state.
+        ranks: The ranks, in a group of their own.
+        options: As for saving.
+    """
+    finish_pending(ranks)
+    background = current_world().state(_Background)
+    background.close_with_rank()
+    save = prepare(storage, state, ranks, options)
+    try:
+        copies = copy_boxes(save, background)
+    except BaseException:
+        save.release()
+        raise
+    save.leaves = {}  # the copy is all that is needed
+    pending = background.last = PendingSave(storage.location)
+
+    def run() -> None:
+        try:
+            write_and_commit(save, lambda placed: _pieces(copies[placed]), ranks, lambda _: None)
+            error: BaseException | None = None
+        except BaseException as raised:
+            error = raised
+        pending._end(error)
+
+    # Not a daemon: the interpreter waits for it before it ends.
+    context = copy_context()
+    threading.Thread(target=context.run, args=(run,), name="checkpoint", daemon=False).start()
+    return pending
+
+
+def copy_boxes(save: Save, background: _Background) -> dict[PlacedBox, Tensor]:
+    """Copies of all that this rank is to write, in one piece of memory that is used again."""
+    placed = [each for plan in save.files for each in plan.boxes]
+    total = sum(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in placed)
+    memory = background.copy
+    if memory is None or not total <= memory.numel() <= 2 * total + (1 << 20):
+        background.copy = memory = None
+        background.copy = memory = empty_bytes(total)
+    copies: dict[PlacedBox, Tensor] = {}
+    used = 0
+    with torch.no_grad():
+        for each in placed:
+            path, _ = save.merged.sources[each.tensor]
+            view = local_view(save.leaves[path], each.box, save.ranks.here)
+            copy = memory[used : used + each.nbytes].view(view.dtype).view(tuple(view.shape))
+            copy.copy_(view)
+            copies[each] = copy
+            used += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return copies
+
+
+def _pieces(copy: Tensor) -> Iterator[Tensor]:
+    flat = copy.view(-1)
+    step = CHUNK_BYTES // flat.element_size()
+    for at in range(0, flat.numel(), step):
+        yield flat[at : at + step]

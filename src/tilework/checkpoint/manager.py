@@ -1,0 +1,266 @@
+"""CheckpointManager: the checkpoints of one run, of which the last and the best are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilework.checkpoint.api import AnyPath, Names, async_save, load, save, storage_at
+from tilework.checkpoint.asynchronous import PendingSave, finish_pending
+from tilework.checkpoint.filling import MapNames
+from tilework.checkpoint.format import INDEX_NAME
+from tilework.checkpoint.loading import LoadReport, read_index
+from tilework.checkpoint.ranks import Ranks
+from tilework.checkpoint.saving import is_ours
+from tilework.checkpoint.storage import LOCK_NAME, Storage
+from tilework.comm.world import AnyGroup
+from tilework.errors import CheckpointError
+
+_FOLDER = re.compile(r"step-([0-9]{8,})")
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        step: Its step.
+        path: Its folder.
+        metrics: The numbers that were saved with it.
+    """
+
+    step: int
+    path: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class CheckpointManager:
+    """The checkpoints of one run, in one folder: ``step-00000100`` and so on.
+
+    Args:
+        folder: A folder that all ranks see, or a URL. It is made by the first save.
+        keep: The number of checkpoints to keep, the latest ones; None: all.
+        every: Steps between those for which :meth:`should_save` is true; None: each.
+        best: A metric: the checkpoint that is best by it is kept as well. The lowest is best, with
+            ``"max:"`` before the name the highest.
+        asynchronous: Save beside training, as :func:`~tilework.checkpoint.async_save` does.
+        group: The ranks that save; None: all, or this process if there is no group.
+
+    Raises:
+        ValueError: ``keep`` or ``every`` is below 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=2, every=10, best="loss")
+        >>> state = {"weight": torch.zeros(2), "step": 0}
+        >>> for step, loss in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.8)):
+        ...     state["step"] = step
+        ...     if manager.should_save(step):
+        ...         manager.save(step, state, {"loss": loss})
+        >>> [kept.step for kept in manager.all()]
+        [10, 30, 40]
+        >>> manager.resume(into=state)
+        40
+    """
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        *,
+        keep: int | None = None,
+        every: int | None = None,
+        best: str | None = None,
+        asynchronous: bool = False,
+        group: AnyGroup = None,
+    ) -> None:
+        for name, number in (("keep", keep), ("every", every)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is at least 1, or None, got {number}")
+        self.folder, self.keep, self.every, self.best = str(folder), keep, every, best
+        self._asynchronous, self._group = asynchronous, group
+        self._storage = storage_at(folder)
+        self._pending: PendingSave | None = None
+        #: The report of the last :meth:`resume`.
+        self.report: LoadReport | None = None
+
+    def should_save(self, step: int) -> bool:
+        """True if a checkpoint is due at a step. Local."""
+        return self.every is None or step % self.every == 0
+
+    def path_of(self, step: int) -> str:
+        """The folder of a step's checkpoint."""
+        return self._storage.where(f"step-{step:08}")
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Save a checkpoint, and remove those that are not to be kept. Collective.
+
+        Older ones go when the new one is complete: with ``asynchronous``, when the next is saved.
+
+        Args:
+            step: Its number; that of the latest one or higher, as a rule.
+            state: As for :func:`~tilework.checkpoint.save`.
+            metrics: Numbers that tell how good it is.
+
+        Raises:
+            ValueError: ``best`` names a metric that is not among them, or the step is negative.
+            CheckpointError: As :func:`~tilework.checkpoint.save` raises.
+        """
+        if step < 0:
+            raise ValueError(f"a step is a number from 0 on, got {step}")
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        if self.best is not None and self._metric not in numbers:
+            raise ValueError(
+                f"the best checkpoint is that with the best {self._metric!r}, which is not among "
+                f"the metrics {sorted(numbers)}"
+            )
+        ranks = Ranks(self._group)
+        finish_pending(ranks)
+        self._first_does(ranks, self._clean)
+        meta = {"step": step, "metrics": numbers}
+        path = self.path_of(step)
+        if self._asynchronous:
+            self._pending = async_save(state, path, meta=meta, group=self._group)
+            return
+        save(state, path, meta=meta, group=self._group)
+        self._first_does(ranks, self._clean)
+
+    def wait(self) -> None:
+        """Wait for a save that is at work; then remove what is not to be kept. Collective.
+
+        Raises:
+            CheckpointError: It has failed.
+        """
+        ranks = Ranks(self._group)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        finish_pending(ranks)
+        self._first_does(ranks, self._clean)
+
+    def all(self) -> list[KeptCheckpoint]:
+        """The complete checkpoints, the oldest first. Local."""
+        found = []
+        for name in self._storage.names():
+            match = _FOLDER.fullmatch(name)
+            kept = None if match is None else self._complete(name, int(match[1]))
+            if kept is not None:
+                found.append(kept)
+        return sorted(found, key=lambda kept: kept.step)
+
+    def latest(self) -> str | None:
+        """The folder of the latest complete checkpoint; None if there is none. Local."""
+        kept = self.all()
+        return kept[-1].path if kept else None
+
+    def best_one(self) -> KeptCheckpoint | None:
+        """The best complete checkpoint; None if there is none. Local."""
+        return self._best_of(self.all())
+
+    def resume(
+        self,
+        into: Any,
+        *,
+        names: Names = None,
+        map_names: MapNames = None,
+        strict: bool = True,
+    ) -> int | None:
+        """Fill a state from the latest complete checkpoint, if there is one. Collective; blocks.
+
+        Returns:
+            Its step; None if there is no checkpoint, and the state is as it was. ``report`` has
+            what was left out.
+        """
+        ranks = Ranks(self._group)
+        finish_pending(ranks)
+        # The first rank's answer counts: a folder may look otherwise a moment later.
+        latest = ranks.gather(lambda: self._latest_step() if ranks.is_first else None)[0]
+        if latest is None:
+            return None
+        self.report = load(
+            self.path_of(latest),
+            into,
+            names=names,
+            map_names=map_names,
+            strict=strict,
+            group=self._group,
+        )
+        return latest
+
+    # -- which there are ------------------------------------------------------------------------
+
+    def _latest_step(self) -> int | None:
+        kept = self.all()
+        return kept[-1].step if kept else None
+
+    @property
+    def _metric(self) -> str:
+        return (self.best or "").removeprefix("max:").removeprefix("min:")
+
+    def _best_of(self, kept: list[KeptCheckpoint]) -> KeptCheckpoint | None:
+        rated = [each for each in kept if self._metric in each.metrics]
+        sign = -1 if (self.best or "").startswith("max:") else 1
+        # Of equals the latest; what is no number is never the best.
+        return min(
+            (each for each in rated if each.metrics[self._metric] == each.metrics[self._metric]),
+            key=lambda each: (sign * each.metrics[self._metric], -each.step),
+            default=None,
+        )
+
+    def _complete(self, name: str, step: int) -> KeptCheckpoint | None:
+        """The checkpoint in a folder, if all of its files are there in full."""
+        storage = self._storage.inner(name)
+        try:
+            index = read_index(storage)
+            for file, saved in index.files.items():
+                reader = storage.open(file)
+                reader.close()
+                if reader.nbytes != saved.nbytes:
+                    return None
+        except (CheckpointError, OSError):
+            return None
+        metrics = index.meta.get("metrics", {})
+        numbers = metrics if isinstance(metrics, dict) else {}
+        return KeptCheckpoint(step, self._storage.where(name), numbers)
+
+    # -- which go -------------------------------------------------------------------------------
+
+    def _first_does(self, ranks: Ranks, work: Any) -> None:
+        ranks.gather(lambda: work() if ranks.is_first else None)
+
+    def _clean(self) -> None:
+        """Remove checkpoints that are not to be kept, and what saves that did not end have left."""
+        kept = self.all()
+        steps = {each.step for each in kept}
+        for name in self._storage.names():
+            match = _FOLDER.fullmatch(name)
+            if match is not None and int(match[1]) not in steps:
+                remove_if_left(self._storage.inner(name))
+        if self.keep is None:
+            return
+        best = self._best_of(kept) if self.best is not None else None
+        for each in kept[: -self.keep]:
+            if each != best:
+                name = f"step-{each.step:08}"
+                self._storage.inner(name).remove_folder()
+
+
+def remove_if_left(storage: Storage) -> bool:
+    """Remove a folder that has nothing but what a save left that did not end. Local.
+
+    Returns:
+        True if it was that. One with a damaged index stays, and so does one with other files.
+    """
+    names = storage.names()
+    if INDEX_NAME in names or any(not is_ours(name) and name != LOCK_NAME for name in names):
+        return False
+    try:
+        release = storage.lock() if names else None
+    except CheckpointError:
+        return False  # somebody is writing to it
+    storage.remove_folder()
+    if release is not None:
+        release()
+    return True

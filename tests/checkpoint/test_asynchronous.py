@@ -1,0 +1,114 @@
+"""Saving beside training."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.checkpoint.faulty_calls import fail_at, watched
+from tests.checkpoint.states import dtensor, full, model, numbers, train
+from tilework import checkpoint
+from tilework.checkpoint import CheckpointError
+from tilework.dtensor import Shard
+from tilework.testing import run_ranks
+
+
+def test_the_state_may_change_at_once(tmp_path: Path) -> None:
+    def program(rank: int) -> Any:
+        x = dtensor(numbers(8, 3), (2,), [Shard(0)])
+        pending = checkpoint.async_save({"x": x, "n": [1]}, tmp_path)
+        x.to_local().zero_()
+        pending.wait()
+        assert pending.done()
+        return checkpoint.read(tmp_path)["x"].equal(numbers(8, 3))
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_training_communicates_meanwhile(tmp_path: Path) -> None:
+    """On the default group, in another order on each rank than the save's own agreements."""
+
+    def program(rank: int) -> float:
+        x = torch.ones(4)
+        for step in range(4):
+            checkpoint.async_save({"x": dtensor(x, (2,), [Shard(0)]), "n": step}, tmp_path)
+            for _ in range(20):
+                dist.all_reduce(x)
+                x /= 2
+        checkpoint.load(tmp_path, into=(into := {"x": torch.zeros(4), "n": 0}))
+        assert into["n"] == 3
+        return float(x.sum())
+
+    assert run_ranks(2, program) == [4, 4]
+
+
+def test_a_save_ends_after_the_groups_do(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        checkpoint.async_save({"x": dtensor(numbers(64, 64), (2,), [Shard(0)])}, tmp_path)
+        dist.destroy_process_group()
+
+    run_ranks(2, program)
+    assert checkpoint.read(tmp_path)["x"].equal(numbers(64, 64))
+
+
+def test_failures_come_with_wait_and_with_the_next_save(tmp_path: Path) -> None:
+    def program(rank: int) -> list[str]:
+        found = []
+        with watched(fail_at(4, errno.ENOSPC)):
+            pending = checkpoint.async_save({"x": numbers(9)}, tmp_path / str(rank), group=None)
+            while not pending.done():
+                threading.Event().wait(0.01)
+        for wait in (True, False):
+            try:
+                pending.wait() if wait else checkpoint.save({"x": 1}, tmp_path / "y")
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
+    (messages,) = run_ranks(1, program)
+    assert len(messages) == 1
+    assert "No space left" in messages[0]
+
+    def unseen(rank: int) -> None:
+        with watched(fail_at(4, errno.ENOSPC)):
+            pending = checkpoint.async_save({"x": numbers(9)}, tmp_path / "z")
+            while not pending.done():
+                threading.Event().wait(0.01)
+        with pytest.raises(CheckpointError, match="before this one has failed"):
+            checkpoint.save({"x": 1}, tmp_path / "y")
+        checkpoint.save({"x": 1}, tmp_path / "y")
+
+    run_ranks(1, unseen)
+
+
+def test_the_interpreter_waits(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch; from tilework import checkpoint;"
+        "checkpoint.async_save({'x': torch.arange(1 << 20)}, sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=50)
+    assert checkpoint.read(tmp_path)["x"].equal(torch.arange(1 << 20))
+
+
+def test_resume_from_a_save_beside_training(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    state = {"m": net, "o": optimizer, "r": checkpoint.RandomState()}
+    train(net, optimizer)
+    checkpoint.async_save(state, tmp_path)
+    train(net, optimizer, steps=2)
+    expected = [p.clone() for p in net.parameters()]
+    report = checkpoint.load(tmp_path, into=state)  # waits
+    assert not report.unused
+    train(net, optimizer, steps=2)
+    assert all(map(torch.equal, expected, net.parameters()))
+    assert full(net.state_dict()["0.weight"]).equal(expected[0])

@@ -1,0 +1,97 @@
+"""The checkpoints of one run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.states import dtensor, full, numbers
+from tilework.checkpoint import CheckpointManager
+from tilework.dtensor import Shard
+from tilework.testing import run_ranks
+
+
+def steps(manager: CheckpointManager) -> list[int]:
+    return [kept.step for kept in manager.all()]
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep=2, every=5)
+    assert manager.latest() is None
+    for step in range(1, 31):
+        if manager.should_save(step):
+            manager.save(step, {"x": numbers(3) + step})
+    assert steps(manager) == [25, 30]
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000025", "step-00000030"]
+    assert manager.latest() == str(tmp_path / "run" / "step-00000030")
+
+
+@pytest.mark.parametrize(("best", "expected"), [("loss", [2, 5]), ("max:loss", [3, 5])])
+def test_the_best_one_is_kept(tmp_path: Path, best: str, expected: list[int]) -> None:
+    manager = CheckpointManager(tmp_path, keep=1, best=best)
+    for step, loss in enumerate([3, 1, 4, float("nan"), 2], 1):
+        manager.save(step, {"x": 1}, {"loss": loss if loss == loss else 2.5})
+    assert steps(manager) == expected
+    kept = manager.best_one()
+    assert kept is not None
+    assert kept.step == expected[0]
+    with pytest.raises(ValueError, match="'loss', which is not among"):
+        manager.save(9, {"x": 1}, {"accuracy": 1})
+
+
+def test_damaged_and_foreign_folders_do_not_count(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, {"x": numbers(9)})
+    file = next((tmp_path / "step-00000003").glob("*.safetensors"))
+    os.truncate(file, 10)
+    (tmp_path / "step-00000007").mkdir()
+    (tmp_path / "step-00000008").mkdir()
+    (tmp_path / "step-00000008" / "mine").touch()
+    (tmp_path / "best").mkdir()
+    assert manager.latest() == str(tmp_path / "step-00000002")
+    manager.save(4, {"x": 1})
+    assert sorted(os.listdir(tmp_path)) == [
+        "best",
+        *(f"step-0000000{n}" for n in (1, 2, 3, 4, 8)),
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_resume(tmp_path: Path, asynchronous: bool) -> None:
+    def train(rank: int, ranks: int, until: int) -> Any:
+        manager = CheckpointManager(tmp_path, keep=2, every=2, asynchronous=asynchronous)
+        x = dtensor(torch.zeros(6, 2), (ranks,), [Shard(0)])
+        state = {"x": x}
+        begun = manager.resume(into=state)
+        for step in range((begun or 0) + 1, until + 1):
+            x.to_local().add_(step)
+            if manager.should_save(step):
+                manager.save(step, state)
+        manager.wait()
+        return begun, full(x)[0, 0].item(), steps(manager)
+
+    assert run_ranks(2, train, 2, 5) == [(None, 15, [2, 4])] * 2
+    assert run_ranks(3, train, 3, 8) == [(4, 36, [6, 8])] * 3
+
+
+def test_urls(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    manager = CheckpointManager("memory://managed/run", keep=1)
+    for step in (1, 2):
+        manager.save(step, {"x": numbers(3) + step})
+    assert steps(manager) == [2]
+    state = {"x": torch.zeros(3)}
+    assert manager.resume(into=state) == 2
+    assert state["x"].tolist() == [2, 3, 4]
+
+
+def test_numbers_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is at least 1, or None, got 0"):
+        CheckpointManager(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="a step is a number from 0 on, got -1"):
+        CheckpointManager(tmp_path).save(-1, {})
