@@ -92,6 +92,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--tcp", action="store_true", help="let ranks meet at a TCP port of 127.0.0.1 (env://)")
     add("--master-port", type=_port, metavar="P", help="that port (default: any); implies --tcp")
     add("--prefix", choices=("auto", "all", "others", "none"), default="auto", help=_PREFIX_HELP)
+    add("--restarts", type=_count, default=0, metavar="R", help=_RESTARTS_HELP)
+    add("--elastic", type=_elastic, metavar="MIN:MAX", help=_ELASTIC_HELP)
+    add("--grace", type=_timeout, default=timedelta(seconds=2), metavar="S", help=_GRACE_HELP)
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
     add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
@@ -101,6 +104,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 _RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
 #: torchrun's name of -n, in both spellings.
 _TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
+_RESTARTS_HELP = "start ranks that die again, alone, R times in all (see docs/how-to/elastic.md)"
+_ELASTIC_HELP = "go on with at least MIN ranks when some die; MAX is the number at the start"
+_GRACE_HELP = "seconds from Ctrl-C or SIGTERM to SIGKILL (default: 2)"
 _START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
 _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
 
@@ -112,8 +118,28 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             "threads, by tilework.testing.run_ranks"
         )
     program = _program(parser, options)
-    ranks = usable_cores() if options.ranks is None else options.ranks
-    settings = LaunchSettings(
+    most = None if options.elastic is None else options.elastic[1]
+    ranks = options.ranks or most or usable_cores()
+    settings = _settings(parser, options, ranks)
+    try:
+        return run(settings, program)
+    except OSError as error:
+        where = f" {error.filename!r}" if error.filename is not None else ""
+        print(f"tilework run: cannot start:{where} {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _settings(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int
+) -> LaunchSettings:
+    try:
+        return _checked_settings(options, ranks)
+    except ValueError as error:  # options that contradict each other
+        parser.error(str(error))
+
+
+def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings:
+    return LaunchSettings(
         nprocs=ranks,
         start=options.start,
         backend=options.backend,
@@ -121,13 +147,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         log_dir=options.log_dir,
         master_port=0 if options.tcp and options.master_port is None else options.master_port,
         prefix=options.prefix,
+        restarts=options.restarts,
+        elastic=options.elastic,
+        grace=options.grace,
     )
-    try:
-        return run(settings, program)
-    except OSError as error:
-        where = f" {error.filename!r}" if error.filename is not None else ""
-        print(f"tilework run: cannot start:{where} {error.strerror or error}", file=sys.stderr)
-        return 1
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
@@ -191,6 +214,23 @@ def _ranks(text: str) -> int:
     if ranks < 1:
         raise argparse.ArgumentTypeError(f"the number of ranks must be at least 1, got {ranks}")
     return ranks
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"the number of restarts is a whole number from 0 on, got {text!r}"
+        )
+    return int(text)
+
+
+def _elastic(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not (least.isdecimal() and colon and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(
+            f"give the fewest and the most ranks, such as 2:4 (1 <= MIN <= MAX), got {text!r}"
+        )
+    return int(least), int(most)
 
 
 def _timeout(text: str) -> timedelta:

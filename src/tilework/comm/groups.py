@@ -13,6 +13,7 @@ from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
+from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.group_plan import GroupPlan
 from tilework.comm.init_generation import InitGeneration
 from tilework.comm.world import (
@@ -31,8 +32,6 @@ from tilework.store import PrefixStore, Store, store_based_barrier
 #: The time that an operation may wait for other ranks unless another is given.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_GROUP_NAME = "default"
-#: Set where this process takes the place of a rank that died: it joins the group that there is.
-REJOIN_VARIABLE = "TILEWORK_REJOIN"
 
 
 def init_process_group(

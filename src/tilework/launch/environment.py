@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
 from tilework.launch.cores import THREAD_VARIABLES, threads_per_rank
 from tilework.launch.settings import LaunchSettings
 
 #: What another launcher may have left behind; a rank must not take it for its own.
-_FOREIGN: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "TILEWORK_STORE")
+_FOREIGN: Final = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
+    *("TILEWORK_STORE", REJOIN_VARIABLE, MIN_RANKS_VARIABLE),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ def rank_environment(
         own["TILEWORK_BACKEND"] = settings.backend
     if settings.timeout is not None:
         own["TILEWORK_TIMEOUT"] = f"{settings.timeout.total_seconds():.15g}"
+    if settings.elastic is not None:
+        own[MIN_RANKS_VARIABLE] = str(settings.elastic[0])
     return thread_environment(settings.nprocs, inherited) | kept | own
 
 

@@ -30,6 +30,16 @@ def headline(failure: Failure) -> str:
     return f"rank {failure.rank} failed: {_how(failure)}"
 
 
+def cause(failure: Failure) -> str:
+    """The end of a rank in words, without its number.
+
+    Example:
+        >>> cause(Failure(rank=1, time=0.0, code=3))
+        'exit code 3'
+    """
+    return _how(failure)
+
+
 def failure_text(failure: Failure, colour: bool = False) -> str:
     """The headline and the traceback below it, each line ended."""
     head = headline(failure)

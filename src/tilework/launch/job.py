@@ -18,6 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
+from tilework.comm.elastic.desk import Desk
+from tilework.comm.elastic.variables import REJOIN_VARIABLE
+from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.guardian import Guardian
@@ -25,6 +28,7 @@ from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import RankProcess
 from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan
+from tilework.launch.recovery import Recovery
 from tilework.launch.root_cause import Failure
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox
@@ -32,7 +36,7 @@ from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.termination import Step
-from tilework.store import StoreServer
+from tilework.store import StoreServer, UnixStore
 
 _SECRET_BYTES = 32
 
@@ -76,8 +80,13 @@ class Job:
         self._supervisor: Supervisor | None = None
         self._server: StoreServer | None = None
         self._guardian: Guardian | None = None
+        self._rendezvous: Rendezvous | None = None
         self._folder: Path | None = None
         self._adopting = False
+        self._desk: Desk | None = None
+        least = settings.elastic[0] if settings.elastic is not None else 1
+        #: What ranks that die mean for the job; None: its end.
+        self.recovery = Recovery(settings.restarts, least) if settings.outlives_ranks else None
         #: Processes that ranks left running and that had to be killed, as "1234 (name)".
         self.left_behind: list[str] = []
 
@@ -108,7 +117,12 @@ class Job:
         """Wait until every rank has ended; blocks. None if ``timeout`` passes before."""
         assert self._supervisor is not None
         seconds = None if timeout is None else timeout.total_seconds()
-        return self._supervisor.outcome if self._supervisor.run(seconds) else None
+        if not self._supervisor.run(seconds):
+            return None
+        if self.recovery is not None and self._desk is not None:
+            with contextlib.suppress(DistError):
+                self.recovery.note_told(self._desk.events())
+        return self._supervisor.outcome
 
     def stop(self, steps: Sequence[Step], timeout: timedelta) -> None:
         """End the ranks by ``steps`` and wait for that, at most ``timeout``."""
@@ -143,6 +157,40 @@ class Job:
         # Only now: a thread must not exist while forking.
         if self._server is not None:
             self._server.start()
+            if self.recovery is not None:
+                self._desk = self._open_desk(rendezvous)
+        self._rendezvous = rendezvous
+
+    def _open_desk(self, rendezvous: Rendezvous) -> Desk:
+        assert rendezvous.store is not None
+        address = rendezvous.store.removeprefix("unix:")
+        secret = bytes.fromhex(rendezvous.secret)
+        return Desk(UnixStore(address, timeout=timedelta(seconds=5), secret=secret))
+
+    def _restart(self, rank: RankProcess) -> None:
+        """Put a new process into the place of a rank that has ended."""
+        assert self._rendezvous is not None
+        rank.signal_group(signal.SIGKILL)  # what it has left running
+        rank.reap()
+        plan = self._plan(rank.rank, self._rendezvous)
+        plan.environment[REJOIN_VARIABLE] = "1"
+        # A fresh interpreter: there are threads now, and so no forking.
+        with contextlib.closing(FreshStarter(plan, self._program)) as starter:
+            started = self._start_rank(plan, starter)
+        self._ranks.remove(started)
+        self._ranks[self._ranks.index(rank)] = started
+
+    def _are_outsiders(self, living: Sequence[RankProcess]) -> bool:
+        """True if none of these ranks is in the group any more, or yet."""
+        if self._desk is None:
+            return False
+        try:
+            waiting = {ticket.seat for ticket in self._desk.tickets()}
+            seats = [event["seats"] for event in self._desk.events() if "seats" in event]
+        except DistError:
+            return False
+        members = set(seats[-1]) if seats else set(range(self._settings.nprocs)) - waiting
+        return not any(rank.rank in members for rank in living)
 
     def _prepare_rendezvous(self) -> Rendezvous:
         """Make the place where ranks meet; its server does not serve yet."""
@@ -174,7 +222,7 @@ class Job:
             threads=self._threads,
         )
 
-    def _start_rank(self, plan: RankPlan, starter: Starter) -> None:
+    def _start_rank(self, plan: RankPlan, starter: Starter) -> RankProcess:
         """Start one rank with its pipes, of which this process keeps one end each."""
         reader, writer = os.pipe()
         plan = dataclasses.replace(plan, report_fd=writer)
@@ -192,9 +240,11 @@ class Job:
             os.close(writer)
             if ends is not None:
                 ends.close()
-        self._ranks.append(RankProcess(plan.rank, pid, reader))
+        started = RankProcess(plan.rank, pid, reader)
+        self._ranks.append(started)
         if self._guardian is not None:
             self._guardian.watch(pid)
+        return started
 
     def _drop_in_child(self, reader: int, ends: RankEnds | None) -> None:
         """In a forked rank: close what belongs to the launcher, or has its standard place now."""
@@ -216,7 +266,16 @@ class Job:
             return Endpoints()
         own_children = self._own_children if self._adopting else None
         return Endpoints(
-            front.output, front.stdin, front.inbox, front.on_failure, front.on_asked, own_children
+            front.output,
+            front.stdin,
+            front.inbox,
+            front.on_failure,
+            front.on_asked,
+            self.recovery,
+            self._restart,
+            self._are_outsiders,
+            self._settings.grace.total_seconds(),
+            own_children,
         )
 
     # Ending
@@ -244,6 +303,9 @@ class Job:
             self._adopting = False
 
     def _close_server(self) -> None:
+        if self._desk is not None:
+            self._desk.underlying_store.close()
+            self._desk = None
         if self._server is not None:
             self._server.close()
             self._server = None

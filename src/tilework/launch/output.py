@@ -262,7 +262,10 @@ class Output:
         prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.output.fileno()))
         log = None
         if self._log_dir is not None:
-            log = self._logs[rank, name] = LogFile(self._log_dir / f"rank-{rank}.{name}")
+            log = self._logs.get((rank, name))  # of a rank that was started before
+            if log is None:
+                path = self._log_dir / f"rank-{rank}.{name}"
+                log = self._logs[rank, name] = LogFile(path)
         if rank == 0 and screen.is_terminal:
             reader, writer = os.openpty()
             _make_raw(writer)

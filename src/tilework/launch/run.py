@@ -15,6 +15,7 @@ from tilework.launch.flight_folder import FlightFolder
 from tilework.launch.job import Frontend, Job
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
+from tilework.launch.recovery import Recovery
 from tilework.launch.root_cause import Failure
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, die_quietly
@@ -78,7 +79,9 @@ class _Parts:
             f"tilework: ranks write their flight records to {self.flight.path}\n"
         )
 
-    def print_summary(self, outcome: Outcome, left_behind: list[str]) -> None:
+    def print_summary(
+        self, outcome: Outcome, left_behind: list[str], recovery: Recovery | None
+    ) -> None:
         """Print the problems and notes at the end of the job."""
         if outcome.root is not None:
             self.output.report(other_failures_text(outcome.root, outcome.others, wants_colour(2)))
@@ -86,6 +89,8 @@ class _Parts:
             if failure.traceback:
                 self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
         notes = self.output.take_problems()
+        if recovery is not None and (report := recovery.report()):
+            notes.append(report)
         if outcome.lost_output is not None and outcome.exit_status == 1:
             notes.append(f"cannot write output: {outcome.lost_output.strerror}; the job was ended")
         if left_behind and outcome.interrupted is None:
@@ -108,7 +113,7 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
     # even if nobody reads what is still to be written.
     assert outcome is not None
     parts.output.drain()
-    parts.print_summary(outcome, job.left_behind)
+    parts.print_summary(outcome, job.left_behind, job.recovery)
     parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
     return outcome.exit_status
 

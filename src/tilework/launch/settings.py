@@ -44,8 +44,21 @@ class LaunchSettings:
     prefix: PrefixMode = "auto"
     """Whose lines begin with ``[rank]``; ``auto``: everyone's if there are several ranks."""
 
+    restarts: int = 0
+    """How often ranks that died may be started again, all together."""
+    elastic: tuple[int, int] | None = None
+    """The fewest and the most ranks that the job may go on with; None: it ends with any."""
+    grace: timedelta = timedelta(seconds=2)
+    """The time that ranks have to end, when the user ends the job, before SIGKILL."""
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """True if the job may go on when a rank has died."""
+        return self.restarts > 0 or self.elastic is not None
+
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        self._check_elastic()
         if self.nprocs < 1:
             raise ValueError(f"the number of ranks must be at least 1, got {self.nprocs}")
         if self.start not in get_args(StartMethod):
@@ -56,6 +69,25 @@ class LaunchSettings:
             raise ValueError(f"a TCP port is 0 (any) to 65535, got {self.master_port}")
         if self.backend is not None:
             check_backend(self.backend)
+
+    def _check_elastic(self) -> None:
+        if self.restarts < 0:
+            raise ValueError(f"the number of restarts must be at least 0, got {self.restarts}")
+        if self.grace <= timedelta(0):
+            raise ValueError(f"the grace must be longer than 0 s, got {self.grace}")
+        if self.elastic is not None:
+            least, most = self.elastic
+            if not 1 <= least <= most:
+                raise ValueError(f"elastic is MIN:MAX with 1 <= MIN <= MAX, got {least}:{most}")
+            if not least <= self.nprocs <= most:
+                raise ValueError(
+                    f"{self.nprocs} ranks are not between the {least} and {most} of elastic"
+                )
+        if self.outlives_ranks and self.master_port is not None:
+            raise ValueError(
+                "restarts and elastic need the launcher's own store, which outlives every rank: "
+                "leave --tcp and --master-port out"
+            )
 
 
 def check_backend(spec: str) -> None:

@@ -19,6 +19,7 @@ from tilework.comm.flight import watch
 from tilework.launch import linux, orphans, termination
 from tilework.launch.output import Output
 from tilework.launch.process import RankProcess
+from tilework.launch.recovery import Answer, Recovery
 from tilework.launch.root_cause import Failure, root_cause, settle_time
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
 from tilework.launch.stdin import StandardInput
@@ -26,6 +27,8 @@ from tilework.launch.termination import Step
 
 #: Where the system does not tell of a process's end, ask this often.
 _ASK_SECONDS: Final = 0.02
+#: How often to look whether those that are left were finished with, once ranks have died.
+_LOOK_SECONDS: Final = 0.2
 #: How often adopted processes that have ended are cleared away.
 _REAP_SECONDS: Final = 5.0
 
@@ -61,9 +64,17 @@ class Endpoints:
     stdin: StandardInput | None = None
     inbox: SignalInbox | None = None
     on_failure: Callable[[Failure], None] = lambda failure: None
-    """Called once, with the failure to blame, as soon as it is known."""
+    """Called with the failure to blame, and with those that the job outlives, once known."""
     on_asked: Callable[[], None] = lambda: None
     """Called when the user asks the ranks for their flight records."""
+    recovery: Recovery | None = None
+    """Given if the job may go on without a rank."""
+    restart: Callable[[RankProcess], None] = lambda rank: None
+    """Puts a new process into the place of a rank."""
+    outsiders: Callable[[Sequence[RankProcess]], bool] = lambda ranks: False
+    """True if none of these ranks is one that the others have finished with."""
+    grace: float = termination.KILL_SECONDS
+    """Seconds from the user's signal to SIGKILL."""
     own_children: Callable[[], Sequence[int]] | None = None
     """Given if orphans of ranks become this process's children: those that are none."""
 
@@ -81,6 +92,8 @@ class Supervisor:
     _steps: list[Step] = field(default_factory=list)
     _stop_began: float | None = None
     _reap_at: float = 0.0
+    #: Failures that the job outlives.
+    _outlived: dict[int, Failure] = field(default_factory=dict)
 
     def run(self, seconds: float | None = None) -> bool:
         """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
@@ -92,6 +105,7 @@ class Supervisor:
             self._note_lost_output()
             self._note_failures()
             self._decide()
+            self._end_outsiders()
             self._step()
         return True
 
@@ -168,6 +182,8 @@ class Supervisor:
             due.append(look_again)
         if any(rank.alive and rank.end_fd is None for rank in self.ranks):
             due.append(time.monotonic() + _ASK_SECONDS)
+        if self.around.recovery is not None and self._outlived:
+            due.append(time.monotonic() + _LOOK_SECONDS)
         if not due:
             return None
         return max(0, int((min(due) - time.monotonic()) * 1000) + 1)
@@ -200,7 +216,7 @@ class Supervisor:
             self.stop(termination.at_once())
         else:
             self._interrupted = number
-            self.stop(termination.after_signal(number))
+            self.stop(termination.after_signal(number, self.around.grace))
 
     def _suspend(self) -> None:
         """Ctrl-Z: the ranks are not in our group, so stop them too, and wake them with us."""
@@ -222,8 +238,8 @@ class Supervisor:
 
     def _note_failures(self) -> None:
         """Add ranks that have failed by themselves since the last look."""
-        for rank in self.ranks:
-            if rank.asked_to_end:
+        for rank in list(self.ranks):
+            if rank.asked_to_end or self._outlives(rank):
                 continue
             failed = rank.ending is not None and rank.ending.code != 0
             reported = rank.alive and rank.report is not None and rank.rank not in self._failures
@@ -232,6 +248,41 @@ class Supervisor:
                     # While they are still where the failure found them.
                     self._dump_flight_records(watch.LAUNCHER_SIGNAL)
                 self._failures[rank.rank] = _failure(rank)
+
+    def _outlives(self, rank: RankProcess) -> bool:
+        """True if the job goes on although this rank has failed, or while it is about to end."""
+        recovery = self.around.recovery
+        if recovery is None or self._stop_began is not None or self._failures:
+            return False
+        if rank.pid in self._outlived:
+            return True
+        if rank.ending is None:
+            return rank.report is not None
+        if rank.ending.code == 0:
+            return False
+        failure = _failure(rank)
+        others = sum(each.alive and each.report is None for each in self.ranks)
+        answer = recovery.answer(failure, others)
+        self._outlived[rank.pid] = failure
+        if answer is Answer.END:  # for whatever came first
+            self._failures.update({each.rank: each for each in self._outlived.values()})
+            return False
+        self.around.on_failure(failure)
+        if answer is Answer.RESTART:
+            self.around.restart(rank)
+        return True
+
+    def _end_outsiders(self) -> None:
+        """End ranks that the others have finished without: stopped ones, and ones not let in."""
+        living = [rank for rank in self.ranks if rank.alive]
+        finished = any(rank.ending and rank.ending.code == 0 for rank in self.ranks)
+        recovery = self.around.recovery
+        if recovery is None or self._stop_began is not None or not (living and finished):
+            return
+        if self.around.outsiders(living):
+            for rank in living:
+                recovery.note(rank.rank, "ended: the others have finished without it")
+            self.stop(termination.at_once())
 
     def _dump_flight_records(self, number: int) -> None:
         """Have the ranks write their flight records, those that listen for it."""

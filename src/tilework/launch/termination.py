@@ -31,13 +31,18 @@ def after_failure() -> list[Step]:
     ]
 
 
-def after_signal(number: int) -> list[Step]:
-    """The user ended the job: ranks get what the launcher got, so ``finally`` blocks run."""
+def after_signal(number: int, grace: float = KILL_SECONDS) -> list[Step]:
+    """The user ended the job: ranks get what the launcher got, so ``finally`` blocks run.
+
+    Args:
+        number: The signal.
+        grace: Seconds until they are killed.
+    """
     first = number if number == signal.SIGINT else signal.SIGTERM
     return [
         Step(0.0, first),
-        Step(KILL_SECONDS / 2, signal.SIGTERM),
-        Step(KILL_SECONDS, signal.SIGKILL),
+        Step(grace / 2, signal.SIGTERM),
+        Step(grace, signal.SIGKILL),
     ]
 
 

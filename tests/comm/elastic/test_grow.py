@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.elastic import grow as growing
+from tilework.comm.elastic.desk import Desk, Ticket
 from tilework.comm.elastic.grow import rejoin, tickets_waiting
 from tilework.comm.elastic.liveness import process_identity
 from tilework.comm.world import current_world
@@ -82,9 +82,9 @@ def test_members_go_on_where_a_newcomer_has_ended() -> None:
     def program(rank: int) -> object:
         store = dist.get_default_store()
         if rank == 0:
-            desk = growing._desk(store)
-            desk.append("tickets", "token;1;thread nowhere\n")
-            desk.append("tickets", f"other;5;{ended_identity()}\n")
+            desk = Desk(store)
+            desk.leave_ticket(Ticket("token", 1, "thread nowhere"))
+            desk.leave_ticket(Ticket("other", 5, ended_identity()))
             assert tickets_waiting(dist.get_default_group())
         group = dist.grow_group()
         return group.size(), summed()

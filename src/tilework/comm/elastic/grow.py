@@ -8,6 +8,8 @@ the old one and the newcomers ask again.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import secrets
 import time
@@ -21,9 +23,10 @@ from tilework.comm.backend import BackendConfig
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.elastic.consensus import Decision, Party, confirm, failed
+from tilework.comm.elastic.desk import Desk, Ticket
+from tilework.comm.elastic.events import note_event
 from tilework.comm.elastic.ledger import Ledger, StoreLedger, identity_key
 from tilework.comm.elastic.liveness import has_ended, process_identity
-from tilework.comm.elastic.meeting_store import innermost
 from tilework.comm.elastic.party import drive
 from tilework.comm.elastic.shrink import PATIENCE
 from tilework.comm.group_plan import GroupPlan, Watch
@@ -31,8 +34,6 @@ from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError
 from tilework.store import PrefixStore, Store
 
-_TICKETS: Final = "tickets"
-_HANDLED: Final = "handled"
 #: Admissions that may fail, because ranks die meanwhile, before a newcomer gives up.
 _MOST_TICKETS: Final = 20
 
@@ -53,16 +54,9 @@ class Admission:
     tickets: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    token: str
-    seat: int
-    identity: str
-
-
 def tickets_waiting(group: ProcessGroup) -> bool:
     """True if ranks wait to be let in, as the job's store has it. Local; one question to it."""
-    return bool(_tickets(_desk(current_world().record(group).store)))
+    return bool(Desk(current_world().record(group).store).tickets())
 
 
 def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
@@ -71,7 +65,7 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
     record = world.record(group)
     if group is not world.default_group:
         raise ValueError(f"only the default group can grow, got {group!r}")
-    desk = _desk(record.store)
+    desk = Desk(record.store)
     if group.rank() == 0:
         offer = agree(lambda: _offer(world, group, desk), group)[0]
     else:
@@ -89,6 +83,8 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
         return group
     grown.successors = group.successors
     world.succeed(grown, admission.seats)
+    if grown.rank() == 0:
+        note_event(record.store, "grown", seats=admission.seats)
     return grown
 
 
@@ -98,28 +94,28 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
     Raises:
         StoreTimeoutError: They did not, within ``timeout``.
     """
-    desk = _desk(store)
+    desk = Desk(store)
+    # The first optimizer of a process loads this, which takes seconds: not while members wait.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")
     deadline = time.monotonic() + timeout.total_seconds()
     for _ in range(_MOST_TICKETS):
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
         token = secrets.token_hex(8)
-        desk.append(_TICKETS, f"{token};{seat};{process_identity()}\n")
+        desk.leave_ticket(Ticket(token, seat, process_identity()))
         logger.info("seat %d waits to be let in", seat)
         admission = _admission(json.loads(desk.get(f"answer/{token}", left)))
         me = admission.seats.index(seat)
         group = _make(world, admission, me, desk, (min(PATIENCE, timeout), timeout))
         if group is not None:
             world.seats = admission.seats
+            if group.rank() == 0:
+                note_event(store, "grown", seats=admission.seats)
             return group
     raise DistBackendError(f"seat {seat} was not let in: {_MOST_TICKETS} attempts failed")
 
 
-def _desk(store: Store) -> Store:
-    """The part of the job's store where newcomers and members meet."""
-    return PrefixStore("tilework/rejoin", innermost(store))
-
-
-def _offer(world: World, group: ProcessGroup, desk: Store) -> dict[str, Any] | None:
+def _offer(world: World, group: ProcessGroup, desk: Desk) -> dict[str, Any] | None:
     """Rank 0's: the admission of those who wait and live; None if there are none."""
     ledger = group.ledger
     assert ledger is not None
@@ -130,10 +126,10 @@ def _offer(world: World, group: ProcessGroup, desk: Store) -> dict[str, Any] | N
     }
     places: dict[int, tuple[str, int | None]] = dict(members)
     tickets = []
-    for ticket in _tickets(desk):
+    for ticket in desk.tickets():
         if ticket.seat in places and not has_ended(ticket.identity):
             continue  # the seat is free once the group has shrunk without who had it
-        desk.append(_HANDLED, f"{ticket.token}\n")
+        desk.handle(ticket)
         if not has_ended(ticket.identity):
             places[ticket.seat] = ticket.identity, None
             tickets.append(ticket.token)
@@ -154,18 +150,6 @@ def _offer(world: World, group: ProcessGroup, desk: Store) -> dict[str, Any] | N
     )
 
 
-def _tickets(desk: Store) -> list[_Ticket]:
-    """The tickets that have not been handled, oldest first."""
-    lines = _lines(desk, _TICKETS)
-    handled = set(_lines(desk, _HANDLED)) if lines else set()
-    parts = [line.split(";") for line in lines]
-    return [_Ticket(p[0], int(p[1]), p[2]) for p in parts if p[0] not in handled]
-
-
-def _lines(desk: Store, key: str) -> list[str]:
-    return desk.get(key).decode().splitlines() if desk.check([key]) else []
-
-
 def _admission(offer: dict[str, Any]) -> Admission:
     lists: dict[str, Any] = {}
     for name, value in offer.items():
@@ -174,7 +158,7 @@ def _admission(offer: dict[str, Any]) -> Admission:
 
 
 def _make(
-    world: World, admission: Admission, me: int, desk: Store, limits: tuple[timedelta, timedelta]
+    world: World, admission: Admission, me: int, desk: Desk, limits: tuple[timedelta, timedelta]
 ) -> ProcessGroup | None:
     """The new group; None if some of its ranks could not make it. Collective; blocks.
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from tilework.comm.elastic.ledger import Ledger
 from tilework.errors import DistBackendError, DistError
-from tilework.store import PrefixStore, Store, UnixStore
+from tilework.store import Store, UnixStore
 
 #: Remarks on a decision: the old store serves, or the first member makes another.
 OLD_STORE: Final = "store"
@@ -58,10 +58,3 @@ def find_store(
         time.sleep(_PAUSE_SECONDS)
     name, secret = text.split(" ")
     return UnixStore(name, timeout=timeout, secret=bytes.fromhex(secret))
-
-
-def innermost(store: Store) -> Store:
-    """The store under all prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store

@@ -8,6 +8,7 @@ from datetime import timedelta
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.elastic.consensus import Decision, NoGroupError, Steps, failed, survive
+from tilework.comm.elastic.events import note_event
 from tilework.comm.elastic.meeting_store import (
     NEW_STORE,
     OLD_STORE,
@@ -152,6 +153,8 @@ class _Shrinking:
             return group
         seats = world.seats or tuple(range(old.size()))
         world.succeed(group, tuple(seats[rank] for rank in decision.members))
+        if group.rank() == 0:
+            note_event(self._record.store, "shrunk", seats=world.seats)
         if self._served is not None:
             before, world.owned_store = world.owned_store, self._served
             if before is not None:

@@ -16,9 +16,10 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.elastic.events import note_event
 from tilework.comm.elastic.grow import tickets_waiting
+from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE
 from tilework.comm.groups import grow_group, shrink_group
 from tilework.comm.reduce_op import ReduceOp
-from tilework.comm.world import current_world, get_default_group
+from tilework.comm.world import current_world, get_default_group, get_default_store
 from tilework.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -32,21 +33,27 @@ from tilework.parallel.resilient.tracked import State
 
 T = TypeVar("T")
 
-#: The fewest ranks that the launcher lets the job go on with.
-MIN_RANKS_VARIABLE: Final = "TILEWORK_MIN_RANKS"
 #: Seconds between looks for ranks that wait to be let in.
 _LOOK_SECONDS: Final = 0.2
 
 
 class Checkpoints(Protocol):
-    """The last resort: what neither memory nor replicas have any more."""
+    """The last resort: what no memory holds any more. A ``CheckpointManager`` is one."""
 
-    def save(self, step: int, state: State) -> object:
+    def should_save(self, step: int, /) -> bool:
+        """True if the state after ``step`` steps is to be saved; the same on all ranks."""
+        ...
+
+    def save(self, step: int, state: State, /) -> object:
         """Save the state after ``step`` steps. Collective over the default group."""
         ...
 
-    def load(self, state: State) -> int | None:
+    def resume(self, into: State) -> int | None:
         """Fill the state from the last checkpoint; its steps, None if there is none. Collective."""
+        ...
+
+    def wait(self) -> object:
+        """Wait for a save that is at work beside the loop. Collective."""
         ...
 
 
@@ -99,8 +106,10 @@ class Resilient(Generic[T]):
         every: Copy the state after every so many steps. More than 1 costs less; what is lost is
             computed again.
         shared: Whether to use shared memory where all ranks can.
-        checkpoint: Saves and loads the state when the loop is asked to stop, and where memory has
-            not all of it.
+        checkpoint: A ``CheckpointManager``, or what has its methods ``save``, ``resume``,
+            ``should_save`` and ``wait``. The loop begins with its last checkpoint, saves those that
+            are due and a last one when it is asked to stop, and goes back to the last one where
+            memory has not all of the state.
         min_ranks: Raise if fewer are left; None: what ``tilework run --elastic`` said, else 1.
         time_limit: Stop after this time: save a last checkpoint, and end the loop.
         patience: How long to wait for a rank whose process has not ended; see ``shrink_group``.
@@ -186,6 +195,8 @@ class Resilient(Generic[T]):
             finished = True
             wants_stop, wants_growth = self._protect(number + 1)
             self.steps = number + 1
+            if self._checkpoint is not None and self._checkpoint.should_save(self.steps):
+                self._checkpoint.save(self.steps, self.state)
         except Exception as error:
             if not _is_loss(error):
                 raise
@@ -298,13 +309,14 @@ class Resilient(Generic[T]):
             seats = current_world().seats or tuple(range(group.size()))
             restore(found, Held(own[0] if own else None), self.state, group, seats)
             self.steps = found.steps
+            kind = "joined" if kind == "started" else kind
         else:
             self.steps = self._load(kind)
         self._copy_anew(self.steps)
         self._note(kind, group, time.perf_counter() - begun)
 
     def _load(self, kind: str) -> int:
-        steps = None if self._checkpoint is None else self._checkpoint.load(self.state)
+        steps = None if self._checkpoint is None else self._checkpoint.resume(self.state)
         if steps is None and kind != "started":
             raise DistBackendError(
                 f"the ranks that are left do not hold all of the state: more than "
@@ -350,8 +362,10 @@ class Resilient(Generic[T]):
         seats = current_world().seats or tuple(range(group.size()))
         event = Event(time.time(), kind, seats, self.steps, seconds)
         self.events.append(event)
-        if group.rank() == 0:
-            note_event(kind, seats=seats, steps=self.steps, seconds=seconds)
+        if group.rank() == 0 and kind != "started":
+            told = "stopped" if kind == "stopped" else "resumed"
+            facts = {"seats": seats, "steps": self.steps, "seconds": seconds}
+            note_event(get_default_store(), told, reason=self.stopped, **facts)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -360,7 +374,9 @@ class Resilient(Generic[T]):
         begun = time.perf_counter()
         self.stopped = self._stopping.reason or "another rank's wish"
         if self._checkpoint is not None:
-            self._checkpoint.save(self.steps, self.state)
+            if not self._checkpoint.should_save(self.steps):  # it was then
+                self._checkpoint.save(self.steps, self.state)
+            self._checkpoint.wait()
         self._note("stopped", get_default_group(), time.perf_counter() - begun)
 
     def _close(self) -> None:

@@ -1,0 +1,61 @@
+"""The part of the job's store where newcomers, members and the launcher meet.
+
+Without torch: the launcher reads it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tilework.store import PrefixStore, Store
+
+_TICKETS: Final = "tickets"
+_HANDLED: Final = "handled"
+_EVENTS: Final = "events"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A newcomer's request to be let in."""
+
+    token: str
+    seat: int
+    identity: str
+
+
+class Desk(PrefixStore):
+    """Tickets, their answers, and events, in the job's store."""
+
+    def __init__(self, store: Store) -> None:
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        super().__init__("tilework/desk", store)
+
+    def leave_ticket(self, ticket: Ticket) -> None:
+        """Ask to be let in."""
+        self.append(_TICKETS, f"{ticket.token};{ticket.seat};{ticket.identity}\n")
+
+    def tickets(self) -> list[Ticket]:
+        """The tickets that have not been handled, oldest first."""
+        lines = self._lines(_TICKETS)
+        handled = set(self._lines(_HANDLED)) if lines else set()
+        parts = [line.split(";") for line in lines]
+        return [Ticket(p[0], int(p[1]), p[2]) for p in parts if p[0] not in handled]
+
+    def handle(self, ticket: Ticket) -> None:
+        """Take a ticket off the list."""
+        self.append(_HANDLED, f"{ticket.token}\n")
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Tell the launcher that something has happened."""
+        self.append(_EVENTS, f"{json.dumps(event)}\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events, in the order in which they were told."""
+        return [json.loads(line) for line in self._lines(_EVENTS)]
+
+    def _lines(self, key: str) -> list[str]:
+        return self.get(key).decode().splitlines() if self.check([key]) else []

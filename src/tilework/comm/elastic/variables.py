@@ -1,0 +1,10 @@
+"""Environment variables of a job whose ranks come and go."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Set where a process takes the seat of a rank that died: it joins the group that there is.
+REJOIN_VARIABLE: Final = "TILEWORK_REJOIN"
+#: The fewest ranks that the job may go on with.
+MIN_RANKS_VARIABLE: Final = "TILEWORK_MIN_RANKS"

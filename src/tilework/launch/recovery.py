@@ -1,0 +1,116 @@
+"""The answer to a rank's death in a job that may go on: start it again, go on without it, or end.
+
+And the report of it: what happened when.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilework.launch.failure_text import cause
+from tilework.launch.root_cause import Failure
+
+#: The error of a rank that the others went on without: its end is no consequence of theirs.
+_EXCLUDED = "tilework.errors.ExcludedError"
+
+
+class Answer(enum.Enum):
+    """The launcher's answer to a rank's end."""
+
+    RESTART = enum.auto()
+    GO_ON = enum.auto()
+    END = enum.auto()
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A line of the report."""
+
+    #: Seconds since the ranks were started.
+    seconds: float
+    rank: int | None
+    text: str
+
+
+@dataclass
+class Recovery:
+    """The policy of one job, and its record.
+
+    Args:
+        restarts: How often ranks may be started again, all of them together.
+        least: The fewest ranks to go on with.
+    """
+
+    restarts: int
+    least: int
+    happenings: list[Happening] = field(default_factory=list)
+    _used: int = 0
+    _began: float = field(default_factory=time.monotonic)
+    _began_wall: float = field(default_factory=time.time)
+
+    def answer(self, failure: Failure, others: int) -> Answer:
+        """The answer to a failure, with as many other ranks alive that train; noted.
+
+        A rank that failed because it lost another one runs a program that does not outlive ranks:
+        then the job ends, as any other.
+
+        Example:
+            >>> recovery = Recovery(restarts=1, least=2)
+            >>> killed = Failure(rank=1, time=0.0, code=-9)
+            >>> [recovery.answer(killed, others).name for others in (3, 3, 1)]
+            ['RESTART', 'GO_ON', 'END']
+        """
+        self.note(failure.rank, cause(failure))
+        excluded = failure.report is not None and _EXCLUDED in failure.report.classes
+        if failure.is_consequence and not excluded:
+            self.note(failure.rank, "the program does not go on without lost ranks: the job ends")
+            return Answer.END
+        if others >= 1 and self._used < self.restarts:
+            self._used += 1
+            self.note(failure.rank, f"started again ({self._used} of {self.restarts} restarts)")
+            return Answer.RESTART
+        if others >= max(1, self.least):
+            return Answer.GO_ON
+        self.note(None, f"{others} ranks are left, at least {max(1, self.least)} are needed")
+        return Answer.END
+
+    def note(self, rank: int | None, text: str) -> None:
+        """Note what has happened now."""
+        self.happenings.append(Happening(time.monotonic() - self._began, rank, text))
+
+    def note_told(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Note what the ranks have told."""
+        for event in events:
+            describe = _TEXTS.get(event["kind"])
+            if describe is not None:
+                seconds = event["time"] - self._began_wall
+                self.happenings.append(Happening(seconds, None, describe(event)))
+
+    def report(self) -> str:
+        """The lines of the report; empty if nothing has happened."""
+        if not self.happenings:
+            return ""
+        rows = sorted(self.happenings, key=lambda happening: happening.seconds)
+        lines = ["ranks came and went:", f"{'time':>10}  {'rank':>4}  what happened"]
+        for row in rows:
+            rank = "" if row.rank is None else str(row.rank)
+            lines.append(f"{row.seconds:>8.2f} s  {rank:>4}  {row.text}")
+        return "\n".join(lines)
+
+
+def _ranks(event: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, event["seats"]))
+
+
+_TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "shrunk": lambda event: f"the group goes on with ranks {_ranks(event)}",
+    "grown": lambda event: f"let in; the group has ranks {_ranks(event)}",
+    "resumed": lambda event: (
+        f"training goes on after step {event['steps']}, {event['seconds'] * 1000:.0f} ms later"
+    ),
+    "stopped": lambda event: f"training stopped after step {event['steps']}: {event['reason']}",
+}

@@ -1,0 +1,94 @@
+"""The launcher's answer to a rank's death, and the report of what happened when."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+
+from tilework.launch.failure_report import FailureReport
+from tilework.launch.recovery import Answer, Recovery
+from tilework.launch.root_cause import Failure
+from tilework.launch.settings import LaunchSettings
+
+
+def killed(rank: int) -> Failure:
+    return Failure(rank=rank, time=0.0, code=-9)
+
+
+def raised(rank: int, error: str) -> Failure:
+    report = FailureReport(
+        exit_code=1, time=0.0, classes=(f"tilework.errors.{error}",), summary=error, traceback=""
+    )
+    return Failure(rank=rank, time=0.0, code=1, report=report)
+
+
+def test_restarts_are_used_up_by_all_ranks_together() -> None:
+    recovery = Recovery(restarts=2, least=1)
+    answers = [recovery.answer(killed(rank), others=3) for rank in (0, 1, 2)]
+    assert answers == [Answer.RESTART, Answer.RESTART, Answer.GO_ON]
+
+
+def test_too_few_ranks_end_the_job() -> None:
+    recovery = Recovery(restarts=0, least=3)
+    assert recovery.answer(killed(0), others=3) is Answer.GO_ON
+    assert recovery.answer(killed(1), others=2) is Answer.END
+    assert "2 ranks are left, at least 3 are needed" in recovery.report()
+
+
+def test_nobody_is_started_again_where_nobody_is_left_to_let_it_in() -> None:
+    assert Recovery(restarts=5, least=1).answer(killed(0), others=0) is Answer.END
+
+
+def test_a_program_that_does_not_outlive_ranks_ends() -> None:
+    recovery = Recovery(restarts=5, least=1)
+    assert recovery.answer(raised(1, "PeerLostError"), others=3) is Answer.END
+
+
+def test_a_rank_that_was_left_out_is_started_again() -> None:
+    recovery = Recovery(restarts=5, least=1)
+    assert recovery.answer(raised(1, "ExcludedError"), others=3) is Answer.RESTART
+
+
+def test_the_report_is_in_order_of_time() -> None:
+    recovery = Recovery(restarts=1, least=1)
+    assert recovery.report() == ""
+    recovery.answer(killed(2), others=3)
+    recovery.note_told(
+        [
+            {"time": recovery._began_wall + 500.0, "kind": "shrunk", "seats": [0, 1]},
+            {"time": recovery._began_wall + 501.0, "kind": "unknown to this version"},
+            {
+                "time": recovery._began_wall + 502.0,
+                "kind": "resumed",
+                "seats": [0, 1],
+                "steps": 7,
+                "seconds": 0.25,
+            },
+        ]
+    )
+    lines = recovery.report().splitlines()
+    assert [re.sub(r"^ *[\d.]+ s", "", line).strip() for line in lines] == [
+        "ranks came and went:",
+        "time  rank  what happened",
+        "2  SIGKILL (somebody killed it; often the kernel, for want of memory (see dmesg))",
+        "2  started again (1 of 1 restarts)",
+        "the group goes on with ranks 0, 1",
+        "training goes on after step 7, 250 ms later",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"restarts": -1}, "restarts must be at least 0, got -1"),
+        ({"elastic": (3, 2)}, "MIN:MAX with 1 <= MIN <= MAX, got 3:2"),
+        ({"elastic": (1, 2)}, "4 ranks are not between the 1 and 2 of elastic"),
+        ({"restarts": 1, "master_port": 0}, "leave --tcp and --master-port out"),
+        ({"grace": timedelta(0)}, "the grace must be longer than 0 s"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LaunchSettings(nprocs=4, **settings)  # type: ignore[arg-type]
