@@ -77,7 +77,9 @@ def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
 @dtensor_handler("_has_compatible_shallow_copy_type")
 def _may_be_data(func: Any, args: Any, kwargs: Any) -> bool:
     """True if ``tensor.data = other`` is possible: what ``nn.Module.to`` asks of each parameter."""
-    return all(isinstance(arg, DTensor) for arg in args)
+    if not all(isinstance(arg, DTensor) for arg in args):
+        return False
+    return bool(func(*map(local_graph.plain, args)))
 
 
 @dtensor_handler("is_set_to")

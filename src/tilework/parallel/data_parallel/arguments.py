@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +13,10 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, get_default_group
 from tilework.mesh import DeviceMesh
 
+_requires_grad = attrgetter("requires_grad")
 
-def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
+
+def check_module(module: Any, wrapper: type[nn.Module]) -> None:
     """Raise unless a module can be wrapped; ``wrapper`` must not be in it already. Local."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, got {type(module).__name__}")
@@ -23,7 +27,7 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
                 f"wrap the plain module (ddp.module) once"
             )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not any(map(_requires_grad, module.parameters())):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that "
             "require a gradient."
@@ -47,14 +51,14 @@ def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
 
 
 def devices_of(
-    module: nn.Module,
+    parameters: Iterable[nn.Parameter],
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
     """The device that inputs are moved to, as a list, and that of outputs."""
     if not device_ids and output_device is None:
         return None, None
-    devices = {parameter.device for parameter in module.parameters()}
+    devices = {parameter.device for parameter in parameters}
     kinds = {device.type for device in devices}
     if len(device_ids or ()) > 1:
         raise ValueError(

@@ -125,21 +125,23 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._forward_count = 0
         self.module = module
-        self.device_ids, self.output_device = devices_of(module, device_ids, output_device)
-        self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
         self._cast_buffers()
         self._structure = ModuleStructure(module)
+        parameters = [parameter for _, parameter in self._structure.parameters]
+        self.device_ids, self.output_device = devices_of(parameters, device_ids, output_device)
+        self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
         self._start(init_sync)
 
     def _start(self, init_sync: bool) -> None:
         """Compare and synchronise the replicas, and make the reducer. Collective."""
-        check_replicas(self.module, self.process_group, self._ignored, values=not init_sync)
+        parameters = self._structure.parameters
+        check_replicas(parameters, self.process_group, self._ignored, values=not init_sync)
         if init_sync:
             broadcast_tensors(self._state_tensors(), self.process_group)
         self._make_reducer()
 
     def _make_reducer(self) -> None:
-        leaves = grad_leaves(self.module, (*self._ignored, *self._delayed_names))
+        leaves = grad_leaves(self._structure.modules, (*self._ignored, *self._delayed_names))
         options = ReducerOptions(
             self.bucket_bytes_cap,
             self.find_unused_parameters,
@@ -149,7 +151,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self.reducer = Reducer(leaves, self.process_group, options)
         self._delayed = self._make_delayed()
-        self._structure = ModuleStructure(self.module)
 
     def _make_delayed(self) -> DelayedReduction | None:
         if not self._delayed_names:
@@ -159,7 +160,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "delay_all_reduce_named_params needs param_to_hook_all_reduce: the parameter whose "
                 "gradient starts the reduction of the others"
             )
-        leaves = [leaf for leaf in grad_leaves(self.module) if leaf.name in self._delayed_names]
+        every = grad_leaves(self._structure.modules)
+        leaves = [leaf for leaf in every if leaf.name in self._delayed_names]
         return DelayedReduction(leaves, self._delay_trigger, self.reducer)
 
     # -- forward -----------------------------------------------------------------------------
@@ -198,7 +200,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             return
         hook = self.reducer.hook
         self.reducer.close()
-        check_replicas(self.module, self.process_group, self._ignored)
+        if self._delayed is not None:
+            self._delayed.close()
+        self._structure = ModuleStructure(self.module)
+        check_replicas(self._structure.parameters, self.process_group, self._ignored)
         self._make_reducer()
         self.reducer.hook = hook
 
@@ -364,12 +369,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.process_group, self.device_mesh = get_default_group(), None
+        self._structure = ModuleStructure(self.module)
         self._make_reducer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         made = memo[id(self)] = object.__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         made.process_group, made.device_mesh = self.process_group, self.device_mesh
+        made._structure = ModuleStructure(made.module)
         made._make_reducer()
         return made
 
@@ -392,18 +399,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _state_tensors(self) -> list[Tensor]:
         parameters = [
             local
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in self._structure.parameters
             if name not in self._ignored
             for local in local_tensors(parameter.detach())
         ]
         return [*parameters, *self._buffers_to_send()]
 
     def _buffers_to_send(self) -> list[Tensor]:
-        if not self._ignored and not self._structure.has_buffers():
+        if not self._structure.has_buffers():
             return []
         return [
             local
-            for name, buffer in self.module.named_buffers()
+            for name, buffer in self._structure.named_buffers()
             if name not in self._ignored
             for local in local_tensors(buffer)
         ]

@@ -22,6 +22,10 @@ class DelayedReduction:
         on_grad: Any = trigger.register_post_accumulate_grad_hook
         self._remover = on_grad(lambda _: self._reduce())
 
+    def close(self) -> None:
+        """Remove the hook. Idempotent; not collective."""
+        self._remover.remove()
+
     @torch.no_grad()
     def _reduce(self) -> None:
         if self._reducer.accumulating:

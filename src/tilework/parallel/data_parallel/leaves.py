@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,26 +48,30 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
     return list(tensor.local_tiles()) if isinstance(tensor, TiledTensor) else [tensor]
 
 
-def grad_leaves(module: nn.Module, ignored: Sequence[str] = ()) -> list[GradLeaf]:
+def grad_leaves(
+    modules: Iterable[tuple[str, nn.Module]], ignored: Sequence[str] = ()
+) -> list[GradLeaf]:
     """The leaves of all parameters that require a gradient, each once. Local.
 
     Args:
-        module: The module.
+        modules: All modules with their names, as ``named_modules()`` gives them.
         ignored: Names of parameters to leave out.
     """
     return [
         GradLeaf(name if len(tensors) == 1 else f"{name}[{at}]", kind, tensor, sparse)
-        for name, parameter, kind, sparse in _parameters(module)
+        for name, parameter, kind, sparse in _parameters(modules)
         if parameter.requires_grad and name not in ignored
         for tensors in [local_tensors(parameter)]
         for at, tensor in enumerate(tensors)
     ]
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str, bool]]:
+def _parameters(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Parameter, str, bool]]:
     """Every parameter once: name, tensor, class of its module, and if its gradient is sparse."""
     seen: set[int] = set()
-    for prefix, owner in module.named_modules():
+    for prefix, owner in modules:
         for name, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in seen:
                 continue

@@ -129,10 +129,11 @@ def call_before_backward(value: Any, call: Callable[[], None], inputs: Any) -> A
     passed = {id(tensor) for tensor in tensors_of(inputs)}
     nodes: dict[Any, None] = {}
     for tensor in tensors_of(value):
-        if tensor.requires_grad and type(tensor) in (Tensor, torch.nn.Parameter):
-            if tensor.grad_fn is None or id(tensor) in passed:
+        if tensor.requires_grad and _has_graph(tensor):
+            node = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).grad_fn
+            if node is None or id(tensor) in passed:
                 return call_at_backward(value, call)
-            nodes[tensor.grad_fn] = None
+            nodes[node] = None
     for node in nodes:
         node.register_prehook(lambda _: call())
     return value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.collectives import broadcast
@@ -15,12 +15,16 @@ from tilework.parallel.data_parallel.leaves import local_tensors
 
 
 def check_replicas(
-    module: nn.Module, group: ProcessGroup, ignored: Sequence[str] = (), *, values: bool = False
+    parameters: Iterable[tuple[str, Tensor]],
+    group: ProcessGroup,
+    ignored: Sequence[str] = (),
+    *,
+    values: bool = False,
 ) -> None:
     """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
 
     Args:
-        module: The replica of this rank.
+        parameters: Those of this rank's replica, with their names.
         group: The ranks with replicas.
         ignored: Names of parameters that may differ.
         values: Compare elements, too, not only names, shapes, dtypes and ``requires_grad``.
@@ -32,7 +36,7 @@ def check_replicas(
     def facts() -> list[tuple[str, str]]:
         return [
             (name, _described(parameter, values))
-            for name, parameter in module.named_parameters()
+            for name, parameter in parameters
             if name not in ignored
         ]
 

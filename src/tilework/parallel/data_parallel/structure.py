@@ -7,7 +7,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class ModuleStructure:
@@ -20,7 +20,11 @@ class ModuleStructure:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        every = list(module.modules())
+        #: Every module once, with its name.
+        self.modules = list(module.named_modules())
+        every = [each for _, each in self.modules]
+        #: Every parameter once, with its name.
+        self.parameters = _named(self.modules)
         self._children: list[Mapping[str, Any]] = [each._modules for each in every]
         self._parameters: list[Mapping[str, Any]] = [each._parameters for each in every]
         self._buffers: list[Mapping[str, Any]] = [each._buffers for each in every]
@@ -34,12 +38,34 @@ class ModuleStructure:
         same = self._current_ids() == self._ids
         return same and list(map(_requires_grad, self._held)) == self._graded
 
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        """Every buffer that there is now, once, with its name."""
+        seen: set[int] = set()
+        for prefix, owner in self.modules:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield _joined(prefix, name), buffer
+
     def has_buffers(self) -> bool:
         """True if a module has a buffer now."""
         return any(self._buffers)
 
     def _current_ids(self) -> list[int]:
         return list(map(id, chain(_values(self._children), _values(self._parameters))))
+
+
+def _named(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
+    named: dict[nn.Parameter, str] = {}
+    for prefix, owner in modules:
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter not in named:
+                named[parameter] = _joined(prefix, name)
+    return [(name, parameter) for parameter, name in named.items()]
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _values(mappings: Iterable[Mapping[str, Any]]) -> Iterable[Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import get_default_group
+from tilework.comm.world import current_world, get_default_group
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel.data_parallel.outputs import call_at_backward, replace_tensors
@@ -323,7 +323,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     _check(modules, mesh, offload_policy)
-    mesh = mesh or init_device_mesh("cpu", (get_default_group().size(),))
+    mesh = mesh or _mesh_of_all_ranks()
     policy = mp_policy or MixedPrecisionPolicy()
     shard_group, replicate_group = _groups_of(mesh)
     params = [
@@ -409,6 +409,25 @@ def _check(
         raise NotImplementedError(
             f"CPUOffloadPolicy is for modules that compute on the CPU, got parameters on {devices}"
         )
+
+
+@dataclass
+class _MeshOfAllRanks:
+    """The mesh that modules are sharded on by default, made once for a default group."""
+
+    of: dict[ProcessGroup, DeviceMesh] = field(default_factory=dict)
+
+    def forget_groups(self) -> None:
+        """Drop the mesh: the default group is another one."""
+        self.of.clear()
+
+
+def _mesh_of_all_ranks() -> DeviceMesh:
+    group, known = get_default_group(), current_world().state(_MeshOfAllRanks).of
+    if group not in known:
+        known.clear()
+        known[group] = init_device_mesh("cpu", (group.size(),))
+    return known[group]
 
 
 def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ProcessGroup | None]:
