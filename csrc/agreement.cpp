@@ -1,5 +1,6 @@
 #include "agreement.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include <algorithm>
@@ -78,12 +79,25 @@ std::string describe(const Call& call) {
   return text + ") as operation #" + std::to_string(call.sequence);
 }
 
+/// The first of these in which calls differ.
+enum class Difference { kNone, kCalls, kLabels, kProvenance };
+
+std::string provenance_text(uint64_t provenance) {
+  if (provenance == 0) return "none";
+  char text[17];
+  snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(provenance));
+  return text;
+}
+
 /// The fault that names each call and the ranks that made it; a majority is taken to be right.
-Fault mismatch_fault(const std::vector<Call>& calls, bool labels_only) {
+Fault mismatch_fault(const std::vector<Call>& calls, Difference difference) {
   std::map<std::string, std::vector<int>> groups;
   for (size_t rank = 0; rank < calls.size(); ++rank) {
     std::string text = describe(calls[rank]);
-    if (labels_only) text += " with shapes of label " + std::to_string(calls[rank].label);
+    if (difference == Difference::kLabels)
+      text += " with shapes of label " + std::to_string(calls[rank].label);
+    if (difference == Difference::kProvenance)
+      text += " of tensors of provenance " + provenance_text(calls[rank].provenance);
     groups[text].push_back(static_cast<int>(rank));
   }
   std::vector<const std::pair<const std::string, std::vector<int>>*> order;
@@ -151,14 +165,19 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
     calls.push_back(read_call(segment.control(rank).headers[parity]));
   const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<OpKind>(calls[0].kind()));
   const uint64_t mask = may_differ ? ~kRagged : ~uint64_t{0};
-  bool calls_differ = false, labels_differ = false;
+  bool calls_differ = false, labels_differ = false, provenance_differs = false;
   for (const Call& call : calls) {
     calls_differ |= call.sequence != calls[0].sequence ||
                     ((call.signature ^ calls[0].signature) & mask) != 0 ||
                     (!may_differ && call.bytes != calls[0].bytes);
     labels_differ |= call.label != calls[0].label;
+    provenance_differs |= call.provenance != calls[0].provenance;
   }
-  if (calls_differ || labels_differ) throw mismatch_fault(calls, !calls_differ);
+  const Difference difference = calls_differ         ? Difference::kCalls
+                                : labels_differ      ? Difference::kLabels
+                                : provenance_differs ? Difference::kProvenance
+                                                     : Difference::kNone;
+  if (difference != Difference::kNone) throw mismatch_fault(calls, difference);
   return may_differ ? compare_byte_tables(segment, parity, calls) : calls[0].bytes;
 }
 
@@ -166,13 +185,10 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
 
 Call read_call(const OperationHeader& header) {
   const uint64_t bits = header.factor.load(relaxed);
-  Call call{header.sequence.load(relaxed),
-            header.signature.load(relaxed),
-            header.bytes.load(relaxed),
-            header.label.load(relaxed),
-            0,
-            header.input.load(relaxed),
-            header.output.load(relaxed)};
+  Call call{header.sequence.load(relaxed),   header.signature.load(relaxed),
+            header.bytes.load(relaxed),      header.label.load(relaxed),
+            header.provenance.load(relaxed), 0,
+            header.input.load(relaxed),      header.output.load(relaxed)};
   memcpy(&call.factor, &bits, sizeof bits);
   return call;
 }
@@ -188,6 +204,7 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   header.signature.store(pack_signature(operation, uneven), relaxed);
   header.bytes.store(bytes, relaxed);
   header.label.store(operation.label, relaxed);
+  header.provenance.store(operation.provenance, relaxed);
   header.factor.store(factor, relaxed);
   header.input.store(arena_position(segment, operation.inputs), relaxed);
   header.output.store(arena_position(segment, operation.outputs), relaxed);
@@ -210,7 +227,8 @@ uint64_t agree(const Segment& segment, int rank, unsigned parity, PeerBuffers& p
     peers.inputs[peer] = call.input;
     peers.outputs[peer] = call.output;
     uniform &= call.sequence == mine.sequence && call.signature == mine.signature &&
-               call.bytes == mine.bytes && call.label == mine.label;
+               call.bytes == mine.bytes && call.label == mine.label &&
+               call.provenance == mine.provenance;
   }
   return uniform ? mine.bytes : compare_all_calls(segment, parity);
 }

@@ -16,7 +16,7 @@ namespace tilework {
 
 /// An OperationHeader by value.
 struct Call {
-  uint64_t sequence, signature, bytes, label;
+  uint64_t sequence, signature, bytes, label, provenance;
   double factor;
   uint64_t input, output;  // see OperationHeader
 

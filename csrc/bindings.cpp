@@ -14,6 +14,7 @@
 
 #include "crc32.h"
 #include "fast_path.h"
+#include "provenance.h"
 #include "random.h"
 
 using namespace nanobind::literals;
@@ -169,6 +170,45 @@ SampleParams params_of(Distribution distribution, nb::handle seed, nb::handle st
   return params;
 }
 
+/// Plain C functions, as fast_path_run: they are on the path of every operation of a DTensor that
+/// communicates.
+PyObject* set_provenance(PyObject*, PyObject* digest) {
+  const uint64_t value = PyLong_AsUnsignedLongLongMask(digest);
+  if (value == ~uint64_t{0} && PyErr_Occurred()) return nullptr;
+  const uint64_t before = thread_provenance();
+  thread_provenance() = value;
+  return PyLong_FromUnsignedLongLong(before);
+}
+
+PyObject* provenance(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(thread_provenance());
+}
+
+void bind_provenance(nb::module_& m) {
+  static PyMethodDef functions[] = {{"set_provenance", set_provenance, METH_O, nullptr},
+                                    {"provenance", provenance, METH_NOARGS, nullptr}};
+  for (PyMethodDef& function : functions)
+    m.attr(function.ml_name) = nb::steal(PyCFunction_New(&function, nullptr));
+  m.def(
+      "hash_content",
+      [](uint64_t address, size_t bytes) {
+        return hash_content(reinterpret_cast<const char*>(address), bytes);
+      },
+      "address"_a, "bytes"_a);
+  m.def(
+      "hash_samples",
+      [](uint64_t address, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+         size_t item_bytes, size_t samples) {
+        if (samples < 2 || strides.size() != shape.size())
+          throw std::invalid_argument("samples: two at least, of a tensor with as many strides");
+        for (int64_t size : shape)
+          if (size < 1) throw std::invalid_argument("samples of an empty tensor");
+        return hash_samples(reinterpret_cast<const char*>(address), shape, strides, item_bytes,
+                            samples);
+      },
+      "address"_a, "shape"_a, "strides"_a, "item_bytes"_a, "samples"_a);
+}
+
 void bind_random(nb::module_& m) {
   m.attr("DISTRIBUTIONS") = names_of(kDistributionNames, kDistributions);
   m.attr("LEVELS") = names_of(kSimdLevelNames, static_cast<size_t>(best_simd_level()) + 1);
@@ -248,5 +288,6 @@ NB_MODULE(_core, m) {
   bind_flight_ring(m);
   bind_fast_path(m);
   bind_random(m);
+  bind_provenance(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));
 }

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "provenance.h"
+
 namespace tilework {
 namespace {
 
@@ -222,6 +224,7 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
   operation.root = root;
   operation.factor = 1;
   operation.label = kNoSizes;
+  operation.provenance = thread_provenance();
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
   Operands in, out;

@@ -44,7 +44,8 @@ struct Operation {
   ReduceOp reduce_op;
   int root;
   double factor;
-  uint64_t label;  // must be equal on all ranks
+  uint64_t label;       // must be equal on all ranks
+  uint64_t provenance;  // likewise: a digest of how the tensors came about; 0: none is known
   Buffers inputs, outputs;
   uint64_t sequence = 0;
   Reduction reduction = nullptr;  // set by validate()

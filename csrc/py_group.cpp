@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "provenance.h"
+
 namespace tilework {
 namespace {
 
@@ -42,6 +44,7 @@ Operation operation_of(int kind, int dtype, int reduce_op, int root, double fact
   operation.root = root;
   operation.factor = factor;
   operation.label = PyLong_AsUnsignedLongLongMask(label.ptr());  // any 64 bits, signed or not
+  operation.provenance = thread_provenance();
   return operation;
 }
 

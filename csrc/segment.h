@@ -27,7 +27,7 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 3;
+constexpr uint32_t kAbi = 4;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
@@ -62,7 +62,7 @@ struct OperationHeader {
   std::atomic<uint64_t> label;
   std::atomic<uint64_t> factor;         // bits of a double
   std::atomic<uint64_t> input, output;  // position in the rank's arena, plus 1; 0: not there
-  uint64_t reserved;
+  std::atomic<uint64_t> provenance;     // of the tensors; see Operation
 };
 static_assert(sizeof(OperationHeader) == kLine, "one header, one cache line");
 

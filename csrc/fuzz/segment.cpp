@@ -68,7 +68,7 @@ void write_control(FuzzedGroup& fuzzed, FuzzInput& source) {
   RankControl& control = fuzzed.map.control(rank);
   OperationHeader& header = control.headers[which & 1];
   const uint64_t number = source.number();
-  switch (which % 22) {
+  switch (which % 23) {
     case 0: control.step.store(number); break;
     case 1: control.entered.store(number); break;
     case 2: control.departed.store(number & 1); break;
@@ -94,6 +94,7 @@ void write_control(FuzzedGroup& fuzzed, FuzzInput& source) {
     case 19: fuzzed.map.header().abort.state.store(static_cast<uint32_t>(number)); break;
     case 20: header.input.store(number); break;
     case 21: header.output.store(number); break;
+    case 22: header.provenance.store(number); break;
   }
 }
 

@@ -101,6 +101,26 @@ def fill_random(
     ValueError: no such distribution of the dtype, or no such part. Values of a and b that the dtype
     does not have are not looked for."""
 
+def set_provenance(digest: int, /) -> int:
+    """Set the digest that collectives which this thread calls carry in their headers (modulo 2**64;
+    0: none), and that all ranks must have in common; returns the one before."""
+
+def provenance() -> int:
+    """The digest that collectives of this thread carry."""
+
+def hash_content(address: int, bytes: int) -> int:
+    """A 64-bit hash of memory."""
+
+def hash_samples(
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    item_bytes: int,
+    samples: int,
+) -> int:
+    """A 64-bit hash of as many elements of a tensor, at even distances in row-major order, the first
+    and the last among them. ValueError: fewer than two, or an empty tensor."""
+
 class Arena:
     """Memory in the segment, for buffers that the core's operations use where they are."""
     def allocate(self, bytes: int) -> int:

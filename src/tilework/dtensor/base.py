@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class DTensorBase(TiledTensor):
     _anchor: DTensorBase | None = None
     #: Copied views whose local tensors were handed out, kept by the tensor that owns the memory.
     _handed_out: list[Any] | None = None
+    #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
+    _digest: int | None = None
+    #: The tensors that it shares memory with, itself among them.
+    _family: list[ref[DTensorBase]] | None = None
+    #: Of a gradient: the backward passes that its digest knows of.
+    _passes: int = 0
     #: True if it was made while gradients were off, as the results of a user's own Function are.
     _made_without_grad: bool = False
 
@@ -89,13 +96,16 @@ class DTensorBase(TiledTensor):
         return self._local_tensor.device
 
 
-def wrap_as(kind: type[DTensorT], local: Tensor, spec: DTensorSpec) -> DTensorT:
+def wrap_as(
+    kind: type[DTensorT], local: Tensor, spec: DTensorSpec, digest: int | None = None
+) -> DTensorT:
     """The tensor with this local tensor and layout. Unchecked; local.
 
     Args:
         kind: The class DTensor.
         local: This rank's local tensor.
         spec: The layout.
+        digest: That of its provenance; None: that of what it holds.
     """
     tensor: DTensorT = _make(
         kind,
@@ -106,6 +116,7 @@ def wrap_as(kind: type[DTensorT], local: Tensor, spec: DTensorSpec) -> DTensorT:
     )
     tensor._local_tensor = local
     tensor._spec = spec
+    tensor._digest = digest
     if not _grad_enabled():
         tensor._made_without_grad = True
     return tensor

@@ -18,7 +18,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tilework.dtensor.provenance.digests import (
+    digest_of,
+    note_gradient,
+    note_write,
+    seeds_in,
+    stable_digest,
+)
+from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.verify import compare_after_step
 from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
 
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
@@ -55,9 +64,18 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         groups.append({**group, "params": params})
         if group.get("differentiable"):
             return None
+    _keep_digests(optimizer)
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups, twin.state = groups, states
     return (twin, *args[1:]), kwargs
+
+
+def _keep_digests(optimizer: Optimizer) -> None:
+    """Fix the digests of parameters that have those of their values, which the step changes."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.__class__ is DTensor and param._digest is None:
+                param._digest = digest_of(param)
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
@@ -82,6 +100,7 @@ def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Give the optimizer the states and options that the step left in its twin."""
     twin = args[0]
     if twin is optimizer:
+        compare_after_step(optimizer)
         return
     for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
         for param, local in zip(group["params"], local_group["params"], strict=True):
@@ -92,7 +111,9 @@ def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if local_state := twin.state.get(local):
                 _wrap_states(optimizer.state[param], local_state, param, local)
         group.update({name: value for name, value in local_group.items() if name != "params"})
+        _note_step(type(optimizer).__name__, group)
     twin.param_groups, twin.state = [], defaultdict(dict)
+    compare_after_step(optimizer)
 
 
 def _wrap_states(
@@ -103,6 +124,25 @@ def _wrap_states(
         if known is value or (known.__class__ is DTensor and known._local_tensor is value):
             continue
         state[name] = wrap(value, param._spec) if is_per_element(name, value, local) else value
+
+
+def _note_step(name: str, group: dict[str, Any]) -> None:
+    """Mix a step into the digests of the parameters that it has changed."""
+    seeds = [hash(stable_digest(name))]
+    for option, value in group.items():
+        if option != "params":
+            seeds_in(value, seeds)
+    step = hash(tuple(seeds))
+    for param in group["params"]:
+        if param.__class__ is not DTensor or param._local_tensor.grad is None:
+            continue
+        grad = param._grad
+        if grad is not None and grad._local_tensor is param._local_tensor.grad:
+            note_gradient(param, grad)
+            gradient = grad._digest  # which knows what was written to it
+        else:
+            gradient = history_of(param._spec.mesh).passes
+        note_write(param, hash((digest_of(param), gradient, step)))
 
 
 register_optimizer_step_pre_hook(_step_on_twin)

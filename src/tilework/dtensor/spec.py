@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -183,6 +184,13 @@ class DTensorSpec:
     ) -> DTensorSpec:
         """The same mesh, shape and strides, with other placements."""
         return spec_of(self.mesh, placements, self.shape, order, self.strides)
+
+    @cached_property
+    def digest(self) -> int:
+        """A hash that is the same on all ranks, in all processes."""
+        mesh = self.mesh.spec
+        facts = (self.placements, self.shape, self.order, mesh.shape, mesh.ranks)
+        return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 2
 
     @cached_property
     def redistributions(self) -> dict[Any, Any]:

@@ -17,8 +17,10 @@ from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.from_local import spec_from_local
 from tilework.dtensor.handlers import HANDLERS
+from tilework.dtensor.provenance.digests import digest_of, note_gradient
+from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.redistribution.redistribute import redistribute_local
-from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.spec import spec_of
 from tilework.dtensor.views import copied_views
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh, current_mesh
@@ -65,7 +67,7 @@ class DTensor(DTensorBase):
         # C++ comes here below autograd: with what a user's own Function saved, and where its
         # engine adds gradients up. Elsewhere a gradient would be lost.
         if func is torch.ops.aten.detach.default:
-            return wrap(args[0]._local_tensor.detach(), args[0]._spec)
+            return wrap(args[0]._local_tensor.detach(), args[0]._spec, args[0]._digest)
         if torch.is_grad_enabled():
             return super().__torch_dispatch__(func, types, args, kwargs)
         return DTensor._dispatch(func, args, kwargs or {})
@@ -165,7 +167,8 @@ class DTensor(DTensorBase):
         Args:
             grad_placements: As for :meth:`to_local`, of the replicated tensor.
         """
-        full = self.redistribute(placements=self._spec.replicated.placements)
+        with named_for("full_tensor"):
+            full = self.redistribute(placements=self._spec.replicated.placements)
         return full.to_local(grad_placements=grad_placements)
 
     def redistribute(
@@ -210,10 +213,11 @@ class DTensor(DTensorBase):
             )
         if explain.watchers:
             explain.begin_operator("redistribute")
-        local = redistribute_local(local, source, target, async_op=async_op)
+        of = Moved(digest_of(self), "redistribute", handed_out=True)
+        local = redistribute_local(local, source, target, async_op=async_op, of=of)
         if explain.watchers:
             explain.tag_gradient(local)
-        return wrap(local, target)
+        return wrap(local, target, hash((of.digest, target.digest)))
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class DTensor(DTensorBase):
         known = self._grad
         if known is None or known._local_tensor is not local:
             known = self._grad = wrap(local, self._spec.grad_spec)
+        note_gradient(self, known)
         return known
 
     @grad.setter
@@ -315,7 +320,7 @@ class DTensor(DTensorBase):
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
         local = copy.deepcopy(local_graph.local_of(self), memo)
-        copied = memo[id(self)] = wrap(local, self._spec)
+        copied = memo[id(self)] = wrap(local, self._spec, self._digest)
         for name, value in vars(self).items():
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))
@@ -340,7 +345,7 @@ class DTensor(DTensorBase):
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    *("_handed_out", "_made_without_grad"),
+    *("_handed_out", "_made_without_grad", "_digest", "_family", "_passes"),
 }
 
 
@@ -379,4 +384,4 @@ def empty_local(tensor: Tensor) -> Tensor:
 
 
 #: The DTensor with this local tensor and layout. Unchecked; local.
-wrap: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(wrap_as, DTensor)
+wrap: Callable[..., DTensor] = functools.partial(wrap_as, DTensor)

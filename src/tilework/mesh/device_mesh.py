@@ -101,6 +101,8 @@ class DeviceMesh:
         self.specs: dict[Any, Any] = {}
         #: Likewise: shardings of calls on them, by signature.
         self.op_shardings: dict[Any, Any] = {}
+        #: Likewise: what its ranks have done together.
+        self.history: Any = None
         #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
 

@@ -78,6 +78,8 @@ class Operation:
     timeout: float = 0.0
     #: The name that the user knows, where that differs ("all_gather_into_tensor").
     title: str = ""
+    #: The provenance digest that all ranks must have in common; 0: none.
+    provenance: int = 0
     #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
     copy_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

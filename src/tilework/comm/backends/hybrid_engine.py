@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.control_channel import ControlChannel, FrameKind
 from tilework.comm.backends.engine_protocol import (
@@ -100,7 +101,8 @@ class HybridEngine(PythonEngine):
         self.check_open()
         self._deadline = time.monotonic() + operation.timeout
         self._performed += 1
-        with torch.inference_mode():
+        # Only the header carries what the operation means, not the steps within a host.
+        with torch.inference_mode(), provenance.carrying(0):
             step = STEPS[operation.kind](self, operation)
             try:
                 next(step)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from tilework.comm import provenance
 from tilework.comm.backends.engine_protocol import Completion, Engine, Operation, Parts
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import run_soon
@@ -237,18 +238,21 @@ class NativeGroup(ProcessGroup):
         self._check_devices(operation.inputs)
         self._check_devices(operation.outputs)
         check_overlaps(operation, self._rank, self._size)
+        operation.provenance = provenance.digest()
         limit = opts.timeout
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
         only_read = operation.kind == "broadcast" and operation.root == self._rank
         effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
         slot = self.flight.begin(operation.summary(), None, 0, 3)
         if opts.asyncOp:
-            call = Call(self, operation.describe(), effects, operation, slot)
+            title = provenance.named(operation.describe())
+            call = Call(self, title, effects, operation, slot)
             return call.start(lambda: self.engine.submit(operation))
         try:
             self.engine.run(operation)
         except self.engine.fault_type as fault:
-            error = self._explain(fault.args, operation.describe(), call_site())
+            title = provenance.named(operation.describe())
+            error = self._explain(fault.args, title, call_site())
             self._note_failure(slot, error)
             raise error from None
         except BaseException as interruption:
@@ -316,15 +320,16 @@ class NativeGroup(ProcessGroup):
             return (
                 f"ranks called different things ({detail or 'see below'}):\n{reports}\n"
                 f"Make every rank of the group call the same operations in the same order, "
-                f"with matching arguments."
+                f"with matching arguments.{provenance.advice(reports)}"
             )
+        advice = provenance.advice(here)
         if kind == "peer_lost":
-            return f"{here}: lost rank {whom}: {detail or 'its process ended'}"
+            return f"{here}: lost rank {whom}: {detail or 'its process ended'}.{advice}"
         last = self.engine.last_entered()
         missing = "; ".join(
             f"rank {rank} was last in {last[self.global_ranks.index(rank)]}" for rank in ranks
         )
-        return f"{here}: timed out: {detail}. Still missing: rank {whom} ({missing})"
+        return f"{here}: timed out: {detail}. Still missing: rank {whom} ({missing}).{advice}"
 
     def _all_reports(self) -> str:
         reports = self.engine.failure_reports(_REPORT_SECONDS)

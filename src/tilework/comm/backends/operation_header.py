@@ -36,7 +36,9 @@ _REDUCTIONS = {
         )
     )
 }
-_FIELDS = ("operation", "dtype", "reduction", "root", "shape")
+_FIELDS = ("operation", "dtype", "reduction", "root", "shape", "how their tensors came about")
+#: Headers are signed numbers of 64 bits.
+_MOST = 0x7FFF_FFFF_FFFF_FFFF
 #: For counts: kinds that compare shapes instead.
 _NOTHING = -1
 
@@ -53,7 +55,8 @@ def header_of(operation: Operation, rank: int, size: int) -> Header:
         _dtype_code(operation.dtype),
         _REDUCTIONS[op_type(operation.reduce_op)],
         operation.root,
-        hash(operation.shape) & 0x7FFF_FFFF_FFFF_FFFF,
+        hash(operation.shape) & _MOST,
+        operation.provenance & _MOST,
         *_counts_sent(operation, rank, size),
         *_counts_expected(operation, rank, size),
     ]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance
 from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
@@ -234,6 +235,7 @@ class ShmGroup(NativeGroup):
     ) -> None:
         """Raise the error that a failure of the fast path means to the program."""
         title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
+        title = provenance.named(title)
         if isinstance(why, BaseException):
             self._note_interruption(slot, why, title)
             return

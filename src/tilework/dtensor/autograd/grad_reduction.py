@@ -12,28 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor.debug import explain
+from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.errors import CollectiveMismatchError
 
 #: The most that is reduced in one message; it is also what is held besides the gradients.
 _BUCKET_BYTES = 64 << 20
 #: Passes that raised leave their gradients behind: of more such passes, all are forgotten.
 _MOST_PASSES = 16
-_MOST_AGREED = 4096
 
 
 @dataclass(eq=False)
-class _PendingGrad:
+class PendingGrad:
+    """A partial gradient of a leaf."""
+
     leaf: Tensor
     grad: Tensor
     #: The gradient's layout, partial along some axes.
     spec: DTensorSpec
-    #: The alias's, which is the same on all ranks.
+    #: The leaf's provenance, which is the same on all ranks.
+    digest: int
+    #: The alias's, which counts this rank's aliases: orders leaves that came about alike.
     number: int
 
 
@@ -44,12 +47,10 @@ class PendingGrads:
     #: The number of aliases so far: numbers them alike on every rank.
     aliases: int = 0
     #: By backward pass, then by leaf and axes.
-    by_pass: dict[int, dict[tuple[int, Ints], _PendingGrad]] = field(default_factory=dict)
-    #: The numbers of buckets that all ranks have agreed upon.
-    agreed: set[tuple[int, ...]] = field(default_factory=set)
+    by_pass: dict[int, dict[tuple[int, Ints], PendingGrad]] = field(default_factory=dict)
 
-    def add(self, leaf: Tensor, grad: Tensor, spec: DTensorSpec, number: int) -> None:
-        """Reduce ``grad`` at the end of this backward pass, and accumulate it into the leaf."""
+    def add(self, grad: PendingGrad) -> None:
+        """Reduce a gradient at the end of this backward pass, and accumulate it into the leaf."""
         task = torch._C._current_graph_task_id()
         pending = self.by_pass.get(task)
         if pending is None:
@@ -59,49 +60,28 @@ class PendingGrads:
             torch.autograd.Variable._execution_engine.queue_callback(
                 lambda: self._reduce(self.by_pass.pop(task, {}))
             )
-        key = id(leaf), spec.partial_axes
+        key = id(grad.leaf), grad.spec.partial_axes
         if key in pending:
-            pending[key].grad = pending[key].grad + grad
+            pending[key].grad = pending[key].grad + grad.grad
         else:
-            pending[key] = _PendingGrad(leaf, grad, spec, number)
+            pending[key] = grad
 
     @torch.no_grad()
-    def _reduce(self, pending: dict[tuple[int, Ints], _PendingGrad]) -> None:
+    def _reduce(self, pending: dict[tuple[int, Ints], PendingGrad]) -> None:
         """Sum all gradients over the ranks. Collective."""
-        together: dict[Any, list[_PendingGrad]] = {}
-        for grad in sorted(pending.values(), key=lambda grad: grad.number):
+        together: dict[Any, list[PendingGrad]] = {}
+        for grad in sorted(pending.values(), key=lambda grad: (grad.digest, grad.number)):
             key = grad.spec.mesh, grad.spec.partial_axes, grad.grad.dtype, grad.grad.device
             together.setdefault(key, []).append(grad)
         for (mesh, axes, _, _), grads in together.items():
             group = axes_group(mesh, axes)
             for bucket in _buckets(grads):
-                self._check_same(bucket, group)
                 _reduce_bucket(bucket, group)
 
-    def _check_same(self, bucket: list[_PendingGrad], group: ProcessGroup) -> None:
-        """Raise if ranks are about to reduce gradients of different leaves."""
-        numbers = tuple(grad.number for grad in bucket)
-        if numbers in self.agreed:
-            return
-        if len(self.agreed) > _MOST_AGREED:
-            self.agreed.clear()
-        agree_equal(
-            lambda: {
-                "count": len(bucket),
-                "shapes": [tuple(grad.grad.shape) for grad in bucket],
-                "numbers": numbers,
-            },
-            group,
-            "a backward pass came to gradients of different replicated tensors:",
-            hint="; all ranks of the mesh must compute with the same tensors",
-            error=CollectiveMismatchError,
-        )
-        self.agreed.add(numbers)
 
-
-def _buckets(grads: list[_PendingGrad]) -> list[list[_PendingGrad]]:
+def _buckets(grads: list[PendingGrad]) -> list[list[PendingGrad]]:
     """Neighbours together, up to the size of a bucket."""
-    buckets: list[list[_PendingGrad]] = [[]]
+    buckets: list[list[PendingGrad]] = [[]]
     size = 0
     for grad in grads:
         if buckets[-1] and size + grad.grad.nbytes > _BUCKET_BYTES:
@@ -112,7 +92,7 @@ def _buckets(grads: list[_PendingGrad]) -> list[list[_PendingGrad]]:
     return buckets
 
 
-def _reduce_bucket(bucket: list[_PendingGrad], group: ProcessGroup) -> None:
+def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
     first = bucket[0].grad
     if explain.watchers:
         spec = bucket[0].spec
@@ -124,7 +104,12 @@ def _reduce_bucket(bucket: list[_PendingGrad], group: ProcessGroup) -> None:
         else first.new_empty(sum(sizes))
     )
     torch.cat([grad.grad.reshape(-1) for grad in bucket], out=flat)
-    all_reduce(flat, group=group)
+    history = history_of(bucket[0].spec.mesh)
+    digest = hash((history.passing, *[grad.digest for grad in bucket]))
+    history.note_gradient(digest)
+    count = f"{len(bucket)} gradient{'s' * (len(bucket) != 1)}"
+    with moving(digest, f"the reduction of {count}", bucket[0].spec, first.dtype):
+        all_reduce(flat, group=group)
     for pending, part in zip(bucket, torch.split(flat, sizes), strict=True):
         grad = part.view(pending.grad.shape)
         if pending.leaf.grad is None:

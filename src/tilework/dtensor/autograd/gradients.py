@@ -12,6 +12,9 @@ from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, Viewed, wrap_as
+from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in
+from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.layout import Placement
@@ -104,6 +107,7 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     check_no_leaf(tensor)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
     tensor._aliases = tensor._grad = tensor._anchor = None
+    note_write(tensor, digest_of(value))
     with _WithoutInterception():
         _base.data.__set__(tensor, value)
     return tensor
@@ -153,6 +157,7 @@ def set_data(tensor: DTensorBase, value: Tensor) -> None:
     tensor._local_tensor.data = local_of(value).data
     tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
     tensor._view_of, tensor._viewed = None, None
+    note_write(tensor, digest_of(value))
     with _WithoutInterception():
         _base.data.__set__(tensor, value)
 
@@ -169,16 +174,48 @@ def autograd_backward(
     outs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if inputs is not None:
         inputs = [plain(leaf) for leaf in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-    pairs = _roots(outs, grad_tensors if grad_variables is None else grad_variables)
-    if pairs:
-        with watching(inputs or ()):
-            torch.autograd.backward(
-                [root for root, _ in pairs],
-                [grad for _, grad in pairs],
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-                inputs=inputs,
-            )
+    grads = grad_tensors if grad_variables is None else grad_variables
+    pairs = _roots(outs, grads)
+    if not pairs:
+        return
+    with watching(inputs or ()), _Pass(outs, grads, accumulates=True):
+        torch.autograd.backward(
+            [root for root, _ in pairs],
+            [grad for _, grad in pairs],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            inputs=inputs,
+        )
+
+
+class _Pass:
+    """A backward pass: its digest tells what it begins at, and is part of that of gradients.
+
+    Args:
+        outs: The tensors that it begins at.
+        grads: Their gradients.
+        accumulates: True if it changes gradients of leaves.
+    """
+
+    __slots__ = ("accumulates", "before", "digest", "history")
+
+    def __init__(self, outs: Sequence[Tensor], grads: Any, accumulates: bool) -> None:
+        seeds = [digest_of(out) for out in outs if isinstance(out, DTensorBase)]
+        self.digest = hash(tuple(seeds if grads is None else seeds_in(grads, seeds)))
+        mesh = next((out._spec.mesh for out in outs if isinstance(out, DTensorBase)), None)
+        self.history = None if mesh is None else history_of(mesh)
+        self.accumulates = accumulates
+
+    def __enter__(self) -> int:
+        if self.history is not None:
+            self.before, self.history.passing = self.history.passing, self.digest
+        return self.digest
+
+    def __exit__(self, *_: object) -> None:
+        if self.history is not None:
+            self.history.passing = self.before
+            if self.accumulates:
+                self.history.note_gradient(self.digest)
 
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
@@ -196,7 +233,8 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
     spec = tensor._spec
     local = local_of(tensor)
     if spec.reduce_op not in (None, "sum"):
-        local = redistribute_local(local, spec, spec.dual)
+        of = Moved(digest_of(tensor), "backward")
+        local = redistribute_local(local, spec, spec.dual, of=of)
     if gradient is not None:
         if gradient.shape != tensor.shape:
             raise RuntimeError(
@@ -205,7 +243,8 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
             )
         grad = local_as(gradient, spec.dual, "the gradient")
         if spec.partial_axes and spec.reduce_op == "sum" and grad.requires_grad:
-            grad = alias_local(grad, as_partial(spec.dual, spec.partial_axes), spec.dual)
+            of = Moved(digest_of(tensor))
+            grad = alias_local(grad, as_partial(spec.dual, spec.partial_axes), spec.dual, of)
         return local, grad
     if tensor.numel() != 1:
         raise RuntimeError(
@@ -220,7 +259,8 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     spec = tensor._spec.grad_spec
 
     def called(grad: Tensor) -> Tensor | None:
-        result = hook(wrap_as(type(tensor), grad, spec))
+        digest = hash((digest_of(tensor), history_of(spec.mesh).passing))
+        result = hook(wrap_as(type(tensor), grad, spec, digest))
         if result is None:
             return None
         if spec.partial_axes:
@@ -252,7 +292,7 @@ def autograd_grad(
         raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
     roots = _roots(outs, grad_outputs)
     locals_ = [plain(tensor) for tensor in ins]
-    with watching(locals_):
+    with watching(locals_), _Pass(outs, grad_outputs, accumulates=False) as digest:
         grads = torch.autograd.grad(
             [root for root, _ in roots],
             locals_,
@@ -263,7 +303,12 @@ def autograd_grad(
             materialize_grads=materialize_grads,
         )
     return tuple(
-        wrap_as(type(tensor), _differentiable(grad, tensor._spec), tensor._spec.grad_spec)
+        wrap_as(
+            type(tensor),
+            _differentiable(grad, tensor._spec),
+            tensor._spec.grad_spec,
+            hash((digest, digest_of(tensor))),
+        )
         if isinstance(tensor, DTensorBase) and grad is not None
         else grad
         for tensor, grad in zip(ins, grads, strict=True)

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, wrap_as
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import copied_views
@@ -128,13 +131,16 @@ def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
         what: Its name in errors.
     """
     if not isinstance(tensor, DTensorBase):
-        return redistribute_local(tensor, spec.replicated, spec)
+        return redistribute_local(
+            tensor, spec.replicated, spec, of=Moved(content_digest(tensor), what)
+        )
     if tensor._spec.mesh != spec.mesh:
         raise ValueError(
             f"{what} lies on {tensor._spec.mesh}, the tensor on {spec.mesh}: they must be on the "
             f"same mesh"
         )
-    return redistribute_local(local_of(tensor), tensor._spec, spec)
+    of = Moved(digest_of(tensor), what)
+    return redistribute_local(local_of(tensor), tensor._spec, spec, of=of)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -10,15 +10,18 @@ reduced once. Those of leaves (parameters) wait for the end of the pass (``grad_
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from tilework.comm.world import current_world
-from tilework.dtensor.autograd.grad_reduction import PendingGrads
+from tilework.dtensor.autograd.grad_reduction import PendingGrad, PendingGrads
 from tilework.dtensor.autograd.local_graph import local_of
 from tilework.dtensor.base import Alias, DTensorBase
-from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
+from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Partial, Placement
 
@@ -47,39 +50,63 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
         or known.tensor.data_ptr() != local.data_ptr()
     ):
         spec = tensor._spec.dual
-        known = Alias(alias_local(local, as_partial(spec, axes), spec), local, local.grad_fn)
+        of = Moved(digest_of(tensor))
+        owner = tensor if local.is_leaf else None
+        known = Alias(
+            alias_local(local, as_partial(spec, axes), spec, of, owner), local, local.grad_fn
+        )
         if tensor._aliases is None:
             tensor._aliases = {}
         tensor._aliases[axes] = known
     return known.tensor
 
 
-def alias_local(local: Tensor, partial: DTensorSpec, reduced: DTensorSpec) -> Tensor:
-    """A local tensor again, whose gradient comes in as ``partial`` and goes on as ``reduced``."""
+def alias_local(
+    local: Tensor,
+    partial: DTensorSpec,
+    reduced: DTensorSpec,
+    of: Moved = UNKNOWN,
+    leaf: DTensorBase | None = None,
+) -> Tensor:
+    """A local tensor again, whose gradient comes in as ``partial`` and goes on as ``reduced``.
+
+    Args:
+        local: The local tensor.
+        partial: The layout of the gradient that comes in.
+        reduced: That of the gradient that goes on.
+        of: The provenance of the tensor.
+        leaf: The tensor, if it is a leaf: it may be written to before the gradient comes.
+    """
     pending = current_world().state(PendingGrads)
     pending.aliases += 1
     result: Tensor = _ReduceGrad.apply(  # type: ignore[no-untyped-call]
-        local, partial, reduced, pending if local.is_leaf else None, pending.aliases
+        local,
+        (partial, reduced),
+        pending if local.is_leaf else None,
+        pending.aliases,
+        of if leaf is None else ref(leaf),
     )
     return result
 
 
-def redistribute_with_partial_grad(tensor: DTensorBase, target: DTensorSpec, axes: Ints) -> Tensor:
+def redistribute_with_partial_grad(
+    tensor: DTensorBase, target: DTensorSpec, axes: Ints, operator: str
+) -> Tensor:
     """The local tensor in another layout, for an operator whose gradient of it is partial.
 
     From there the gradient, partial along ``axes``, goes straight to the tensor's layout.
     """
     source, local = tensor._spec, local_of(tensor)
+    of = Moved(digest_of(tensor), operator)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return redistribute_local(local, source, target)
+        return redistribute_local(local, source, target, of=of)
     if source.partial_axes:
-        return alias_local(
-            redistribute_local(local, source, target), as_partial(target.dual, axes), target.dual
-        )
+        moved = redistribute_local(local, source, target, of=of)
+        return alias_local(moved, as_partial(target.dual, axes), target.dual, of)
     if target.dual == source:  # the first rank's partial value is the value: grads may wait
-        return redistribute_local(alias(tensor, axes), source, target)
+        return redistribute_local(alias(tensor, axes), source, target, of=of)
     result: Tensor = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
-        local, source, target, as_partial(target.dual, axes)
+        local, (source, target, as_partial(target.dual, axes)), of
     )
     return result
 
@@ -95,7 +122,7 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
         return
     partial = as_partial(result._spec.dual, axes)
     shortcut = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
-        local_of(tensor), source, result._spec, partial, local.detach()
+        local_of(tensor), (source, result._spec, partial), Moved(digest_of(tensor)), local.detach()
     )
     result._aliases = {axes: Alias(shortcut, local, local.grad_fn)}
 
@@ -115,18 +142,18 @@ class _RedistributeGrad(torch.autograd.Function):
     def forward(
         ctx: Any,
         local: Tensor,
-        source: DTensorSpec,
-        target: DTensorSpec,
-        partial: DTensorSpec,
+        layouts: tuple[DTensorSpec, DTensorSpec, DTensorSpec],
+        of: Moved,
         done: Tensor | None = None,
     ) -> Tensor:
-        ctx.partial, ctx.source = partial, source.dual
-        result = redistribute_local(local, source, target) if done is None else done
+        source, target, ctx.partial = layouts
+        ctx.source, ctx.of = source.dual, of
+        result = redistribute_local(local, source, target, of=of) if done is None else done
         return result.detach() if result is local or result is done else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return redistribute_local(grad, ctx.partial, ctx.source), None, None, None, None
+        return _reduced(grad, ctx.partial, ctx.source, ctx.of), None, None, None
 
 
 class _ReduceGrad(torch.autograd.Function):
@@ -136,13 +163,13 @@ class _ReduceGrad(torch.autograd.Function):
     def forward(
         ctx: Any,
         local: Tensor,
-        partial: DTensorSpec,
-        reduced: DTensorSpec,
+        layouts: tuple[DTensorSpec, DTensorSpec],
         pending: PendingGrads | None,
         number: int,
+        of: Moved | ref[DTensorBase],
     ) -> Tensor:
-        ctx.partial, ctx.reduced, ctx.pending, ctx.number = partial, reduced, pending, number
-        ctx.leaf = None
+        (ctx.partial, ctx.reduced), ctx.pending, ctx.number = layouts, pending, number
+        ctx.leaf, ctx.of = None, of
         if pending is not None:
             with torch.enable_grad():
                 ctx.leaf = torch.autograd.graph.get_gradient_edge(local).node
@@ -150,10 +177,25 @@ class _ReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        of = _now(ctx.of)
         if ctx.leaf is not None and _may_wait(ctx.leaf):
-            ctx.pending.add(ctx.leaf.variable, grad, ctx.partial, ctx.number)
+            pending = PendingGrad(ctx.leaf.variable, grad, ctx.partial, of.digest, ctx.number)
+            ctx.pending.add(pending)
             return None, None, None, None, None
-        return redistribute_local(grad, ctx.partial, ctx.reduced), None, None, None, None
+        return _reduced(grad, ctx.partial, ctx.reduced, of), None, None, None, None
+
+
+def _now(of: Moved | ref[DTensorBase]) -> Moved:
+    """The provenance of a tensor: of a leaf as it is now, as its alias outlives writes to it."""
+    if isinstance(of, Moved):
+        return of
+    leaf = of()
+    return UNKNOWN if leaf is None else Moved(digest_of(leaf))
+
+
+def _reduced(grad: Tensor, partial: DTensorSpec, reduced: DTensorSpec, of: Moved) -> Tensor:
+    """A partial gradient in another layout. Collective."""
+    return redistribute_local(grad, partial, reduced, of=gradient_of(of, partial, grad))
 
 
 def _may_wait(leaf: Any) -> bool:

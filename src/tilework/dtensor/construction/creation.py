@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.provenance.digests import stable_digest
+from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Normal, Uniform
 from tilework.dtensor.redistribution.redistribute import redistribute_local
@@ -53,7 +55,7 @@ def zeros(
         [torch.Size([2, 5]), torch.Size([1, 5])]
     """
     spec = _spec(size, layout, device_mesh, placements, order)
-    return _filled(torch.zeros, spec, dtype, requires_grad)
+    return _filled(torch.zeros, "zeros", spec, dtype, requires_grad)
 
 
 def ones(
@@ -77,7 +79,7 @@ def ones(
         [[1.0, 1.0], [1.0, 1.0]]
     """
     spec = _spec(size, layout, device_mesh, placements, order)
-    return _filled(torch.ones, spec, dtype, requires_grad)
+    return _filled(torch.ones, "ones", spec, dtype, requires_grad)
 
 
 def empty(
@@ -101,7 +103,7 @@ def empty(
         [24.0, 24.0]
     """
     spec = _spec(size, layout, device_mesh, placements, order)
-    return _filled(torch.empty, spec, dtype, requires_grad)
+    return _filled(torch.empty, "empty", spec, dtype, requires_grad)
 
 
 def full(
@@ -133,9 +135,8 @@ def full(
     def make(shape: Sequence[int], **kwargs: Any) -> Tensor:
         return torch.full(tuple(shape), fill_value, **kwargs)
 
-    return _filled(
-        make, _spec((size,), layout, device_mesh, placements, order), dtype, requires_grad
-    )
+    spec = _spec((size,), layout, device_mesh, placements, order)
+    return _filled(make, f"full {fill_value}", spec, dtype, requires_grad)
 
 
 def rand(
@@ -214,22 +215,30 @@ def _spec(
 
 
 def _filled(
-    make: Callable[..., Tensor], spec: DTensorSpec, dtype: torch.dtype | None, requires_grad: bool
+    make: Callable[..., Tensor],
+    what: str,
+    spec: DTensorSpec,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
 ) -> DTensor:
     local = make(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
-    return _wrapped(local, spec, requires_grad)
+    return _wrapped(local, spec, requires_grad, stable_digest(what))
 
 
 def _drawn(
     distribution: Distribution, spec: DTensorSpec, dtype: torch.dtype | None, requires_grad: bool
 ) -> DTensor:
     local = torch.empty(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
-    fill_local(local, next_key(spec.mesh), distribution, spec)
-    return _wrapped(local, spec, requires_grad)
+    what = stable_digest("drawn", distribution)
+    with moving(hash((what, spec.digest)), "a random creation function", spec, local.dtype):
+        key = next_key(spec.mesh)
+    fill_local(local, key, distribution, spec)
+    return _wrapped(local, spec, requires_grad, hash((what, key.seed)))
 
 
-def _wrapped(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    """The tensor of this value; partial where it is to be."""
+def _wrapped(local: Tensor, spec: DTensorSpec, requires_grad: bool, digest: int) -> DTensor:
+    """The tensor of this value; partial where it is to be. ``digest`` says what made it."""
     if spec.takes_part:
         local = redistribute_local(local, spec.dual, spec)
-    return wrap(local.requires_grad_(requires_grad), spec)
+    digest = hash((digest, spec.digest))
+    return wrap(local.requires_grad_(requires_grad), spec, digest)

@@ -11,6 +11,8 @@ from torch import Tensor
 from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
+from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
@@ -85,8 +87,14 @@ def distribute_tensor(
         return tensor
     if not spec.takes_part:
         return wrap(empty_local(tensor), spec)
-    local = _local_shard(tensor.detach(), spec, source, meta)
-    return wrap(local.requires_grad_(tensor.requires_grad), spec)
+    digest = None
+    if source is not None:  # else what it holds is what each rank gave
+        history = history_of(mesh)
+        history.creations += 1
+        digest = hash((spec.digest, history.creations))
+    with moving(digest or 0, "distribute_tensor", spec, tensor.dtype):
+        local = _local_shard(tensor.detach(), spec, source, meta)
+    return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
 
 
 def _checked(

@@ -21,6 +21,7 @@ from torch import Tensor
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import version_of, wrap_as
 from tilework.dtensor.debug import explain
+from tilework.dtensor.dispatch import tensor_attributes
 from tilework.dtensor.dispatch.call_key import (
     NUMBERS,
     add_to_key,
@@ -31,24 +32,32 @@ from tilework.dtensor.dispatch.call_key import (
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import (
     call_with_out,
+    came_from,
+    follow_base,
     reduced,
     replicated_like,
     result_outside,
     wrapped,
     write,
 )
+from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
+from tilework.dtensor.provenance.digests import NAN_SEED, call_digest, digest_of, note_write
+from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
+from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import Handler, OpEntry, find
 
 _grad_enabled = torch.is_grad_enabled
+#: Operators that in place leave nothing of the values before.
+_OVERWRITE = frozenset({"copy", "fill", "zero"})
 #: A mesh that has cached so many shardings forgets all.
 _MOST_SHARDINGS = 1 << 14
 
@@ -64,7 +73,9 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _handler(func: Any) -> Handler:
     entry, in_place = find(func)
     if entry.dtensor_handler is not None:
-        return entry.dtensor_handler
+        if entry.dtensor_handler.__module__ == tensor_attributes.__name__:
+            return entry.dtensor_handler
+        return tracked(canonical_name(func)[0] + "_" * in_place, entry.dtensor_handler)
     if entry.name.endswith((".__get__", ".__set__")):
         return _of_local
     body = None if in_place or entry.is_opaque else without_override_checks(func)
@@ -95,17 +106,19 @@ class Operator:
         self.propagator = ShardingPropagator(entry, in_place)
         self._values_matter = entry.values_matter
         self._parameters = parameter_names(entry)
+        self._overwrites = in_place and self.name in _OVERWRITE
+        #: In errors and digests.
+        self._title = self.name + "_" * in_place
 
+    # In one loop, since calls cost. As is: each tensor is a DTensor, and an argument by itself.
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:  # noqa: C901, PLR0912, PLR0915
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
-        # The key; and, for the fast path, the arguments with local tensors. All in one loop, since
-        # a function call more would be noticed in the few microseconds of a cached operator.
         key: list[Any] = [func]
         tensors: list[Tensor] = []
+        seeds: list[Any] = []  # of the result's provenance digest
         local_args: list[Any] = []
-        as_is = True  # so long as each tensor is a DTensor, and an argument by itself
-        graded, requires_grad = _grad_enabled(), False
+        as_is, graded, requires_grad = True, _grad_enabled(), False
         for arg in args:
             kind = arg.__class__
             if kind is DTensor:
@@ -117,6 +130,8 @@ class Operator:
                         local = local_graph.local_of(arg)
                     requires_grad = requires_grad or local.requires_grad
                 tensors.append(arg)
+                digest = arg._digest
+                seeds.append(digest_of(arg) if digest is None else digest)
                 key.append(id(arg._spec))  # which the sharding keeps alive
                 key.append(local.dtype)
                 local_args.append(local)
@@ -124,15 +139,16 @@ class Operator:
                 key.append(kind)
                 if self._values_matter:
                     key.append(arg if arg and kind is not complex else repr(arg))
+                else:
+                    seeds.append(arg if arg == arg else NAN_SEED)
                 local_args.append(arg)
             else:
-                as_is = add_to_key(arg, key, tensors, self._values_matter) and as_is
+                as_is = add_to_key(arg, key, tensors, seeds, self._values_matter) and as_is
                 local_args.append(arg)
         local_kwargs = kwargs
         if kwargs:
-            kwargs = in_order(kwargs, self._parameters) if len(kwargs) > 1 else kwargs
-            local_kwargs, named_as_is, named_grad = self._read_named(kwargs, key, tensors)
-            as_is, requires_grad = as_is and named_as_is, requires_grad or named_grad
+            kwargs, local_kwargs, *named = self._read_named(kwargs, key, tensors, seeds)
+            as_is, requires_grad = as_is and named[0], requires_grad or named[1]
         mesh = tensors[0]._spec.mesh if as_is and len(tensors) == 1 else mesh_of(tensors)  # type: ignore[attr-defined]
         try:
             sharding: OpSharding | None = mesh.op_shardings.get(tuple(key))
@@ -140,39 +156,50 @@ class Operator:
             sharding, key = None, []
         if sharding is None:
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
-        # The fast path.
+        if self._overwrites:
+            seeds[0] = 0  # of what is gone
+        digest = hash((sharding.digest, tuple(seeds)))
         if as_is and (
             sharding.as_is or (sharding.as_is_without_grad and not (graded and requires_grad))
         ):
             result = func(*local_args, **local_kwargs)
             if sharding.output is None or result.__class__ is not Tensor:
-                return self._result(sharding, result, Call(func, args, kwargs, tensors, mesh))
+                return self._result(
+                    sharding, result, Call(func, args, kwargs, tensors, mesh, digest)
+                )
             if result.requires_grad and not graded:  # torch's views still say so
                 result = result.detach()
-            return wrap_as(DTensor, result, sharding.output)
-        return self._with_moves(sharding, Call(func, args, kwargs, tensors, mesh))
+            return wrap_as(DTensor, result, sharding.output, digest)
+        return self._with_moves(sharding, Call(func, args, kwargs, tensors, mesh, digest))
 
     # -- the key -----------------------------------------------------------------------------
 
     def _read_named(
-        self, kwargs: Kwargs, key: list[Any], tensors: list[Tensor]
-    ) -> tuple[Kwargs, bool, bool]:
-        """Named arguments with local tensors; if those may be used; if one requires a gradient."""
+        self, kwargs: Kwargs, key: list[Any], tensors: list[Tensor], seeds: list[Any]
+    ) -> tuple[Kwargs, Kwargs, bool, bool]:
+        """Named arguments in order, and with local tensors; if those may be used; if one requires a
+        gradient.
+        """
+        if len(kwargs) > 1:
+            kwargs = in_order(kwargs, self._parameters)
         local_kwargs, as_is, requires_grad = dict(kwargs), True, False
         for name, arg in kwargs.items():
             key.append(name)
-            if add_to_key(arg, key, tensors, self._values_matter):
+            if add_to_key(arg, key, tensors, seeds, self._values_matter):
                 continue
             if arg.__class__ is DTensor:
                 local_kwargs[name] = local = local_graph.local_of(arg)
                 requires_grad = requires_grad or local.requires_grad
             else:
                 as_is = False
-        return local_kwargs, as_is, requires_grad
+        return kwargs, local_kwargs, as_is, requires_grad
 
     def _propagate(self, key: Sequence[Any], call: Call) -> OpSharding:
-        """The sharding of a call, cached if it has a key. Collective if it has plain tensors."""
+        """The sharding of a call, cached if it has a key. Local."""
         sharding = self.propagator.propagate(call)
+        sharding.digest = call_digest(
+            self._title, self._parameters, call.args, call.kwargs, self._values_matter
+        )
         if key:
             cache = call.mesh.op_shardings
             if len(cache) >= _MOST_SHARDINGS:
@@ -184,24 +211,28 @@ class Operator:
 
     def _with_moves(self, sharding: OpSharding, call: Call) -> Any:
         """The result of a call whose tensors cannot all be taken as they are."""
-        func, args, kwargs, tensors, mesh = call
+        func, args, kwargs, tensors, mesh, digest = call
         if sharding.composed is not None:
-            if self.in_place:
-                return _composed_in_place(sharding.composed, args, kwargs)
-            return self._with_strides(sharding, sharding.composed(*args, **kwargs), call)
+            with moving(digest, self._title):
+                if self.in_place:
+                    return _composed_in_place(sharding.composed, args, kwargs, digest)
+                result = came_from(sharding.composed(*args, **kwargs), tensors, digest)
+            return self._with_strides(sharding, result, call)
         if not mesh.here:
             return args[0] if self.in_place else result_outside(self.name, sharding, mesh)
         gathered = sharding.outputs is None
         if explain.watchers:
             explain.begin_operator(self.name, gathered and any(sharding.inputs))
-        locals_ = local_inputs(sharding, tensors, mesh)
+        locals_ = local_inputs(sharding, tensors, mesh, self._title)
         if sharding.rewrite and locals_[0].requires_grad and _grad_enabled():
             # What is kept for its gradient must not be what is then written to.
             locals_[0] = locals_[0].clone()
         if gathered:
             return self._result(sharding, self._on_gathered(sharding, call, locals_), call)
         if sharding.run is not None:
-            return self._result(sharding, sharding.run(*locals_), call)
+            with moving(digest, self._title):
+                result = sharding.run(*locals_)
+            return self._result(sharding, result, call)
         local_args, local_kwargs = with_tensors(args, kwargs, iter(locals_))
         return self._result(sharding, func(*local_args, **local_kwargs), call)
 
@@ -210,7 +241,8 @@ class Operator:
         versions = [version_of(tensor) for tensor in locals_]
         args, kwargs = with_tensors(call.args, call.kwargs, iter(locals_))
         if self.propagator.draws:
-            result = draw_alike(call.mesh, call.func, *args, **kwargs)
+            with moving(call.digest, self._title):
+                result = draw_alike(call.mesh, call.func, *args, **kwargs)
         else:
             result = call.func(*args, **kwargs)
         # What it has written to copies is written to the tensors, but for what it returns.
@@ -222,6 +254,7 @@ class Operator:
                 assert isinstance(tensor, DTensor)
                 write(tensor, local, layout[0], self.name)
                 copied_views.wrote(tensor)
+                note_write(tensor, hash((call.digest, number)))
         return result
 
     # -- results -----------------------------------------------------------------------------
@@ -253,7 +286,7 @@ class Operator:
     def _result(self, sharding: OpSharding, result: Any, call: Call) -> Any:
         """The result of a call, from the local one."""
         if self.in_place and result is not None:
-            return self._written(sharding, call.args[0], result)
+            return self._written(sharding, call.args[0], result, call.digest)
         outputs = sharding.outputs
         if sharding.reduces_nonlinearly:
             result, outputs = reduced(result, outputs)
@@ -264,24 +297,29 @@ class Operator:
                 result = _own_memory(result, call.tensors[0])
             if result.requires_grad and not _grad_enabled():
                 result = result.detach()
-            result = wrap_as(DTensor, result, outputs[0])
+            result = wrap_as(DTensor, result, outputs[0], call.digest)
             if sharding.may_copy_locally and result._local_tensor._base is None:
+                follow_base(result, call)
                 return self._maybe_local_copy(sharding, result, call)
         else:
-            result = wrapped(result, outputs, call.mesh)
+            result = wrapped(result, outputs, call.mesh, call.digest)
         if sharding.view:
+            follow_base(result, call)
             return copied_views.viewed(result, sharding.copied, call.func, call.args, call.kwargs)
         return result
 
-    def _written(self, sharding: OpSharding, target: Any, result: Tensor) -> DTensor:
+    def _written(self, sharding: OpSharding, target: Any, result: Tensor, digest: int) -> DTensor:
         """The first argument, which the operator has written to or which gets the result."""
         assert isinstance(target, DTensor)  # the propagator refuses others
         if sharding.outputs is None and result.shape != target._spec.size:
-            return gradients.become(target, replicated_like(target, result))
+            gradients.become(target, replicated_like(target, result))
+            note_write(target, digest)
+            return target
         if sharding.rewrite and result is not target._local_tensor:
             outputs = sharding.outputs
             spec = outputs[0] if outputs else replicated_spec(result, target._spec.mesh)
-            write(target, result, spec, self.name)
+            write(target, result, spec, self.name, digest)
+        note_write(target, digest)
         if target._local_tensor.requires_grad:
             local_graph.mirror_requires_grad(target)
         copied_views.wrote(target)
@@ -295,10 +333,16 @@ def _own_memory(result: Tensor, tensor: Tensor) -> Tensor:
     return result.clone() if shared else result
 
 
-def _composed_in_place(composed: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _composed_in_place(
+    composed: Callable[..., Any], args: Args, kwargs: Kwargs, digest: int
+) -> Any:
     """Compute anew what an operator writes to its first argument, and write it."""
     target = args[0]
     # What is kept for its gradient must not be what is then written to.
     kept = target.clone() if target.requires_grad and _grad_enabled() else target
     result = composed(kept, *args[1:], **kwargs)
-    return target if result is target else target.copy_(result)
+    if result is not target:
+        target.copy_(result)
+    if isinstance(target, DTensor):
+        note_write(target, digest)
+    return target

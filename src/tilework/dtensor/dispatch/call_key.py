@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.pytree import Kwargs
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.digests import NAN_SEED, digest_of
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
@@ -22,13 +24,16 @@ _SEQUENCES = frozenset({list, tuple, torch.Size})
 _END = object()
 
 
-def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: bool) -> bool:
+def add_to_key(
+    arg: Any, key: list[Any], tensors: list[Tensor], seeds: list[Any], values_matter: bool
+) -> bool:
     """True if there is no tensor in an argument, which is added to the key, its tensors to theirs.
 
     Args:
         arg: The argument.
         key: The key so far.
         tensors: The call's tensors so far.
+        seeds: Their digests, and numbers that are not in the key.
         values_matter: True if the values of numbers belong to the key, not only their types.
     """
     kind = arg.__class__
@@ -36,6 +41,7 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
         if arg._view_of is not None:
             copied_views.refresh(arg)
         tensors.append(arg)
+        seeds.append(digest_of(arg))
         key.append(id(arg._spec))
         key.append(arg._local_tensor.dtype)
         return False
@@ -43,20 +49,24 @@ def add_to_key(arg: Any, key: list[Any], tensors: list[Tensor], values_matter: b
     if kind in NUMBERS:
         if values_matter:
             key.append(arg if arg and kind is not complex else repr(arg))  # 0.0 equals -0.0
+        else:
+            seeds.append(arg if arg == arg else NAN_SEED)
         return True
     if kind in _SEQUENCES:
-        plain = [add_to_key(item, key, tensors, values_matter) for item in arg]
+        plain = [add_to_key(item, key, tensors, seeds, values_matter) for item in arg]
         key.append(_END)
         return all(plain)
     if isinstance(arg, Tensor):
         tensors.append(arg)
+        seeds.append(content_digest(arg))
         key.append(arg.shape)
         key.append(arg.dtype)
         if arg.layout is torch.strided and not arg.is_contiguous():
             key.append(arg.stride())
         return False
     if kind is dict:
-        plain = [add_to_key(x, key, tensors, values_matter) for item in arg.items() for x in item]
+        pairs = [value for item in arg.items() for value in item]
+        plain = [add_to_key(value, key, tensors, seeds, values_matter) for value in pairs]
         key.append(_END)
         return all(plain)
     if kind is slice:  # slices have no hash, and a tensor in one stands for a number

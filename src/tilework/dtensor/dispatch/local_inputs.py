@@ -11,13 +11,17 @@ from tilework.dtensor.autograd import expanded_grads, local_graph, partial_grads
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.propagation import OpSharding
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.mesh import DeviceMesh
 
 
-def local_inputs(sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+def local_inputs(
+    sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMesh, operator: str
+) -> list[Tensor]:
     """The inputs' local tensors in the sharding's layouts. Collective if some have to move."""
     graded = torch.is_grad_enabled()
     locals_ = []
@@ -26,7 +30,7 @@ def local_inputs(sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMe
             tensor = replicated(tensor, mesh)
         assert isinstance(tensor, DTensor)
         if layout is not None:
-            locals_.append(_moved(tensor, *layout))
+            locals_.append(_moved(tensor, *layout, operator))
         elif graded and tensor._made_without_grad:
             locals_.append(local_graph.local_of(tensor))
         else:
@@ -41,7 +45,7 @@ def _expanded_dims(tensor: DTensor, target: DTensorSpec) -> Ints:
     return expanded_grads.expanded_dims(local, tensor._spec, target)
 
 
-def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
+def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints, operator: str) -> Tensor:
     """The local tensor in another layout, or with a gradient that is partial along ``axes``."""
     source = tensor._spec
     if target is source or target == source:
@@ -49,9 +53,10 @@ def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints) -> Tensor:
     elif dims := _expanded_dims(tensor, target):
         local = expanded_grads.shard_expanded(tensor._local_tensor, source, target, axes, dims)
     elif axes:
-        local = partial_grads.redistribute_with_partial_grad(tensor, target, axes)
+        local = partial_grads.redistribute_with_partial_grad(tensor, target, axes, operator)
     else:
-        local = redistribute_local(local_graph.local_of(tensor), source, target)
+        local = local_graph.local_of(tensor)
+        local = redistribute_local(local, source, target, of=Moved(digest_of(tensor), operator))
     if explain.watchers:
         explain.tag_gradient(local)
     return local

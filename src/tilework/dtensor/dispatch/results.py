@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.propagation import OpSharding
+from tilework.dtensor.propagation.propagation import Call, OpSharding
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in
+from tilework.dtensor.provenance.digests import digest_of, note_write, share_memory
+from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
@@ -25,7 +27,9 @@ def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return wrap(tensor, replicated_spec(tensor, mesh))
 
 
-def wrapped(result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh) -> Any:
+def wrapped(
+    result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh, digest: int
+) -> Any:
     """A local result as DTensors of these layouts; None: replicated."""
     tensors = tensors_in(result)
     if not tensors:
@@ -37,8 +41,10 @@ def wrapped(result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh
     return rebuilt(
         result,
         iter([
-            wrap(tensor, spec) if tensor.layout is torch.strided else tensor
-            for tensor, spec in zip(tensors, outputs, strict=True)
+            wrap(tensor, spec, hash((digest, number)))
+            if tensor.layout is torch.strided
+            else tensor
+            for number, (tensor, spec) in enumerate(zip(tensors, outputs, strict=True))
         ]),
     )  # fmt: skip
 
@@ -56,6 +62,25 @@ def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[D
         return result, outputs
     locals_ = [redistribute_local(t, s, s.dual) for t, s in zip(tensors, outputs, strict=True)]
     return rebuilt(result, iter(locals_)), [spec.dual for spec in outputs]
+
+
+def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
+    """A result, its tensors with the digest of the call that made it; operands keep theirs."""
+    for number, tensor in enumerate(tensors_in(result)):
+        is_new = not any(tensor is operand for operand in operands)
+        if is_new and isinstance(tensor, DTensor) and tensor._family is None:
+            tensor._digest = hash((digest, number))
+    return result
+
+
+def follow_base(result: Any, call: Call) -> None:
+    """Have views follow writes to the first tensor of the call, whose memory they share."""
+    base = call.tensors[0]
+    if not isinstance(base, DTensor):
+        return
+    for number, tensor in enumerate(tensors_in(result)):
+        if isinstance(tensor, DTensor) and tensor is not base:
+            share_memory(tensor, base, hash((call.digest, number)))
 
 
 def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:
@@ -79,14 +104,23 @@ def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:
 # -- results that are written ----------------------------------------------------------------
 
 
-def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str) -> None:
-    """Write the local tensor ``value`` of layout ``spec`` to ``target``, in the target's layout."""
+def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: int = 0) -> None:
+    """Write the local tensor ``value`` of layout ``spec`` to ``target``, in the target's layout.
+
+    Args:
+        target: Written to; its provenance is up to the caller.
+        value: The value's local tensor.
+        spec: Its layout.
+        name: The operator's.
+        digest: The value's provenance digest, if it is known.
+    """
     if spec.shape != target._spec.shape:
         raise RuntimeError(
             f"{name} would write a result of shape {list(spec.shape)} to a tensor of shape "
             f"{list(target.shape)}"
         )
-    target._local_tensor.copy_(redistribute_local(value, spec, target._spec))
+    moved = redistribute_local(value, spec, target._spec, of=Moved(digest, name))
+    target._local_tensor.copy_(moved)
 
 
 def replicated_like(target: DTensor, full: Tensor) -> DTensor:
@@ -150,5 +184,7 @@ def write_out(out: Any, value: Any, name: str) -> None:
         return
     if out._view_of is not None:
         copied_views.refresh(out)
-    write(out, value._local_tensor, value._spec, name)
+    digest = digest_of(value)
+    write(out, value._local_tensor, value._spec, name, digest)
+    note_write(out, digest)
     copied_views.wrote(out)

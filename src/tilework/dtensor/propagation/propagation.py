@@ -13,7 +13,7 @@ from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.plain_inputs import check_same, replicated_spec
+from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -34,6 +34,8 @@ class Call(NamedTuple):
     #: Those among the arguments, in order: DTensors and plain ones.
     tensors: Sequence[Tensor]
     mesh: DeviceMesh
+    #: The provenance digest of its result.
+    digest: int = 0
 
     @property
     def specs(self) -> list[DTensorSpec]:
@@ -91,6 +93,8 @@ class OpSharding:
     knows_strides: bool = False
     #: Numbers of the tensors that it writes to without torch counting it as a write.
     silent_writes: frozenset[int] = frozenset()
+    #: Everything about the call but its tensors and the numbers that the cache's key lacks.
+    digest: int = 0
     #: The result without memory, for ranks outside the mesh.
     meta_result: Any = None
 
@@ -108,7 +112,7 @@ class ShardingPropagator:
         self.name, self.draws = entry.name, entry.draws
 
     def propagate(self, call: Call) -> OpSharding:
-        """The sharding of calls like this one. Collective if plain tensors are among theirs.
+        """The sharding of calls like this one. Local.
 
         Raises:
             TypeError: It would write to a plain tensor; nothing is written, and nothing cached.
@@ -159,7 +163,6 @@ class ShardingPropagator:
         return found
 
     def _sharding(self, call: Call) -> OpSharding:
-        check_same(self.name, call.tensors, call.mesh)
         args = [
             DTensorArg(
                 number,

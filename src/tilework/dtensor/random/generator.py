@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance
 from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import broadcast
 from tilework.comm.world import current_world
@@ -79,6 +80,8 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     if mesh.here and mesh.size() > 1:
         drawn = drawn.to(mesh.device_type)
         broadcast(drawn, src=mesh.spec.ranks[0], group=mesh.axes_group(range(mesh.ndim)))
+    if carried := provenance.digest():  # of the operator that draws: its result has the key in it
+        provenance.set_digest(hash((carried, int(drawn))))
     return Key(int(drawn), 0)
 
 

@@ -1,7 +1,8 @@
 """Redistributions prepared for this rank: the planned steps, ready to run on local tensors.
 
-A mesh's ranks prepare one together, the first time that they meet its layouts and dtype, and keep
-it with the source's layout. What is here knows no gradients.
+A rank prepares one the first time that it meets its layouts and dtype, and keeps it with the
+source's layout. Ranks compare both each time that they run it (its digest is in the header of the
+collectives). What is here knows no gradients.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import Work
 from tilework.comm.functional.running import AT_ONCE_BYTES
+from tilework.comm.provenance import carrying
+from tilework.dtensor.provenance.meaning import Moved, moving
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step
 from tilework.dtensor.spec import DTensorSpec
-from tilework.errors import CollectiveMismatchError
 from tilework.layout import Steps, redistribution_steps
 from tilework.layout.cost import DEFAULT_COST
 
@@ -33,15 +34,33 @@ class PreparedRedistribution:
     ) -> None:
         self.source, self.target, self.steps, self.run_steps = source, target, steps, run_steps
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, of: Moved) -> Tensor:
         """The local tensor afterwards. Collective; blocks."""
-        return _run_all(self.run_steps, x)
+        if not self.communicates:
+            return _run_all(self.run_steps, x)
+        with self._moving(x, of):
+            return _run_all(self.run_steps, x)
 
-    def start(self, x: Tensor) -> tuple[Tensor, Work | None]:
+    def start(self, x: Tensor, of: Moved) -> tuple[Tensor, Work | None]:
         """The same, of which the last step may still be in flight."""
         if x.nbytes <= AT_ONCE_BYTES:
-            return self.run(x), None
-        return self.run_steps[-1](_run_all(self.run_steps[:-1], x), True)
+            return self.run(x, of), None
+        with self._moving(x, of):
+            return self.run_steps[-1](_run_all(self.run_steps[:-1], x), True)
+
+    def _moving(self, x: Tensor, of: Moved) -> carrying:
+        digest = hash((of.digest, self.digest))
+        return moving(digest, of.operator, self.source, x.dtype, self.target)
+
+    @cached_property
+    def communicates(self) -> bool:
+        """True if it moves data between ranks."""
+        return any(step.kind not in LOCAL_STEPS for step in self.steps.steps)
+
+    @cached_property
+    def digest(self) -> int:
+        """A hash of the layouts before and afterwards, the same on all ranks."""
+        return hash((self.source.digest, self.target.digest))
 
     @cached_property
     def adjoint(self) -> Adjoint:
@@ -68,11 +87,10 @@ def prepared_from(
 
 
 def prepare(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> PreparedRedistribution:
-    """Prepare a redistribution, and keep it. Collective over the ranks among which it moves data.
+    """Prepare a redistribution, and keep it. Collective only as far as groups have to be made.
 
     Raises:
         ValueError: Meshes or shapes differ, or the local tensor is not of the source's shape.
-        CollectiveMismatchError: Ranks prepare different things; on every rank.
     """
     if source.mesh != target.mesh or source.shape != target.shape:
         raise ValueError(
@@ -83,27 +101,11 @@ def prepare(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Prepared
     steps = plan_steps(source, target, dtype)
     run_steps: list[RunStep] = []
     if source.takes_part:
-        communicating = [step for step in steps.steps if step.kind not in LOCAL_STEPS]
-        for step in communicating:  # making groups is collective, preparing is not
-            source.mesh.axes_group(step.axes)
-
-        def prepare_here() -> dict[str, str]:
-            check_local(local, source)
-            run_steps.extend(_prepare_steps(steps, source, target, dtype))
-            return {"route": f"{str(dtype).removeprefix('torch.')} {steps.route}"}
-
-        if communicating:
-            group = source.mesh.axes_group({axis for step in communicating for axis in step.axes})
-            agree_equal(
-                prepare_here,
-                group,
-                f"rank {group.global_ranks[group.rank()]}, group {group.group_name!r}: ranks "
-                f"redistribute different things:",
-                hint=". Nothing has moved.",
-                error=CollectiveMismatchError,
-            )
-        else:
-            prepare_here()
+        check_local(local, source, steps)
+        for step in steps.steps:  # making groups is collective, preparing is not
+            if step.kind not in LOCAL_STEPS:
+                source.mesh.axes_group(step.axes)
+        run_steps.extend(_prepare_steps(steps, source, target, dtype))
     redistribution = PreparedRedistribution(source, target, steps, run_steps)
     return prepared_from(source).setdefault((target, dtype), redistribution)
 
@@ -136,14 +138,20 @@ def _prepare_steps(
         yield prepare_step(step, specs[i], specs[i + 1], dtype, last)
 
 
-def check_local(local: Tensor, source: DTensorSpec) -> None:
+def check_local(local: Tensor, source: DTensorSpec, steps: Steps) -> None:
     """Raise unless a tensor has the shape of this rank's local tensor.
 
     Raises:
-        ValueError: It has another.
+        ValueError: It has another. Where ``steps`` communicate the other ranks cannot go on, and
+            raise too.
     """
-    if local.shape != source.local_shape:
-        raise ValueError(
-            f"this rank's part of {source} has shape {list(source.local_shape)}, got a tensor of "
-            f"shape {list(local.shape)}"
-        )
+    if local.shape == source.local_shape:
+        return
+    message = (
+        f"this rank's part of {source} has shape {list(source.local_shape)}, got a tensor of "
+        f"shape {list(local.shape)}"
+    )
+    for step in steps.steps:
+        if step.kind not in LOCAL_STEPS:
+            source.mesh.axes_group(step.axes).abort(f"a redistribution failed: {message}")
+    raise ValueError(message)

@@ -14,6 +14,9 @@ from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.running import run
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.prepared import (
     PreparedRedistribution,
@@ -30,7 +33,12 @@ axes_group = DeviceMesh.axes_group
 
 
 def redistribute_local(
-    local: Tensor, source: DTensorSpec, target: DTensorSpec, *, async_op: bool = False
+    local: Tensor,
+    source: DTensorSpec,
+    target: DTensorSpec,
+    *,
+    async_op: bool = False,
+    of: Moved = UNKNOWN,
 ) -> Tensor:
     """The local tensor of layout ``target``, from that of layout ``source``.
 
@@ -46,11 +54,12 @@ def redistribute_local(
         target: The layout afterwards, of the same mesh and shape.
         async_op: Return before the last step is done, where that takes long enough. The result
             waits by itself when it is first used; ``local`` may be written to meanwhile.
+        of: The tensor that moves: its provenance, which ranks compare, and what it moves for.
 
     Raises:
         ValueError: The local tensor is not of the source's shape, or mesh or shape differ.
-        CollectiveMismatchError: Ranks were about to do different things; on every rank. Layouts
-            and dtypes are compared the first time that they are met, amounts each time.
+        CollectiveMismatchError: Ranks were about to do different things, or with different tensors;
+            on every rank.
         DistBackendError: As any collective.
     """
     if source is target:
@@ -65,18 +74,18 @@ def redistribute_local(
     if not prepared.run_steps:
         return local
     if local.shape != source.local_shape:
-        check_local(local, source)
+        check_local(local, source, prepared.steps)
     if explain.watchers:
         explain.record_steps(source, prepared.steps, local.dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if prepared.adjoint.nonlinear:
             local = local.clone()  # is kept for its gradient, and may be written to afterwards
-        call = _Call(prepared, async_op)
+        call = _Call(prepared, async_op, of)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
         return out if call.work is None else attached(out, call.work)
     if not async_op:
-        return prepared.run(local)
-    out, work = prepared.start(local)
+        return prepared.run(local, of)
+    out, work = prepared.start(local, of)
     return out if work is None else attached(out, work)
 
 
@@ -129,10 +138,10 @@ def plan_redistribution(
 class _Call:
     """A call of a differentiable redistribution."""
 
-    __slots__ = ("async_op", "prepared", "work")
+    __slots__ = ("async_op", "of", "prepared", "work")
 
-    def __init__(self, prepared: PreparedRedistribution, async_op: bool) -> None:
-        self.prepared, self.async_op = prepared, async_op
+    def __init__(self, prepared: PreparedRedistribution, async_op: bool, of: Moved) -> None:
+        self.prepared, self.async_op, self.of = prepared, async_op, of
         #: The work that the result must wait for.
         self.work: Work | None = None
 
@@ -141,20 +150,21 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, call: _Call) -> Tensor:
         ctx.adjoint = adjoint = call.prepared.adjoint
+        ctx.of = call.of
         if adjoint.nonlinear:
             ctx.save_for_backward(local)
         if not call.async_op:
-            return call.prepared.run(local)
-        out, call.work = call.prepared.start(local)
+            return call.prepared.run(local, call.of)
+        out, call.work = call.prepared.start(local, call.of)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x = ctx.saved_tensors[0] if ctx.adjoint.nonlinear else None
-        return _pull_back(ctx.adjoint, grad, x), None
+        return _pull_back(ctx.adjoint, grad, x, ctx.of), None
 
 
-def _pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None) -> Tensor:
+def _pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
     """The gradient of the local tensor before, from that of the one afterwards.
 
     Collective; differentiable.
@@ -163,13 +173,15 @@ def _pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None) -> Tensor:
         adjoint: The adjoint.
         grad: The gradient of the local tensor afterwards.
         x: The local tensor before, if the adjoint is nonlinear.
+        of: The tensor before.
     """
+    of = gradient_of(of, adjoint.target, grad)
     twice = torch.is_grad_enabled() and grad.requires_grad
     if twice and adjoint.filled and not adjoint.masked:
         grad = counted_once(grad, adjoint.target, adjoint.filled)
     if adjoint.masked:  # with a place in the graph, as on the other ranks
         grad = grad.masked_fill(grad.new_ones((), dtype=torch.bool), 0)
-    grad = redistribute_local(grad, adjoint.target, adjoint.source)
+    grad = redistribute_local(grad, adjoint.target, adjoint.source, of=of)
     if adjoint.factor != 1:
         grad = grad * adjoint.factor
     if x is None and not (twice and adjoint.reduced):
@@ -178,6 +190,25 @@ def _pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None) -> Tensor:
     # Each rank's value gets its own share of one gradient: of that gradient's gradient too.
     total = run(kinds.CopyToGroup, grad, group)
     return total if x is None else kinds.pull_back(adjoint.op, x, total, group)
+
+
+def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
+    """The gradient of a tensor, which a backward pass has come to, as what moves.
+
+    Where the program may have computed it from plain tensors, and it is replicated, its contents
+    count.
+
+    Args:
+        of: The tensor.
+        spec: The layout of the gradient.
+        grad: Its local tensor.
+    """
+    history = history_of(spec.mesh)
+    gradient = of.as_gradient(history.passing)
+    if of.handed_out and spec.is_replicated:
+        gradient = gradient._replace(digest=hash((gradient.digest, content_digest(grad))))
+    history.note_gradient(gradient.digest)
+    return gradient
 
 
 def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:

@@ -29,6 +29,7 @@ from tilework.dtensor.base import (
     version_of,
     wrap_as,
 )
+from tilework.dtensor.provenance.digests import digest_of, share_memory
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
 
@@ -119,6 +120,7 @@ def same_memory(
         apart: As for :class:`~tilework.dtensor.base.View`.
     """
     result = wrap_as(type(tensor), local, tensor._spec)
+    share_memory(result, tensor, digest_of(tensor))
     view = tensor._view_of
     if view is None or view is WATCHED:
         result._view_of, result._viewed = view, Viewed(tensor, tensor._spec, None, (), {})

@@ -1,0 +1,82 @@
+"""Hashes of tensors' elements, of all or of a sample."""
+
+from __future__ import annotations
+
+import ctypes
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.provenance.mode import mode
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
+#: Of larger tensors a sample is hashed.
+_ALL_BYTES = 64 << 10
+_SAMPLES = 1024
+_HAVE_MEMORY = ("cpu", "cuda", "xpu", "mps")
+
+
+def content_digest(tensor: Tensor) -> int:
+    """A hash of the elements, as far as the mode says; 0 where nothing is hashed. Local.
+
+    Tensors on accelerators are hashed in the full mode only: that waits for the device.
+    """
+    how = mode()
+    if how == "off" or (tensor.device.type != "cpu" and how != "full"):
+        return 0
+    return hash_of(tensor, full=how == "full")
+
+
+def hash_of(tensor: Tensor, full: bool = True) -> int:
+    """A hash of the elements in row-major order, or of a sample of them where there are many.
+
+    Equal for equal elements, whatever the strides; 0 for tensors without memory, and those that are
+    not dense.
+
+    Example:
+        >>> x = torch.arange(6.0)
+        >>> hash_of(x) == hash_of(x.view(3, 2).T.clone().T), hash_of(x) == hash_of(x + 1)
+        (True, False)
+    """
+    if tensor.layout is not torch.strided or tensor.device.type not in _HAVE_MEMORY:
+        return 0
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not full and tensor.nbytes > _ALL_BYTES:
+        return _hash_of_sample(tensor)
+    return _hash_of_all(tensor)
+
+
+def _hash_of_all(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    with torch.no_grad():
+        tensor = tensor.cpu().contiguous()
+    if _core is None:
+        # Not by way of numpy, after which the memory could not be resized any more.
+        raw = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
+    return _core.hash_content(tensor.data_ptr(), tensor.nbytes)
+
+
+def _hash_of_sample(tensor: Tensor) -> int:
+    if _core is not None and tensor.device.type == "cpu":
+        shape, strides = tensor.shape, tensor.stride()
+        return _core.hash_samples(tensor.data_ptr(), shape, strides, tensor.itemsize, _SAMPLES)
+    return _hash_of_all(sample(tensor, _SAMPLES))
+
+
+def sample(tensor: Tensor, count: int) -> Tensor:
+    """At most so many elements, at even distances in row-major order, as a tensor of one dim."""
+    gaps, last = count - 1, tensor.numel() - 1
+    if last <= gaps:
+        return tensor.reshape(-1)
+    places = [last // gaps * i + last % gaps * i // gaps for i in range(count)]
+    with torch.no_grad():
+        return torch.take(tensor, torch.tensor(places, device=tensor.device))

@@ -1,0 +1,148 @@
+"""Provenance digests: numbers that tell how each DTensor came about.
+
+A digest is a hash of the operator, the layouts, the numbers among its arguments and the digests of
+its operands. It is the same on all ranks that do alike, since nothing goes in that is a rank's own:
+of plain tensors, which count as replicated, and of replicated local tensors the contents; of random
+numbers their key; of what a collective made (``distribute_tensor``) the number of that collective.
+``hash`` of a tuple of numbers is the same in all processes, and takes tens of nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from tilework.comm import provenance
+from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.history import history_of
+
+#: Tensors that share memory: writing to one changes the digests of all.
+Family = list["ref[DTensorBase]"]
+_FEW = 16
+_NUMBERS = frozenset({int, float, bool, complex})
+#: Stands for NaN, whose ``hash`` is that of the object. No float equals it.
+NAN_SEED = (1 << 60) + 1
+#: Arguments whose text says what they are, and nothing of this process.
+_PLAIN = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def stable_digest(*facts: Any) -> int:
+    """A hash of plain data by its text, the same in every process.
+
+    Example:
+        >>> stable_digest("sum", 1.0) == stable_digest("sum", 1.0)
+        True
+    """
+    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 2
+
+
+def digest_of(tensor: DTensorBase) -> int:
+    """The digest of a tensor: that which it was given, else that of what it holds. Local."""
+    digest = tensor._digest
+    if digest is not None:
+        return digest
+    spec = tensor._spec
+    if spec.is_replicated and spec.takes_part:
+        # Not kept: whoever has the local tensor may write to it.
+        return hash((spec.digest, content_digest(tensor._local_tensor)))
+    return hash((spec.digest, provenance.digest()))
+
+
+def plain_or_digest(tensor: Tensor) -> int:
+    """The digest of a DTensor; of a plain tensor, which counts as replicated, that of its value."""
+    return digest_of(tensor) if isinstance(tensor, DTensorBase) else content_digest(tensor)
+
+
+def share_memory(tensor: DTensorBase, base: DTensorBase, digest: int) -> None:
+    """Give a new tensor its digest, and have it follow writes to the tensor that it is a view of.
+
+    Args:
+        tensor: The new tensor.
+        base: What it shares memory with, or is kept equal to.
+        digest: How it came about.
+    """
+    tensor._digest = digest
+    family = base._family
+    if family is None:
+        family = base._family = [ref(base)]
+    elif len(family) >= _FEW and not len(family) & (len(family) - 1):
+        family[:] = [member for member in family if member() is not None]
+    family.append(ref(tensor))
+    tensor._family = family
+
+
+def note_write(tensor: DTensorBase, digest: int) -> None:
+    """Give a tensor the digest of what was written to it, and mix it into those of its views."""
+    tensor._digest = digest
+    for member in tensor._family or ():
+        other = member()
+        if other is not None and other is not tensor:
+            other._digest = hash((digest_of(other), digest))
+
+
+def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> None:
+    """Mix the backward passes since it was last asked for into the digest of a tensor's gradient.
+
+    Args:
+        tensor: The tensor.
+        grad: What its ``grad`` is now.
+    """
+    passes = history_of(tensor._spec.mesh).passes
+    if grad._digest is None:
+        grad._digest = hash((digest_of(tensor), passes))
+    elif grad._passes != passes:
+        grad._digest = hash((grad._digest, passes))
+    grad._passes = passes
+
+
+def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:
+    """The digest of everything about a call but its tensors' own.
+
+    Args:
+        name: The operator's.
+        names: Those of its arguments, in order.
+        args: The arguments.
+        kwargs: The named ones.
+        values: True if numbers are part of it, not only their kinds.
+    """
+    named = dict(zip([*names, *range(len(names), len(args))], args, strict=False))
+    facts = {str(key): _facts(value, values) for key, value in (named | kwargs).items()}
+    return stable_digest(name, sorted(facts.items()))
+
+
+def _facts(value: Any, values: bool) -> Any:
+    if isinstance(value, DTensorBase):
+        return "DTensor", value._spec.digest, str(value.dtype)
+    if isinstance(value, Tensor):
+        return "plain", tuple(value.shape), str(value.dtype)
+    kind = value.__class__
+    if kind in _NUMBERS:
+        return repr(value) if values else kind.__name__
+    if isinstance(value, (list, tuple)):
+        return [_facts(item, values) for item in value]
+    if kind is dict:
+        return [(str(key), _facts(item, values)) for key, item in value.items()]
+    if kind is slice:
+        return [_facts(end, values) for end in (value.start, value.stop, value.step)]
+    return repr(value) if isinstance(value, _PLAIN) else kind.__qualname__
+
+
+def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
+    """Digests of the tensors, and the numbers, among the arguments of a call."""
+    if isinstance(value, Tensor):
+        seeds.append(plain_or_digest(value))
+    elif value.__class__ in _NUMBERS:
+        seeds.append(value if value == value else NAN_SEED)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            seeds_in(item, seeds)
+    elif isinstance(value, dict):
+        for item in value.values():
+            seeds_in(item, seeds)
+    return seeds

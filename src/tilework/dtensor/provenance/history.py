@@ -1,0 +1,35 @@
+"""Counts of what a mesh's ranks have done together so far, as far as digests need it."""
+
+from __future__ import annotations
+
+from tilework.mesh import DeviceMesh
+
+_MOST = (1 << 61) - 1
+
+
+class History:
+    """Counts of one rank, on one mesh: the same on all of its ranks while they do alike."""
+
+    __slots__ = ("creations", "passes", "passing", "steps")
+
+    def __init__(self) -> None:
+        #: Collectives that made tensors of values from one rank.
+        self.creations = 0
+        #: The sum of the digests of all backward passes, and of what they communicated.
+        self.passes = 0
+        #: The digest of the backward pass that runs; 0: none that began at a DTensor.
+        self.passing = 0
+        #: Optimizer steps.
+        self.steps = 0
+
+    def note_gradient(self, digest: int) -> None:
+        """Add what a backward pass came from, or communicated; in any order."""
+        self.passes = (self.passes + digest) & _MOST
+
+
+def history_of(mesh: DeviceMesh) -> History:
+    """This rank's history of a mesh."""
+    history: History | None = mesh.history
+    if history is None:
+        history = mesh.history = History()
+    return history

@@ -1,0 +1,92 @@
+"""The mode of comparison of what ranks are to do alike: nothing, samples, or everything."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, get_args
+
+from tilework.comm.world import current_world
+
+Mode = Literal["off", "sampled", "full"]
+_MODES = get_args(Mode)
+_VARIABLE = "TILEWORK_VERIFY"
+
+#: The number of ``verifying`` that are open, of all ranks of this process.
+_open = 0
+_lock = threading.Lock()
+
+
+@dataclass(eq=False)
+class _Chosen:
+    """The open ``verifying`` of one rank, innermost last."""
+
+    modes: list[Mode] = field(default_factory=list)
+
+
+@cache
+def _default() -> Mode:
+    text = os.environ.get(_VARIABLE) or "sampled"
+    return _checked(text, f"the environment variable {_VARIABLE}")
+
+
+def _checked(text: str, what: str) -> Mode:
+    for mode in _MODES:
+        if mode == text:
+            return mode  # type: ignore[no-any-return]
+    raise ValueError(f"{what} is one of {', '.join(_MODES)}, got {text!r}")
+
+
+def mode() -> Mode:
+    """The mode of this rank: that of the innermost ``verifying``, else of the environment.
+
+    Example:
+        >>> mode()
+        'sampled'
+    """
+    if _open:
+        modes = current_world().state(_Chosen).modes
+        if modes:
+            return modes[-1]
+    return _default()
+
+
+@contextmanager
+def verifying(mode: Mode) -> Iterator[None]:
+    """Compare so much meanwhile of what ranks are to do alike. Local; open it on all ranks.
+
+    ``"off"`` compares nothing. ``"sampled"``, the default, hashes of large tensors a sample, and
+    compares parameters at every fourth step of an optimizer. ``"full"`` hashes every element, and
+    compares parameters at each step. The environment variable ``TILEWORK_VERIFY`` sets it for all
+    of a program.
+
+    Args:
+        mode: One of these.
+
+    Raises:
+        ValueError: It is another.
+
+    Example:
+        >>> with verifying("full"):
+        ...     print(mode())
+        full
+    """
+    checked = _checked(mode, "the mode of verifying()")
+    modes = current_world().state(_Chosen).modes
+    modes.append(checked)
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+        modes.pop()
+
+
+def _count(more: int) -> None:
+    global _open
+    with _lock:
+        _open += more

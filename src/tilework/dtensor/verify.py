@@ -1,0 +1,242 @@
+"""Comparison of what all ranks of a mesh have: parameters and gradients, when asked and at times.
+
+Two things are compared. Digests tell whether ranks have computed a tensor alike (``provenance/``).
+Where a tensor is replicated, its elements have to be equal besides; hashes of them are exchanged,
+and where these differ a few elements, since values that are computed in another order on each rank
+may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from tilework.comm.agreement import agree, check_equal
+from tilework.comm.collectives import all_gather_into_tensor
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.objects import device_of
+from tilework.dtensor.debug.formatting import layout_text
+from tilework.dtensor.provenance.content import hash_of, sample
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.provenance.mode import mode
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CollectiveMismatchError
+from tilework.layout import Partial
+from tilework.mesh import DeviceMesh
+
+#: In the sampled mode the first steps of an optimizer are compared, and every so many later.
+_STEPS = 4
+_SHOWN = 256
+#: Differences of replicated values that are none: parts of the largest value.
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
+_COARSE = 2e-2
+_NEXT_STEP = (
+    "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
+    "each rank has loaded or drawn by itself and that counts as replicated (make it a DTensor of "
+    "Shard(0) with from_local), and for branches, numbers or steps that ranks do not have in common"
+)
+
+Named = Sequence[tuple[str, DTensor]]
+
+
+class _Facts(NamedTuple):
+    """A rank's knowledge of a tensor, as ranks exchange it."""
+
+    name: str
+    layout: str
+    provenance: int
+    #: The place along the axes that shard it: ranks with the same one have the same elements.
+    shard: tuple[int, ...]
+    content: int
+
+
+def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -> None:
+    """Raise unless all ranks have the same parameters, buffers and gradients. Collective; blocks.
+
+    Every DTensor is compared over its mesh: how it came about, and where it is replicated every
+    element. Plain tensors are each rank's own, and are left out.
+
+    Args:
+        what: A module, a tensor, tensors by name, or any tensors; the same ones on all ranks.
+
+    Raises:
+        CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. It names the
+            tensor and the ranks.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import distribute_module, init_device_mesh, verify
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     model = distribute_module(torch.nn.Linear(3, 4), init_device_mesh("cpu", (2,)))
+        ...     verify(model)
+        ...     model.bias.to_local().data[0] = rank  # behind the DTensor's back
+        ...     try:
+        ...         verify(model)
+        ...     except RuntimeError as error:
+        ...         return str(error).partition(":")[0]
+        >>> run_ranks(2, program)[0]
+        "'bias' is not the same on all ranks"
+    """
+    by_mesh: dict[DeviceMesh, list[tuple[str, DTensor]]] = {}
+    for name, tensor in _named_tensors(what):
+        by_mesh.setdefault(tensor.device_mesh, []).append((name, tensor))
+    for mesh, tensors in by_mesh.items():
+        if mesh.here and mesh.size() > 1:
+            group = mesh.axes_group(range(mesh.ndim))
+            with moving(1, "verify"):
+                _compare_each(tensors, group, full=True)
+
+
+def _named_tensors(what: Any) -> Named:
+    if isinstance(what, nn.Module):
+        named: list[tuple[str, Any]] = [*what.named_parameters(), *what.named_buffers()]
+    elif isinstance(what, Mapping):
+        named = list(what.items())
+    elif isinstance(what, Tensor):
+        named = [("the tensor", what)]
+    else:
+        named = [(f"tensor {i}", tensor) for i, tensor in enumerate(what)]
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"verify() compares tensors, got {type(tensor).__name__} as {name!r}")
+    return _with_gradients([(name, x) for name, x in named if isinstance(x, DTensor)])
+
+
+def _with_gradients(tensors: Named) -> Named:
+    graded = [(name, tensor.grad) for name, tensor in tensors if tensor.is_leaf]
+    return [*tensors, *[(f"{name}.grad", grad) for name, grad in graded if grad is not None]]
+
+
+# -- at optimizer steps ----------------------------------------------------------------------
+
+_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+def compare_after_step(optimizer: Optimizer) -> None:
+    """Compare an optimizer's parameters, if it is time to. Collective in that case.
+
+    The number of its steps decides, which is the same on all ranks: the first four and every fourth
+    in the sampled mode, all in the full one.
+
+    Raises:
+        CollectiveMismatchError: Parameters have parted; on every rank.
+    """
+    how = mode()
+    step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if how == "off" or (how == "sampled" and step > _STEPS and step % _STEPS):
+        return
+    by_mesh: dict[DeviceMesh, list[tuple[str, DTensor]]] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or ()
+        for i, param in enumerate(group["params"]):
+            name = names[i] if i < len(names) else f"parameter {number}"
+            number += 1
+            if param.__class__ is DTensor:
+                by_mesh.setdefault(param.device_mesh, []).append((name, param))
+    for mesh, params in by_mesh.items():
+        if mesh.here and mesh.size() > 1:
+            ranks = mesh.axes_group(range(mesh.ndim))
+            with moving(step, f"the comparison after step {step} of {type(optimizer).__name__}"):
+                _compare_quickly(params, ranks, full=how == "full")
+
+
+def _compare_quickly(tensors: Named, group: ProcessGroup, full: bool) -> None:
+    """Compare one hash of everything; only where that differs, each tensor. Collective."""
+    digest = hash(tuple([digest_of(tensor) for _, tensor in tensors]))
+    content = hash(
+        tuple([
+            hash_of(tensor._local_tensor, full)
+            for _, tensor in tensors
+            if tensor._spec.is_replicated
+        ])
+    )  # fmt: skip
+    row = torch.tensor([digest, content], device=device_of(group))
+    rows = row.new_empty(group.size(), 2)
+    all_gather_into_tensor(rows, row, group)
+    if any(other != [digest, content] for other in rows.tolist()):
+        _compare_each(tensors, group, full)
+
+
+# -- each tensor -----------------------------------------------------------------------------
+
+
+def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
+    """Raise, naming it, if a tensor is not the same on all ranks. Collective."""
+    every: list[Any] = agree(lambda: [tuple(_facts(*each, full)) for each in tensors], group)
+    facts = [[_Facts(*fact) for fact in of_rank] for of_rank in every]
+    ranks = group.global_ranks
+    check_equal(
+        [{"tensors": [(fact.name, fact.layout) for fact in of_rank]} for of_rank in facts],
+        ranks,
+        "ranks compare different tensors:",
+        error=CollectiveMismatchError,
+    )
+    for number, (name, tensor) in enumerate(tensors):
+        of_tensor = [of_rank[number] for of_rank in facts]
+        odd = _odd(of_tensor)
+        if odd is None:
+            continue
+        one, other = odd
+        if of_tensor[one].provenance != of_tensor[other].provenance:
+            what = "it came about differently"
+        else:
+            what = _difference(tensor, of_tensor, group)
+        if what:
+            _raise(name, tensor, (ranks[one], ranks[other]), what)
+
+
+def _facts(name: str, tensor: DTensor, full: bool) -> _Facts:
+    spec, local = tensor._spec, tensor._local_tensor
+    coordinate = spec.mesh.get_coordinate() or []
+    shard = tuple([
+        0 if placement.is_replicate() else place
+        for place, placement in zip(coordinate, spec.placements, strict=True)
+    ])  # fmt: skip
+    is_partial = any(isinstance(placement, Partial) for placement in spec.placements)
+    content = 0 if is_partial else hash_of(local, full)
+    return _Facts(name, layout_text(spec, local.dtype), digest_of(tensor), shard, content)
+
+
+def _odd(facts: Sequence[_Facts]) -> tuple[int, int] | None:
+    """Two group ranks that differ in how a tensor came about, or in elements that they share."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank, fact in enumerate(facts):
+        if fact.provenance != facts[0].provenance:
+            return 0, rank
+        known = first.setdefault(fact.shard, rank)
+        if fact.content != facts[known].content:
+            return known, rank
+    return None
+
+
+def _difference(tensor: DTensor, facts: Sequence[_Facts], group: ProcessGroup) -> str:
+    """The difference in elements that ranks share; "" if it is one of rounding. Collective."""
+    local = tensor._local_tensor.detach()
+    shown: list[list[Any]] = agree(lambda: sample(local, _SHOWN).cpu().tolist(), group)
+    tolerance = _TOLERANCES.get(local.dtype, _COARSE if local.is_floating_point() else 0)
+    first: dict[tuple[int, ...], int] = {}
+    for rank, (fact, mine) in enumerate(zip(facts, shown, strict=True)):
+        known = first.setdefault(fact.shard, rank)
+        theirs = shown[known]
+        scale = max((abs(x) for x in (*mine, *theirs) if x == x), default=0)
+        for x, y in zip(theirs, mine, strict=True):
+            if x != y and not (x != x and y != y) and not abs(x - y) <= tolerance * scale:
+                return f"an element is {x} on rank {group.global_ranks[known]} and {y} there"
+    return ""
+
+
+def _raise(name: str, tensor: DTensor, ranks: tuple[int, int], what: str) -> NoReturn:
+    text = layout_text(tensor._spec, tensor.dtype)
+    raise CollectiveMismatchError(
+        f"{name!r} is not the same on all ranks: {text} on rank {ranks[0]} and on rank {ranks[1]}: "
+        f"{what}{_NEXT_STEP}",
+        ranks=ranks,
+    )
