@@ -11,6 +11,10 @@ each has some of the attention heads, of the features between ``up`` and ``down`
 tables of bytes; what is between the layers is cut along the sequence. ``plan`` says so in a few
 lines. ``in_parallel`` is all that it takes: model, loss and optimizer are those of one process.
 
+``--resilient`` keeps the state of each step in memory that outlives ranks: kill one with
+``kill -9`` (or by ``--kill STEP``), and the others go on from the last step, with losses as if
+nothing had been.
+
 ``--check`` trains the same batches again on one process and compares the losses. The text is
 Python's own standard library, so there is nothing to download. The last line that rank 0 prints is
 one JSON object with the results.
@@ -22,11 +26,13 @@ import argparse
 import json
 import math
 import os
+import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Display, Parser, launch_myself, launched_ranks, stdlib_files, whole_number
@@ -42,6 +48,7 @@ from tilework.parallel import (
     DistributedDataParallel,
     ParallelStyle,
     PrepareModuleOutput,
+    Resilient,
     RowwiseParallel,
     SequenceParallel,
     comm_hooks,
@@ -80,6 +87,8 @@ class Options:
     width: int
     layers: int
     text: Path | None
+    resilient: bool
+    kill: int | None
     check: bool
 
 
@@ -118,6 +127,8 @@ def make_parser() -> Parser:
     add("--width", type=count, default=128, help="numbers that stand for a byte (%(default)s)")
     add("--layers", type=count, default=2, help="blocks, one on another (%(default)s)")
     add("--text", type=Path, help="a file or folder to train on (default: Python's own library)")
+    add("--resilient", action="store_true", help="go on when ranks are killed")
+    add("--kill", type=count, metavar="STEP", help="kill the last rank in this step, to see that")
     add("--check", action="store_true", help="train again on one process and compare the losses")
     return parser
 
@@ -155,6 +166,8 @@ def parse_options(parser: Parser) -> Options:
             f"--hook {given.hook} is for ddp, which averages gradients, "
             f"but --parallel is {','.join(given.parallel)}"
         )
+    if given.kill is not None and not (given.resilient and given.ranks > 1):
+        parser.error("--kill kills a rank: it needs --resilient, and another rank that goes on")
     return Options(**vars(given))
 
 
@@ -238,13 +251,33 @@ def load_text(options: Options) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def batches(text: Tensor, options: Options) -> Iterator[Tensor]:
+class Batches:
     """Global batches: (batch, context + 1) token numbers, the same on every rank."""
-    generator = torch.Generator().manual_seed(options.seed)
-    window = torch.arange(options.context + 1)
-    for _ in range(options.steps):
-        starts = torch.randint(len(text) - options.context, (options.batch, 1), generator=generator)
-        yield text[starts + window].long()
+
+    def __init__(self, text: Tensor, options: Options) -> None:
+        self.text, self.options = text, options
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.window = torch.arange(options.context + 1)
+
+    def draw(self) -> Tensor:
+        """The next one."""
+        ends, size = len(self.text) - self.options.context, (self.options.batch, 1)
+        starts = torch.randint(ends, size, generator=self.generator)
+        return self.text[starts + self.window].long()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where in the order of batches it is."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on there."""
+        self.generator.set_state(state["generator"])
+
+
+def batches(text: Tensor, options: Options) -> Iterator[Tensor]:
+    """The batch of each step."""
+    drawn = Batches(text, options)
+    return (drawn.draw() for _ in range(options.steps))
 
 
 # --- the model ---------------------------------------------------------------------------------
@@ -486,6 +519,71 @@ def train(text: Tensor, options: Options) -> Trained:
     )
 
 
+def train_resilient(text: Tensor, options: Options) -> tuple[Trained, Options]:
+    """As :func:`train`, and go on when ranks are lost; also the options of those that are left."""
+    place: list[tuple[Options, DeviceMesh]] = []  # of the ranks that there are now
+    traffics = [(0, 0)]
+
+    def build_here() -> dict[str, Any]:
+        now = for_ranks(options, dist.get_world_size())
+        mesh = init_device_mesh("cpu", (now.dp, now.tp), mesh_dim_names=("dp", "tp"))
+        place[:] = [(now, mesh)]
+        model = in_parallel(build(now), now, mesh)
+        losses = torch.zeros(options.steps, dtype=torch.float64)
+        drawn = Batches(text, options)
+        return {
+            "model": model,
+            "optimizer": make_optimizer(model),
+            "batches": drawn,
+            "losses": losses,
+        }
+
+    def step(state: dict[str, Any], number: int) -> float:
+        ((now, mesh),) = place
+        if number + 1 == options.kill and now.ranks == options.ranks == dist.get_rank() + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state["optimizer"].param_groups[0]["lr"] = learning_rate(number, options.steps)
+        state["optimizer"].zero_grad()
+        loss = loss_on(state["model"], state["batches"].draw(), now, mesh)
+        loss.backward()
+        state["optimizer"].step()
+        state["losses"][number] = mean_of(loss, now, mesh)
+        traffics[:] = [*traffics[-1:], traffic(mesh)]
+        return float(state["losses"][number])
+
+    loop = Resilient(build_here, step)
+    begun = time.perf_counter()
+    with Display("training", options.steps, "tokens", tokens_of(options), shown()) as display:
+        for number, loss in loop.run(options.steps):
+            display.shown = shown()
+            display.update(number + 1, loss)
+    seconds = time.perf_counter() - begun
+    for event in loop.events[1:] if shown() else ():
+        ranks, took = ", ".join(map(str, event.seats)), 1000 * event.seconds
+        print(f"{event.kind}: ranks {ranks} went on after step {event.steps}, {took:.0f} ms later")
+    now, _ = place[0]
+    (messages, moved), (messages_then, moved_then) = traffics
+    model, losses = gathered(loop.state["model"], now), loop.state["losses"].tolist()
+    speed = options.steps * tokens_of(options) / seconds
+    return Trained(model, losses, speed, messages_then - messages, moved_then - moved), now
+
+
+def shown() -> bool:
+    """True on the rank that prints."""
+    return dist.get_rank() == 0
+
+
+def for_ranks(options: Options, ranks: int) -> Options:
+    """The options for another number of ranks."""
+    heads = options.width // HEAD_WIDTH
+    if "tp" not in options.parallel:
+        tp = 1
+    else:
+        most = ranks if options.parallel == ("tp",) and options.dp == 1 else options.tp
+        tp = max(n for n in range(1, min(most, heads, ranks) + 1) if ranks % n == 0)
+    return replace(options, ranks=ranks, dp=ranks // tp, tp=tp)
+
+
 def tokens_of(options: Options) -> int:
     """The bytes that a step trains on."""
     return options.batch * options.context
@@ -571,10 +669,13 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if "RANK" not in os.environ:
-        launch_myself(options.ranks)
+        launch_myself(options.ranks, ["--elastic", f"1:{options.ranks}"] * options.resilient)
     dist.init_process_group()
+    if options.resilient:
+        trained, options = train_resilient(text, options)
+    else:
+        trained = train(text, options)
     rank = dist.get_rank()
-    trained = train(text, options)
     dist.destroy_process_group()
     if rank == 0:
         report(text, options, trained)

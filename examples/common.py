@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,10 +53,10 @@ def launched_ranks() -> int | None:
     return int(size) if size else None
 
 
-def launch_myself(ranks: int) -> NoReturn:
+def launch_myself(ranks: int, options: Sequence[str] = ()) -> NoReturn:
     """Become ``tilework run``, which starts this script again, once for each rank."""
     # Rank 0 alone prints here, so its lines need no "[0]" in front.
-    run = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", str(ranks)]
+    run = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", str(ranks), *options]
     os.execv(sys.executable, [sys.executable, *run, *sys.argv])
 
 

@@ -272,3 +272,17 @@ def test_a_wrong_text_ends_it_before_any_rank_starts() -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("--text nowhere.txt: no such file or folder")
     assert done.stderr.count("error") == 1
+
+
+def test_a_killed_rank_does_not_change_the_losses(text: str) -> None:
+    flags = [*SMALL, "--ranks", "3", "--parallel", "fsdp", "--text", text, "--check"]
+    done = run(str(SCRIPT), *flags, "--resilient", "--kill", "3")
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert (results["ranks"], results["dp"], results["steps"]) == (2, 2, 4)
+    assert results["max_rel_diff"] < 1e-4
+
+
+def test_nobody_is_killed_who_is_alone(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--ranks", "2", "--kill", "3")
+    assert "--kill kills a rank: it needs --resilient" in capsys.readouterr().err

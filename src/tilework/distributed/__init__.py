@@ -63,6 +63,7 @@ from tilework.comm.objects import (
 )
 from tilework.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum
+from tilework.comm.stragglers import find_stragglers
 from tilework.comm.world import (
     GroupMember,
     get_backend,
@@ -159,6 +160,7 @@ __all__ = [
     "broadcast_object_list",
     "coalescing_manager",
     "destroy_process_group",
+    "find_stragglers",
     "gather",
     "gather_object",
     "get_backend",

@@ -26,6 +26,7 @@ MAX_FILES: Final = 1 << 16
 _NAME: Final = re.compile(r"rank-(\d{1,6})\.json")
 
 _NOTHING_WRONG, _EXPLAINED, _UNREADABLE = 0, 1, 2
+_NO_FAULT: Final = ("fine", "slow")
 _COLOURS: Final = {
     "deadlock": "bold red",
     "mismatch": "bold red",
@@ -34,6 +35,7 @@ _COLOURS: Final = {
     "message": "bold yellow",
     "busy": "bold cyan",
     "unheard": "bold magenta",
+    "slow": "bold cyan",
     "fine": "bold green",
 }
 
@@ -66,7 +68,7 @@ def explain(folder: Path, as_json: bool = False) -> int:
         _show(folder, reading, findings)
     if not reading.records:
         return _UNREADABLE
-    return int(any(finding.kind != "fine" for finding in findings))
+    return int(any(finding.kind not in _NO_FAULT for finding in findings))
 
 
 def read(folder: Path) -> Reading:

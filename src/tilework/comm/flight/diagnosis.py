@@ -9,10 +9,13 @@ from typing import Final, Literal
 from tilework.comm.flight.document import Record
 from tilework.comm.flight.history import Group, History, failed, named, stuck
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
+from tilework.comm.flight.stragglers import own_times, stragglers
 from tilework.comm.flight.waits import Wait, blocking, circles, is_send, waits
 
 #: In the order of telling.
-Kind = Literal["deadlock", "mismatch", "failed", "waiting", "message", "busy", "unheard", "fine"]
+Kind = Literal[
+    "deadlock", "mismatch", "failed", "waiting", "message", "busy", "unheard", "slow", "fine"
+]
 _MAX_DETAILS: Final = 64
 #: The most ranks that are described one by one.
 _MAX_TOLD: Final = 16
@@ -44,7 +47,15 @@ def diagnose(records: Mapping[int, Record]) -> list[Finding]:
     Args:
         records: By rank; some may be missing.
     """
-    return list(_Telling(History(records)).findings())
+    history = History(records)
+    return [*_Telling(history).findings(), *_slow_ranks(history)]
+
+
+def _slow_ranks(history: History) -> Iterator[Finding]:
+    for group in history.groups:
+        times = {rank: own_times([*calls.values()]) for rank, calls in group.calls.items()}
+        for straggler in stragglers(times):
+            yield Finding("slow", f"{straggler}.", group=group.name, ranks=(straggler.rank,))
 
 
 class _Telling:
