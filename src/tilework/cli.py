@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_doctor(commands)
     _add_explain(commands)
+    _add_checkpoint(commands)
     return parser
 
 
@@ -272,6 +273,26 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _doctor() -> int:
     # By name, since it imports torch: seconds that wrong use and help should not cost.
     status: int = importlib.import_module("tilework.launch.doctor").doctor()
+    return status
+
+
+# tilework checkpoint
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "checkpoint", help="show, verify, compare and convert checkpoints", add_help=False
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(command=lambda options: _checkpoint(options.arguments))
+
+
+def _checkpoint(arguments: Sequence[str]) -> int:
+    # By name, since it imports torch.
+    command = importlib.import_module("tilework.checkpoint.command")
+    parser = argparse.ArgumentParser("tilework checkpoint")
+    command.add_commands(parser)
+    status: int = command.run_command(parser.parse_args(arguments))
     return status
 
 

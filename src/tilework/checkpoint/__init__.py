@@ -12,26 +12,36 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 - ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
 - ``filling``, ``load_planning``, ``reading``, ``exchanging``, ``loading``: the way back;
+- ``showing``, ``verifying``, ``convert``, ``command``: looking at it, and other formats;
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
 
 from tilework.checkpoint.api import async_save, index_of, load, read, save
 from tilework.checkpoint.asynchronous import PendingSave
+from tilework.checkpoint.convert.converting import ConvertOptions, convert
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.objects import RandomState
+from tilework.checkpoint.showing import show
+from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
+    "ConvertOptions",
+    "Difference",
     "KeptCheckpoint",
     "LoadReport",
     "PendingSave",
     "RandomState",
     "async_save",
+    "convert",
+    "diff",
     "index_of",
     "load",
     "read",
     "save",
+    "show",
+    "verify",
 ]

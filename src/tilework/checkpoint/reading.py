@@ -149,6 +149,24 @@ class PartReader:
             self.read_chunks(tensor, part, whole_from, inside)
 
 
+def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tensor) -> None:
+    """Read any box of a tensor, from all parts that have some of it.
+
+    Args:
+        reader: The checkpoint's files.
+        tensor: The tensor.
+        box: The region, in its coordinates.
+        target: Overwritten; a tensor of the box's size.
+
+    Raises:
+        CheckpointError: What is read is damaged.
+    """
+    for part in tensor.parts:
+        shared = part.box.intersection(box)
+        if shared is not None:
+            reader.read_box(tensor, part, shared, target[shared.relative_to(box).slices])
+
+
 def copy_region(elements: Tensor, part: Part, start: int, box: Box, target: Tensor) -> None:
     """Copy what some elements of a part have of a box.
 

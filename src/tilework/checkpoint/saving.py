@@ -202,17 +202,26 @@ class _WrittenFile:
     checksums: list[array[int]]
 
 
-def write_files(save: Save, source: Source, progress: Progress) -> list[_WrittenFile]:
-    """Write this rank's files, each whole or absent. Local."""
+def write_files(
+    storage: Storage, plans: Sequence[FilePlan], source: Source, progress: Progress
+) -> list[_WrittenFile]:
+    """Write some files, each whole or absent. Local.
+
+    Args:
+        storage: Where.
+        plans: The files.
+        source: The elements of their boxes.
+        progress: Told the bytes that were written.
+    """
     written = []
-    for plan in save.files:
-        with save.storage.create(plan.name) as file:
+    for plan in plans:
+        with storage.create(plan.name) as file:
             file.write(plan.header)
             checksums = [_write_box(file.write, source(placed), progress) for placed in plan.boxes]
             file.finish()
         written.append(_WrittenFile(plan.name, plan.nbytes, zlib.crc32(plan.header), checksums))
     if written:
-        save.storage.sync()
+        storage.sync()
     return written
 
 
@@ -259,7 +268,7 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
         reports = ranks.gather(
             lambda: [
                 (f.name, f.nbytes, f.header_crc32, [s.tobytes() for s in f.checksums])
-                for f in write_files(save, source, progress)
+                for f in write_files(save.storage, save.files, source, progress)
             ]
         )
         committed: list[Index] = []
@@ -287,8 +296,21 @@ Report = tuple[str, int, int, list[bytes]]
 
 
 def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
-    storage = save.storage
     index = _index(save, reports)
+    commit_index(save.storage, index)
+    return index
+
+
+def commit_index(storage: Storage, index: Index) -> None:
+    """Write the index: with that the checkpoint is there. Remove what it replaces. Local.
+
+    Args:
+        storage: Where.
+        index: Its files are written.
+
+    Raises:
+        CheckpointError: A file of another rank is not there.
+    """
     _check_visible(storage, index)
     replaced = _files_of_present(storage)
     with storage.create(INDEX_NAME) as file:
@@ -297,7 +319,6 @@ def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
     storage.sync()
     for name in replaced - set(index.files):
         storage.remove(name)
-    return index
 
 
 def _files_of_present(storage: Storage) -> set[str]:
@@ -340,7 +361,7 @@ def _index(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
     for name, original in merged.aliases.items():
         first = tensors[original]
         tensors[name] = SavedTensor(name, first.dtype, first.shape, first.parts, first.layout)
-    now = datetime.datetime.now(datetime.timezone.utc)
+    created, writer = now_text()
     return Index(
         tensors,
         files,
@@ -348,9 +369,15 @@ def _index(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
         len(save.ranks.all),
         CHUNK_BYTES,
         dict(save.options.meta),
-        now.isoformat(timespec="seconds"),
-        "tilework",
+        created,
+        writer,
     )
+
+
+def now_text() -> tuple[str, str]:
+    """The time, and the name of this program, for an index."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return now.isoformat(timespec="seconds"), "tilework"
 
 
 def _all_files(save: Save) -> list[list[FilePlan]]:

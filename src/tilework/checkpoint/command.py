@@ -1,0 +1,103 @@
+"""``tilework checkpoint``: show, verify, diff and convert, as commands with an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from tilework.checkpoint.api import index_of
+from tilework.checkpoint.convert.converting import FORMATS, ConvertOptions, convert
+from tilework.checkpoint.progress import Progress
+from tilework.checkpoint.save_planning import FILE_BYTES
+from tilework.checkpoint.showing import show
+from tilework.checkpoint.verifying import diff, verify
+from tilework.errors import CheckpointError
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands and their options to the parser of ``tilework checkpoint``."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    shown = commands.add_parser("show", help="tensors, layouts, sizes and checksums")
+    shown.add_argument("path", metavar="PATH", help="a checkpoint: a folder, or a URL")
+    shown.add_argument("names", metavar="NAME", nargs="*", help="patterns, such as 'model.*'")
+    shown.set_defaults(work=_show)
+    verified = commands.add_parser("verify", help="read all of it, and compare checksums")
+    verified.add_argument("path", metavar="PATH", help="a checkpoint: a folder, or a URL")
+    verified.set_defaults(work=_verify)
+    compared = commands.add_parser("diff", help="what differs between two checkpoints")
+    compared.add_argument("a", metavar="A")
+    compared.add_argument("b", metavar="B")
+    compared.set_defaults(work=_diff)
+    converted = commands.add_parser(
+        "convert", help="from and to safetensors, DCP folders and files of torch.save"
+    )
+    add = converted.add_argument
+    add(
+        "source",
+        metavar="SOURCE",
+        help="a checkpoint, safetensors, a DCP folder, a torch.save file",
+    )
+    add("target", metavar="TARGET", help="a path that is not there yet")
+    add("--to", choices=FORMATS, help="the format (default: by TARGET's name, else tilework)")
+    add("--names", nargs="+", metavar="NAME", help="only tensors that match, such as 'model.*'")
+    add("--strip", default="", metavar="TEXT", help="taken from the beginning of names")
+    add("--prefix", default="", metavar="TEXT", help="put before names")
+    add("--file-bytes", type=_bytes, default=FILE_BYTES, metavar="N", help="such as 5G")
+    converted.set_defaults(work=_convert)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """The exit status of a command: 0, 1 if something is wrong or differs, 2 if it cannot be done.
+
+    Example:
+        >>> import argparse
+        >>> parser = argparse.ArgumentParser()
+        >>> add_commands(parser)
+        >>> run_command(parser.parse_args(["verify", "/nowhere"]))
+        2
+    """
+    try:
+        status: int = options.work(options)
+    except (CheckpointError, OSError, ImportError, TypeError, ValueError) as error:
+        print(f"tilework checkpoint: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _show(options: argparse.Namespace) -> int:
+    show(options.path, options.names or None)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    total = index_of(options.path).nbytes
+    with Progress(f"verifying {options.path}", total) as progress:
+        problems = verify(options.path, progress)
+    for problem in problems:
+        print(problem)
+    if not problems:
+        print(f"{options.path}: {total:,} bytes are as they were written")
+    return 1 if problems else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    found = diff(options.a, options.b)
+    for each in found:
+        print(f"{each.name}: {each.text}")
+    return 1 if found else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    settings = ConvertOptions(options.names, options.strip, options.prefix, options.file_bytes)
+    convert(options.source, options.target, options.to, settings)
+    return 0
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+)([kmgt]?)(i?b)?", text.strip().lower())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"a number of bytes, such as 500M or 5G, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]

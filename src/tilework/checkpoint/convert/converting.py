@@ -1,0 +1,200 @@
+"""Conversions between formats, in bounded memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tilework.checkpoint.api import AnyPath, storage_at
+from tilework.checkpoint.convert.dcp_folder import METADATA, open_dcp, write_dcp
+from tilework.checkpoint.convert.safetensors_files import (
+    HF_INDEX,
+    open_safetensors,
+    write_safetensors,
+)
+from tilework.checkpoint.convert.source import IndexedSource, Source
+from tilework.checkpoint.convert.torch_file import open_torch_file, write_torch_file
+from tilework.checkpoint.describing import MergedState
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, state_of_json
+from tilework.checkpoint.format import INDEX_NAME
+from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.ranks import Ranks, of_group
+from tilework.checkpoint.save_planning import FILE_BYTES, assign_writers, plan_files
+from tilework.checkpoint.saving import Save, SaveOptions, remove_leftovers, write_and_commit
+from tilework.checkpoint.storage import is_url
+from tilework.errors import CheckpointError
+from tilework.layout import Box
+
+FORMATS = ("tilework", "safetensors", "dcp", "torch")
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Settings of a conversion.
+
+    Args:
+        names: Patterns: only tensors and values whose names match one.
+        strip: Taken from the beginning of names.
+        prefix: Put before names.
+        file_bytes: The most bytes of elements in a file.
+    """
+
+    names: Sequence[str] | None = None
+    strip: str = ""
+    prefix: str = ""
+    file_bytes: int = FILE_BYTES
+
+
+def convert(
+    source: AnyPath, target: AnyPath, to: str | None = None, options: ConvertOptions | None = None
+) -> None:
+    """Write what one file or folder holds in another format. Local; in bounded memory.
+
+    Formats are ``"tilework"``; ``"safetensors"``, a file, or a folder of several with Hugging
+    Face's index; ``"dcp"``, a folder of torch.distributed.checkpoint; and ``"torch"``, a file of
+    torch.save.
+    Values beside tensors are kept where the format has some.
+
+    Args:
+        source: Any of these. Files of torch.save are read with ``weights_only``.
+        target: A path that is not there yet.
+        to: The format to write; None: what the name of ``target`` says, else ``"tilework"``.
+        options: Names, and sizes of files.
+
+    Raises:
+        CheckpointError: The source is in no known format, or damaged; the target is there already.
+        ValueError: There is no such format.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"weight": torch.ones(2)}, f"{folder}/model.pt")
+        >>> checkpoint.convert(f"{folder}/model.pt", f"{folder}/model.safetensors")
+        >>> checkpoint.convert(f"{folder}/model.safetensors", f"{folder}/checkpoint")
+        >>> checkpoint.read(f"{folder}/checkpoint")
+        {'weight': tensor([1., 1.])}
+    """
+    options = options or ConvertOptions()
+    kind = to or format_of_name(target)
+    if kind not in FORMATS:
+        raise ValueError(f"formats are {', '.join(FORMATS)}, got {kind!r}")
+    if not is_url(target) and Path(target).exists() and not _is_empty(Path(target)):
+        raise CheckpointError(f"{target} is there already: give another path", file=str(target))
+    opened = open_source(source)
+    try:
+        chosen = _Chosen(opened, options)
+        if kind == "tilework":
+            _write_tilework(chosen, target, options)
+        elif kind == "safetensors":
+            write_safetensors(chosen, Path(target), options.file_bytes)
+        elif kind == "dcp":
+            write_dcp(chosen, Path(target))
+        else:
+            write_torch_file(chosen, Path(target))
+    finally:
+        opened.close()
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def format_of_name(path: AnyPath) -> str:
+    """The format that the name of a file to write says."""
+    suffix = Path(path).suffix
+    if suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if suffix in _TORCH_SUFFIXES else "tilework"
+
+
+def open_source(path: AnyPath) -> Source:
+    """The source of a file or folder, in whatever format it is.
+
+    Raises:
+        CheckpointError: It is in none that is known, or damaged.
+    """
+    if is_url(path) or (Path(path) / INDEX_NAME).exists():
+        return _open_tilework(path)
+    place = Path(path)
+    if (place / METADATA).exists():
+        return open_dcp(place)
+    if place.suffix == ".safetensors" or (place / HF_INDEX).exists():
+        return open_safetensors(place)
+    if place.is_dir() and any(place.glob("*.safetensors")):
+        return open_safetensors(place)
+    if place.is_file():
+        return open_torch_file(place)
+    raise CheckpointError(
+        f"{path} is no checkpoint, no folder of DCP, no safetensors and no file of torch.save",
+        file=str(path),
+    )
+
+
+def _open_tilework(path: AnyPath) -> Source:
+    storage = storage_at(path)
+    index = read_index(storage)
+    return IndexedSource(storage, index, state_of_json(index.state), verify=True)
+
+
+class _Chosen(Source):
+    """Some tensors of a source, under other names."""
+
+    def __init__(self, source: Source, options: ConvertOptions) -> None:
+        self._source = source
+        self.meta = source.meta
+        self._numbers = [
+            number
+            for number, tensor in enumerate(source.tensors)
+            if _is_asked(tensor.name, options.names)
+        ]
+        kept = [source.tensors[number] for number in self._numbers]
+        self._renamed = {
+            tensor.name: options.prefix + tensor.name.removeprefix(options.strip) for tensor in kept
+        }
+        self.tensors = [replace(tensor, name=self._renamed[tensor.name]) for tensor in kept]
+        self.flat = self._state(source.flat, options)
+
+    def _state(self, flat: FlatState, options: ConvertOptions) -> FlatState:
+        if options == ConvertOptions(file_bytes=options.file_bytes):
+            return flat
+        # By their names, as the containers are no longer what they were.
+        leaves = {(name,): NamedTensor(name) for name in self._renamed.values()}
+        return FlatState(dict(leaves), {(): "dict"})
+
+    def region(self, number: int, box: Box) -> Tensor:
+        return self._source.region(self._numbers[number], box)
+
+
+def _is_asked(name: str, names: Sequence[str] | None) -> bool:
+    return not names or any(fnmatchcase(name, pattern) for pattern in names)
+
+
+def _write_tilework(source: Source, target: AnyPath, options: ConvertOptions) -> None:
+    storage = storage_at(target)
+    storage.prepare()
+    release: Callable[[], None] = storage.lock()
+    try:
+        remove_leftovers(storage)
+        alone: Ranks = of_group(None)
+        merged = MergedState(source.flat, source.tensors, [((), (0,))] * len(source.tensors), {})
+        tasks = assign_writers(source.tensors, [0])[0]
+        files = plan_files(
+            source.tensors, tasks, f"{secrets.token_hex(4)}-rank00000", options.file_bytes
+        )
+        meta: dict[str, Any] = dict(source.meta)
+        settings = SaveOptions(meta, options.file_bytes)
+        save = Save(storage, alone, settings, merged, {}, files, release)
+    except BaseException:
+        release()
+        raise
+    write_and_commit(
+        save, lambda placed: source.elements(placed.tensor, placed.box), alone, lambda _: None
+    )

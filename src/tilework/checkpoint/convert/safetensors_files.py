@@ -1,0 +1,170 @@
+"""Safetensors: a file, or several with Hugging Face's index."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tilework.checkpoint.convert.source import IndexedSource, Source
+from tilework.checkpoint.dtypes import DTYPES, stored
+from tilework.checkpoint.flat_state import FlatState, NamedTensor
+from tilework.checkpoint.format import Index, Part, SavedFile, SavedTensor, chunk_count
+from tilework.checkpoint.index_text import FILE_NAME
+from tilework.checkpoint.memory import byte_view
+from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
+from tilework.checkpoint.storage import LocalStorage, Storage
+from tilework.errors import CheckpointError
+from tilework.layout.box import whole_box
+
+#: Hugging Face's name of the index of several files, and that of one file.
+HF_INDEX = "model.safetensors.index.json"
+HF_FILE = "model.safetensors"
+_MOST_HEADER = 100 << 20
+
+
+def open_safetensors(path: Path) -> Source:
+    """The tensors of a file, or of a folder with Hugging Face's index.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the index is not as it must be.
+    """
+    if path.is_file():
+        storage, names = LocalStorage(path.parent), {path.name: None}
+    else:
+        storage = LocalStorage(path)
+        names = dict.fromkeys(_listed_files(storage))
+    tensors: dict[str, SavedTensor] = {}
+    files: dict[str, SavedFile] = {}
+    for name in names:
+        nbytes, entries = _header_of(storage, name)
+        files[name] = SavedFile(nbytes, 0)
+        for key, part, dtype in entries:
+            if key in tensors:
+                raise CheckpointError(f"{storage.where(name)}: {key!r} is in another file, too")
+            tensors[key] = SavedTensor(key, dtype, part.box.sizes, (part,))
+    flat = FlatState({(key,): NamedTensor(key) for key in tensors}, {(): "dict"})
+    return IndexedSource(storage, Index(tensors, files), flat, verify=False)
+
+
+def _listed_files(storage: Storage) -> list[str]:
+    names = storage.names()
+    if HF_INDEX not in names:
+        return [name for name in names if name.endswith(".safetensors")]
+    where = storage.where(HF_INDEX)
+    try:
+        listed = json.loads(storage.read_all(HF_INDEX))["weight_map"].values()
+        files = sorted({str(name) for name in listed})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} is no index of safetensors: {error}", file=where) from None
+    for name in files:
+        if not FILE_NAME.fullmatch(name) or ".." in name:
+            raise CheckpointError(f"{where} names the file {name!r}: only plain ones are allowed")
+    return files
+
+
+def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, str]]]:
+    """A file's length, and its tensors."""
+    where = storage.where(name)
+    reader = storage.open(name)
+    try:
+        start = bytearray(8)
+        reader.read_into(memoryview(start), 0)
+        length = int.from_bytes(start, "little")
+        if length > min(_MOST_HEADER, reader.nbytes - 8):
+            raise CheckpointError(f"{where} is no safetensors file: its header is too long")
+        text = bytearray(length)
+        reader.read_into(memoryview(text), 8)
+        listed = json.loads(text)
+        listed.pop("__metadata__", None)
+        entries = [
+            (key, _part_of(key, each, name, 8 + length, reader.nbytes), each["dtype"])
+            for key, each in listed.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} is no safetensors file: {error}", file=where) from None
+    finally:
+        reader.close()
+    return reader.nbytes, entries
+
+
+def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: int) -> Part:
+    dtype, shape = listed["dtype"], tuple(map(int, listed["shape"]))
+    if dtype not in DTYPES:
+        raise ValueError(f"{key!r} has dtype {dtype!r}, which is not known")
+    start, stop = map(int, listed["data_offsets"])
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if stop - start != nbytes or not 0 <= start <= stop <= length - begin:
+        raise ValueError(f"{key!r} does not lie in the file as its shape says")
+    sums = (0,) * chunk_count(nbytes, 1 << 20)
+    return Part(whole_box(shape), name, begin + start, nbytes, sums)
+
+
+def write_safetensors(source: Source, path: Path, file_bytes: int) -> None:
+    """Write the tensors of a source: a file, or a folder of several with an index.
+
+    Values are left out: the format has none.
+
+    Args:
+        source: The source.
+        path: A file's name that ends with ``.safetensors``, or a folder.
+        file_bytes: The most bytes of a file in a folder; a larger tensor has one of its own.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    numbers = list(range(len(source.tensors)))
+    if path.suffix == ".safetensors":
+        storage = LocalStorage(path.parent)
+        storage.prepare()
+        _write_file(storage, path.name, source, numbers)
+        return
+    storage = LocalStorage(path)
+    storage.prepare()
+    groups = list(_grouped(source.tensors, file_bytes))
+    weight_map: dict[str, str] = {}
+    for at, group in enumerate(groups, 1):
+        several = f"model-{at:05}-of-{len(groups):05}.safetensors"
+        name = several if len(groups) > 1 else HF_FILE
+        _write_file(storage, name, source, group)
+        weight_map.update({source.tensors[number].name: name for number in group})
+    if len(groups) > 1:
+        total = sum(math.prod(t.shape) * t.itemsize for t in source.tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with storage.create(HF_INDEX) as file:
+            file.write(json.dumps(index, indent=2).encode())
+            file.finish()
+    storage.sync()
+
+
+def _grouped(tensors: list[TensorToSave], most_bytes: int) -> Iterator[list[int]]:
+    group: list[int] = []
+    used = 0
+    for number, tensor in enumerate(tensors):
+        nbytes = math.prod(tensor.shape) * tensor.itemsize
+        if group and used + nbytes > most_bytes:
+            yield group
+            group, used = [], 0
+        group.append(number)
+        used += nbytes
+    yield group
+
+
+def _write_file(storage: Storage, name: str, source: Source, numbers: list[int]) -> None:
+    ordered = sorted(numbers, key=lambda n: -source.tensors[n].itemsize)
+    entries: dict[str, dict[str, object]] = {}
+    begin = 0
+    for number in ordered:
+        tensor = source.tensors[number]
+        dtype, shape = stored(tensor.dtype, tensor.shape)
+        end = begin + math.prod(tensor.shape) * tensor.itemsize
+        entries[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    with storage.create(name) as file:
+        file.write(safetensors_header(entries))
+        for number in ordered:
+            for piece in source.elements(number, whole_box(source.tensors[number].shape)):
+                file.write(byte_view(piece))
+        file.finish()

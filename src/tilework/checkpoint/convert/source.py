@@ -1,0 +1,123 @@
+"""Sources of conversions: tensors that are read region by region, and the values beside them."""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilework.checkpoint.flat_state import FlatState
+from tilework.checkpoint.format import Index
+from tilework.checkpoint.memory import pieces_in_order
+from tilework.checkpoint.reading import PartReader, read_region
+from tilework.checkpoint.save_planning import TensorToSave, cut_box
+from tilework.checkpoint.storage import Storage
+from tilework.layout import Box
+
+#: The most bytes of a tensor that are in memory at once.
+REGION_BYTES = 32 << 20
+
+
+class Source(ABC):
+    """All that a file or folder holds.
+
+    Attributes:
+        tensors: In the order of the state; their tiles are the boxes in which they lie there.
+        flat: The state, with names in the place of tensors.
+        meta: What the program had added.
+    """
+
+    tensors: list[TensorToSave]
+    flat: FlatState
+    meta: dict[str, object]
+
+    @abstractmethod
+    def region(self, number: int, box: Box) -> Tensor:
+        """A box of a tensor, on the CPU."""
+
+    def elements(self, number: int, box: Box) -> Iterator[Tensor]:
+        """The elements of a box in order, as contiguous tensors, in bounded memory."""
+        for each in cut_box(box, self.tensors[number].itemsize, REGION_BYTES):
+            yield from pieces_in_order(self.region(number, each), 1 << 20)
+
+    def close(self) -> None:
+        """Close what is open. Idempotent."""
+        return None
+
+
+class IndexedSource(Source):
+    """Tensors that an index finds in files.
+
+    Args:
+        storage: Where the files are.
+        index: Where the tensors are in them.
+        flat: The state.
+        verify: Compare checksums, where there are some.
+    """
+
+    def __init__(self, storage: Storage, index: Index, flat: FlatState, verify: bool) -> None:
+        self._reader = PartReader(storage, index, verify)
+        self._saved = list(index.tensors.values())
+        self.tensors = [
+            TensorToSave(t.name, t.dtype, t.shape, tuple((p.box, (0,)) for p in t.parts), t.layout)
+            for t in self._saved
+        ]
+        self.flat, self.meta = flat, dict(index.meta)
+
+    def region(self, number: int, box: Box) -> Tensor:
+        saved = self._saved[number]
+        target = torch.empty(box.sizes, dtype=saved.torch_dtype)
+        read_region(self._reader, saved, box, target)
+        return target
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+@contextmanager
+def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
+    """Tensors in files of a temporary folder, which the system may write back: for bounded memory.
+
+    Args:
+        beside: The folder is made in that of this path.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix=f".{beside.name}.", dir=beside.absolute().parent
+    ) as folder:
+        yield MappedTensors(Path(folder))
+
+
+class MappedTensors:
+    """Tensors whose memory is a file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros."""
+        tensor = torch.empty(0, dtype=dtype)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if nbytes == 0:
+            return tensor.new_empty(shape)
+        self._count += 1
+        path = self._folder / str(self._count)
+        storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
+        # What is mapped stays; no name is needed any more.
+        path.unlink()
+        strides = torch.empty(shape, device="meta").stride()
+        return tensor.set_(storage, 0, shape, strides)  # type: ignore[arg-type]
+
+    def filled(self, source: Source, number: int) -> Tensor:
+        """A tensor of a source."""
+        tensor = source.tensors[number]
+        whole = Box((0,) * len(tensor.shape), tensor.shape)
+        dtype = source.region(number, Box((0,) * len(tensor.shape), (0,) * len(tensor.shape))).dtype
+        target = self.empty(tensor.shape, dtype)
+        for box in cut_box(whole, tensor.itemsize, REGION_BYTES):
+            target[box.slices].copy_(source.region(number, box))
+        return target

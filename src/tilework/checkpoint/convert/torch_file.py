@@ -1,0 +1,95 @@
+"""Files of torch.save, read with ``weights_only``: nothing in them is run."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.checkpoint.convert.source import Source, mapped_tensors
+from tilework.checkpoint.describing import describe, merge
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, flatten, rebuild
+from tilework.checkpoint.storage import calls
+from tilework.errors import CheckpointError
+from tilework.layout import Box
+
+
+class StateSource(Source):
+    """A state in memory, or in a file that is mapped."""
+
+    def __init__(self, state: Any) -> None:
+        flat = flatten(state)
+        merged = merge([describe(flat, is_alone=True)], [0])
+        self._aliases = merged.aliases
+        self._leaves = [flat.leaves[path] for path, _ in merged.sources]
+        self.tensors, self.flat, self.meta = merged.tensors, merged.flat, {}
+        # One of several names is enough where the format has no aliases.
+        for path, leaf in self.flat.leaves.items():
+            if isinstance(leaf, NamedTensor) and leaf.name in self._aliases:
+                self.flat.leaves[path] = NamedTensor(self._aliases[leaf.name])
+
+    def region(self, number: int, box: Box) -> Tensor:
+        tensor: Tensor = self._leaves[number]
+        return tensor.detach()[box.slices]
+
+
+def open_torch_file(path: Path) -> Source:
+    """The state in a file of torch.save. It is mapped, not read, where torch can.
+
+    Raises:
+        CheckpointError: It is no such file, or has more than tensors and plain containers.
+    """
+    try:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # a file as torch wrote them before 1.6
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} cannot be read with weights_only: {first}. It is damaged, or has objects that "
+            f"are code: save its state dict again, with tensors and plain containers only",
+            file=str(path),
+        ) from None
+    return StateSource(state)
+
+
+def write_torch_file(source: Source, path: Path) -> None:
+    """Write a source as torch.save does; tensors are assembled in files meanwhile.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    with mapped_tensors(path) as mapped:
+        state = state_of(source, mapped.filled)
+        unfinished = path.with_name(f"{path.name}.part")
+        try:
+            torch.save(state, unfinished)
+            fd = calls.open(unfinished, 0)
+            calls.fsync(fd)
+            calls.close(fd)
+            calls.rename(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def state_of(source: Source, tensor_of: Any) -> Any:
+    """The state of a source, with tensors that ``tensor_of(source, number)`` makes."""
+    numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
+    made: dict[str, Tensor] = {}
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, PerRank):
+            # Others have no such thing: the first rank's value stands for all.
+            return value_of(leaf.variants[0][1])
+        if not isinstance(leaf, NamedTensor):
+            return leaf
+        if leaf.name not in made:
+            made[leaf.name] = tensor_of(source, numbers[leaf.name])
+        return made[leaf.name]
+
+    leaves = {path: value_of(leaf) for path, leaf in source.flat.leaves.items()}
+    return rebuild(FlatState(leaves, source.flat.containers))

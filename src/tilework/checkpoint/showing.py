@@ -1,0 +1,155 @@
+"""Pictures and tables of a checkpoint, for a terminal."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from tilework.checkpoint.api import AnyPath, storage_at
+from tilework.checkpoint.flat_state import PerRank, Value, dotted, state_of_json
+from tilework.checkpoint.format import Index, SavedTensor
+from tilework.checkpoint.loading import read_index
+from tilework.tiled.picture import PictureSize, draw
+from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture, print_styled
+
+#: Without names, so many tensors are listed, and so many layouts drawn.
+_LISTED, _DRAWN = 200, 4
+_RANK = re.compile(r"-rank0*([0-9]+)-")
+
+
+def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
+    """Print a checkpoint: its tensors, their layouts, drawn, their sizes and checksums. Local.
+
+    Args:
+        path: A folder, or a URL.
+        names: Patterns: only tensors whose names match one, and all of them.
+
+    Raises:
+        CheckpointError: It is none, or its index is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save({"weight": torch.ones(2)}, folder)
+        >>> checkpoint.show(folder)  # doctest: +ELLIPSIS
+        1 tensor, 8 B in 1 file, saved by 1 rank ...
+    """
+    index = read_index(storage_at(path))
+    tensors = [t for t in index.tensors.values() if _is_asked(t.name, names)]
+    print_styled(lambda width: list(_lines(index, tensors, names, width)))
+
+
+def _is_asked(name: str, names: Sequence[str] | None) -> bool:
+    return not names or any(fnmatchcase(name, pattern) for pattern in names)
+
+
+def _lines(
+    index: Index, tensors: list[SavedTensor], names: Sequence[str] | None, width: int
+) -> Iterable[StyledLine]:
+    yield [(_headline(index), "bold")]
+    if index.meta:
+        yield [(f"meta: {dict(index.meta)}", "")]
+    yield []
+    listed = tensors if names else tensors[:_LISTED]
+    rows = [("tensor", "dtype", "shape", "bytes", "parts", "checksum"), *map(_row, listed)]
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        words = [
+            word.rjust(size) if at in (3, 4) else word.ljust(size)
+            for at, (word, size) in enumerate(zip(row, columns, strict=True))
+        ]
+        yield [("  ".join(words).rstrip(), "bold" if number == 0 else "")]
+    if len(tensors) > len(listed):
+        yield [(f"… and {len(tensors) - len(listed):,} more: name them to see them", "")]
+    yield from _pictures(tensors, _DRAWN if not names else len(tensors), width)
+    if not names:
+        yield from _values(index)
+
+
+def _headline(index: Index) -> str:
+    def count(number: int, what: str) -> str:
+        return f"{number:,} {what}{'s' * (number != 1)}"
+
+    return (
+        f"{count(len(index.tensors), 'tensor')}, {bytes_text(_bytes_of(index))} in "
+        f"{count(len(index.files), 'file')}, saved by {count(index.world_size, 'rank')} "
+        f"{f'at {index.created}' if index.created else ''}".rstrip()
+    )
+
+
+def _bytes_of(index: Index) -> int:
+    parts = {(p.file, p.offset): p.nbytes for t in index.tensors.values() for p in t.parts}
+    return sum(parts.values())
+
+
+def _row(tensor: SavedTensor) -> tuple[str, ...]:
+    return (
+        tensor.name,
+        tensor.dtype,
+        str(list(tensor.shape)),
+        bytes_text(tensor.nbytes),
+        str(len(tensor.parts)),
+        checksum(tensor),
+    )
+
+
+def checksum(tensor: SavedTensor) -> str:
+    """The CRC-32 of a tensor's checksums: equal for the same elements in the same parts."""
+    sums = b"".join(crc.to_bytes(4, "little") for part in tensor.parts for crc in part.crc32)
+    return f"{zlib.crc32(sums):08x}"
+
+
+def _pictures(tensors: list[SavedTensor], most: int, width: int) -> Iterable[StyledLine]:
+    """A picture of each layout, with the names of the tensors that have it."""
+    layouts: dict[tuple[object, ...], list[SavedTensor]] = {}
+    for tensor in tensors:
+        if len(tensor.parts) > 1 and tensor.shape:
+            key = (tensor.shape, tuple(part.box for part in tensor.parts), tensor.layout)
+            layouts.setdefault(key, []).append(tensor)
+    for alike in list(layouts.values())[:most]:
+        first = alike[0]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        writers = [_writer(part.file) for part in first.parts]
+        yield []
+        yield [(f"{first.name}{more}: {list(first.shape)}", "bold")]
+        if first.layout:
+            yield [(first.layout, "")]
+        lines = draw(
+            first.shape,
+            [part.box for part in first.parts],
+            [[f"rank {writer}", writer] for writer in writers],
+            PictureSize(width, 14, 12, 4),
+        )
+        yield from coloured_picture(lines, lambda at, w=writers: _colour(w[at]))  # type: ignore[misc]
+    if len(layouts) > most:
+        yield []
+        yield [(f"… and {len(layouts) - most} more layouts: name tensors to see theirs", "")]
+
+
+def _writer(file: str) -> str:
+    match = _RANK.search(file)
+    return match[1] if match else "?"
+
+
+def _colour(writer: str) -> str:
+    return COLOURS[int(writer) % len(COLOURS)] if writer.isdecimal() else COLOURS[0]
+
+
+def _values(index: Index) -> Iterable[StyledLine]:
+    state = state_of_json(index.state)
+    values = [
+        (dotted(path), leaf)
+        for path, leaf in state.leaves.items()
+        if isinstance(leaf, Value | PerRank)
+    ]
+    if values:
+        yield []
+        yield [("values", "bold")]
+    for name, leaf in values[:_LISTED]:
+        text = f"{len(leaf.variants)} variants" if isinstance(leaf, PerRank) else str(leaf.json)
+        yield [(f"{name} = {text if len(text) <= 60 else text[:57] + '…'}", "")]
+    if len(values) > _LISTED:
+        yield [(f"… and {len(values) - _LISTED:,} more", "")]

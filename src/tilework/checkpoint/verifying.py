@@ -1,0 +1,254 @@
+"""Verifying of a checkpoint, and comparing of two: tensor by tensor, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilework.checkpoint.api import AnyPath, storage_at
+from tilework.checkpoint.dtypes import stored
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.flat_state import state_of_json as state_of
+from tilework.checkpoint.format import Index, SavedTensor
+from tilework.checkpoint.index_text import part_key
+from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.memory import crc32
+from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
+from tilework.checkpoint.save_planning import cut_box
+from tilework.checkpoint.storage import Storage
+from tilework.errors import CheckpointError
+from tilework.layout.box import whole_box
+
+Progress = Callable[[int], None]
+
+
+def verify(path: AnyPath, progress: Progress = lambda nbytes: None) -> list[str]:
+    """The problems of a checkpoint; none if every byte is as it was written. Local.
+
+    All files are read, in bounded memory: headers and elements are compared with their checksums,
+    and headers with what the index says.
+
+    Args:
+        path: A folder, or a URL.
+        progress: Told the bytes that were read.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its index is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save({"weight": torch.ones(2)}, folder)
+        >>> checkpoint.verify(folder)
+        []
+    """
+    storage = storage_at(path)
+    index = read_index(storage)
+    problems: list[str] = []
+    for name, expected in _headers(index).items():
+        try:
+            _check_header(storage, index, name, expected)
+        except CheckpointError as error:
+            problems.append(str(error))
+    reader = PartReader(storage, index)
+    try:
+        for tensor in index.tensors.values():
+            problems.extend(_damages(reader, tensor, progress))
+    finally:
+        reader.close()
+    try:
+        state_of(index.state)
+    except (ValueError, KeyError, TypeError) as error:
+        problems.append(f"{storage.location}: the state cannot be read: {error}")
+    return list(dict.fromkeys(problems))
+
+
+_Header = dict[str, tuple[str, list[int], list[int]]]
+
+
+def _headers(index: Index) -> dict[str, _Header]:
+    """The contents of each file's header, by the index: dtype, shape, begin and end in the file."""
+    headers: dict[str, _Header] = {name: {} for name in index.files}
+    taken: set[tuple[str, int]] = set()
+    for tensor in index.tensors.values():
+        for part in tensor.parts:
+            if (part.file, part.offset) in taken:
+                continue  # another name of it, as tied weights have
+            taken.add((part.file, part.offset))
+            dtype, sizes = stored(tensor.dtype, part.box.sizes)
+            span = [part.offset, part.offset + part.nbytes]
+            headers[part.file][part_key(tensor, part)] = (dtype, list(sizes), span)
+    return headers
+
+
+def _check_header(storage: Storage, index: Index, name: str, expected: _Header) -> None:
+    where, saved = storage.where(name), index.files[name]
+    begin = min((span[0] for _, _, span in expected.values()), default=saved.nbytes)
+    reader = storage.open(name)
+    try:
+        if reader.nbytes != saved.nbytes:
+            raise CheckpointError(
+                f"{where} has {reader.nbytes:,} bytes, the index says {saved.nbytes:,}", file=where
+            )
+        header = bytearray(begin)
+        reader.read_into(memoryview(header), 0)
+    finally:
+        reader.close()
+    if crc32(memoryview(header)) != saved.header_crc32:
+        raise CheckpointError(f"{where}: its header is damaged", file=where)
+    listed = json.loads(header[8:])
+    listed.pop("__metadata__", None)
+    found = {
+        key: (each["dtype"], each["shape"], [begin + at for at in each["data_offsets"]])
+        for key, each in listed.items()
+    }
+    if found != expected:
+        raise CheckpointError(f"{where}: its header is not what the index says", file=where)
+
+
+def _damages(reader: PartReader, tensor: SavedTensor, progress: Progress) -> Iterator[str]:
+    chunk = reader.index.chunk_bytes
+    step = max(1, BOUNCE_BYTES // chunk) * chunk
+    memory = memoryview(bytearray(step))
+    for part in tensor.parts:
+        for start in range(0, part.nbytes, step):
+            nbytes = min(step, part.nbytes - start)
+            try:
+                reader.read_chunks(tensor, part, start, memory[:nbytes])
+            except CheckpointError as error:
+                yield str(error)
+                break
+            progress(nbytes)
+
+
+# -- two of them -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of two checkpoints.
+
+    Attributes:
+        name: The tensor or value.
+        text: How it differs.
+    """
+
+    name: str
+    text: str
+
+
+def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
+    """The differences of two checkpoints: names, shapes, dtypes, elements and values. Local.
+
+    Layouts and files do not count. Tensors of the same parts are compared by their checksums,
+    others are read, in bounded memory.
+
+    Args:
+        a: A folder, or a URL.
+        b: Another.
+
+    Raises:
+        CheckpointError: One is no checkpoint, or is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> a, b = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> checkpoint.save({"weight": torch.ones(2), "step": 1}, a)
+        >>> checkpoint.save({"weight": torch.tensor([1.0, 3.0]), "step": 1}, b)
+        >>> for difference in checkpoint.diff(a, b):
+        ...     print(difference.name, difference.text)
+        weight 1 of 2 elements differ, by at most 2
+    """
+    readers = []
+    try:
+        for path in (a, b):
+            storage = storage_at(path)
+            readers.append(PartReader(storage, read_index(storage)))
+        found = [*_different_tensors(*readers), *_different_values(*readers)]
+    finally:
+        for reader in readers:
+            reader.close()
+    return found
+
+
+def _different_tensors(a: PartReader, b: PartReader) -> Iterator[Difference]:
+    first, second = a.index.tensors, b.index.tensors
+    for name in dict.fromkeys([*first, *second]):
+        if name not in second or name not in first:
+            yield Difference(name, f"only in the {'first' if name in first else 'second'}")
+            continue
+        x, y = first[name], second[name]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            yield Difference(
+                name,
+                f"{x.dtype}{list(x.shape)} in the first, {y.dtype}{list(y.shape)} in the second",
+            )
+        elif a.index.chunk_bytes != b.index.chunk_bytes or _content(x) != _content(y):
+            text = _different_elements(a, x, b, y)
+            if text:
+                yield Difference(name, text)
+
+
+def _content(tensor: SavedTensor) -> list[Any]:
+    return [(part.box, part.crc32) for part in tensor.parts]
+
+
+def _different_elements(a: PartReader, x: SavedTensor, b: PartReader, y: SavedTensor) -> str:
+    count, most = 0, 0.0
+    for box in cut_box(whole_box(x.shape), x.torch_dtype.itemsize, BOUNCE_BYTES):
+        p, q = (torch.empty(box.sizes, dtype=x.torch_dtype) for _ in range(2))
+        read_region(a, x, box, p)
+        read_region(b, y, box, q)
+        p, q = (_comparable(each) for each in (p, q))
+        other = (p != q) & ~((p != p) & (q != q))
+        differ = int(other.sum())
+        if differ:
+            count += differ
+            distance = (p[other].double() - q[other].double()).abs()
+            most = max(most, float(distance.nan_to_num(0.0).max()))
+    return f"{count:,} of {_volume(x):,} elements differ, by at most {most:.4g}" if count else ""
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
+
+
+def _volume(tensor: SavedTensor) -> int:
+    return whole_box(tensor.shape).volume
+
+
+def _different_values(a: PartReader, b: PartReader) -> Iterator[Difference]:
+    first, second = (_values(state_of(each.index.state)) for each in (a, b))
+    for name in dict.fromkeys([*first, *second]):
+        if name not in second or name not in first:
+            yield Difference(name, f"only in the {'first' if name in first else 'second'}")
+        elif first[name] != second[name]:
+            yield Difference(name, f"{_short(first[name])} and {_short(second[name])}")
+
+
+def _values(state: FlatState) -> Mapping[str, Any]:
+    values = {}
+    for path, leaf in state.leaves.items():
+        for suffix, each in _variants(leaf):
+            if isinstance(each, Value):
+                values[f"{dotted(path)}{suffix}"] = each.json
+    return values
+
+
+def _variants(leaf: Any) -> list[tuple[str, Value | NamedTensor]]:
+    if isinstance(leaf, PerRank):
+        return [(f"@{ranks[0]}", each) for ranks, each in leaf.variants]
+    return [("", leaf)]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,171 @@
+"""Other formats, there and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.checkpoint.states import dtensor, model, numbers, train
+from tilework import checkpoint
+from tilework.checkpoint import CheckpointError, ConvertOptions
+from tilework.dtensor import Replicate, Shard
+from tilework.testing import run_ranks
+
+dcp: Any = torch_dcp
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks."""
+    folder = tmp_path_factory.mktemp("saved") / "one"
+
+    def program(rank: int) -> None:
+        state = {
+            "model": {
+                "a.weight": dtensor(numbers(64, 48), (2, 2), [Shard(0), Shard(1)]),
+                "a.bias": dtensor(numbers(48, dtype=torch.bfloat16), (4,), [Replicate()]),
+                "empty": torch.zeros(0, 3),
+            },
+            "step": 3,
+            "rates": [0.1, float("inf")],
+        }
+        checkpoint.save(state, folder, meta={"step": 3})
+
+    run_ranks(4, program)
+    return folder
+
+
+def same(a: Path, b: Path) -> bool:
+    return not checkpoint.diff(a, b)
+
+
+@pytest.mark.parametrize(("name", "to"), [("x.pt", None), ("folder", "dcp"), ("new", "tilework")])
+def test_there_and_back(saved: Path, tmp_path: Path, name: str, to: str | None) -> None:
+    checkpoint.convert(saved, tmp_path / name, to)
+    checkpoint.convert(tmp_path / name, tmp_path / "back")
+    assert same(saved, tmp_path / "back")
+    assert not checkpoint.verify(tmp_path / "back")
+    assert not [each for each in os.listdir(tmp_path) if each.startswith(".")]
+
+
+def test_safetensors_there_and_back(saved: Path, tmp_path: Path) -> None:
+    options = ConvertOptions(names=["model.*"], strip="model.", file_bytes=10_000)
+    checkpoint.convert(saved, tmp_path / "hf", "safetensors", options)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"a.weight", "a.bias", "empty"}
+    loaded = {
+        k: v
+        for f in set(index["weight_map"].values())
+        for k, v in load_file(tmp_path / "hf" / f).items()
+    }
+    assert loaded["a.weight"].equal(numbers(64, 48))
+    checkpoint.convert(tmp_path / "hf", tmp_path / "back", options=ConvertOptions(prefix="model."))
+    differences = {each.name for each in checkpoint.diff(saved, tmp_path / "back")}
+    assert differences == {"step", "rates"}
+    # Names lead to where they belong, whatever the nesting.
+    into = {"model": {"a.weight": torch.zeros(64, 48)}}
+    checkpoint.load(tmp_path / "back", into=into)
+    assert into["model"]["a.weight"].equal(numbers(64, 48))
+
+
+def test_one_file_of_safetensors(saved: Path, tmp_path: Path) -> None:
+    checkpoint.convert(saved, tmp_path / "m.safetensors")
+    assert load_file(tmp_path / "m.safetensors")["model.a.bias"].equal(
+        numbers(48, dtype=torch.bfloat16)
+    )
+
+
+def test_files_of_others_load_into_models(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    train(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    save_file(net.state_dict(), tmp_path / "x.safetensors")
+    dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint.convert(tmp_path / "x.pt", tmp_path / "a")
+    checkpoint.convert(tmp_path / "x.safetensors", tmp_path / "b")
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "c")
+    other = model()
+    rates = torch.optim.Adam(other.parameters())
+    checkpoint.load(tmp_path / "a", into={"model": other, "optimizer": rates})
+    for mine, theirs in zip(rates.state.values(), optimizer.state.values(), strict=True):
+        assert mine["exp_avg"].equal(theirs["exp_avg"])
+    for folder, into in (("b", model()), ("c", {"model": model()})):
+        checkpoint.load(tmp_path / folder, into=into)
+        found = into if isinstance(into, nn.Module) else into["model"]
+        assert all(map(torch.equal, found.parameters(), net.parameters()))
+
+
+def test_torchs_dcp_reads_what_is_converted(saved: Path, tmp_path: Path) -> None:
+    checkpoint.convert(saved, tmp_path / "dcp", "dcp")
+    state: Any = {"model": {"a.weight": torch.zeros(64, 48)}, "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert state["model"]["a.weight"].equal(numbers(64, 48))
+    assert state["step"] == 3
+
+
+class Payload:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": Payload()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="cannot be read with weights_only"):
+        checkpoint.convert(tmp_path / "x.pt", tmp_path / "a")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(CheckpointError, match=r"it has posix\.mkdir, which DCP does not put there"):
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "b")
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is there already"):
+        checkpoint.convert(saved, saved)
+    with pytest.raises(CheckpointError, match="is no checkpoint, no folder of DCP"):
+        checkpoint.convert(tmp_path / "nothing", tmp_path / "x")
+    with pytest.raises(ValueError, match="formats are tilework, safetensors"):
+        checkpoint.convert(saved, tmp_path / "x", "onnx")
+    (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError, match="its header is too long"):
+        checkpoint.convert(tmp_path / "bad.safetensors", tmp_path / "x")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../y"}}')
+    with pytest.raises(CheckpointError, match=r"names the file '\.\./y'"):
+        checkpoint.convert(tmp_path / "hf", tmp_path / "x")
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """A tensor of 256 MiB goes through 32 MiB of it at a time."""
+    program = """
+import resource, sys, torch
+from tilework import checkpoint
+source, target = sys.argv[1:]
+checkpoint.convert(source, target + ".safetensors")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+checkpoint.convert(source, target)
+checkpoint.convert(source, target + ".safetensors2", "safetensors")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    checkpoint.save({"x": torch.zeros(64 << 20)}, tmp_path / "large")
+    paths = [str(tmp_path / name) for name in ("large", "new")]
+    arguments = [sys.executable, "-c", program, *paths]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=55)
+    assert int(done.stdout) < 64 << 10  # KiB

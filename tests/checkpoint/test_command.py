@@ -1,0 +1,110 @@
+"""``tilework checkpoint`` and what stands behind it: show, verify, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.states import dtensor, numbers
+from tilework import checkpoint
+from tilework.checkpoint import CheckpointError
+from tilework.cli import dispatch
+from tilework.dtensor import Shard
+from tilework.testing import run_ranks
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    def program(rank: int) -> None:
+        x = dtensor(numbers(8, 6), (2,), [Shard(0)])
+        state = {"w": x, "b": numbers(3), "step": 7, "seed": rank}
+        checkpoint.save(state, tmp_path / "one", meta={"step": 7})
+
+    run_ranks(2, program)
+    return tmp_path / "one"
+
+
+def run(*arguments: object) -> int:
+    return dispatch(["checkpoint", *map(str, arguments)])
+
+
+def test_show(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show", saved) == 0
+    text = capsys.readouterr().out
+    assert "2 tensors, 204 B in 2 files, saved by 2 ranks" in text
+    assert "meta: {'step': 7}" in text
+    assert "DTensor [Shard(dim=0)] on mesh (0=2)" in text
+    assert text.count("rank 0") == 1
+    assert "step = 7" in text
+    assert "seed = 2 variants" in text
+    assert run("show", saved, "b*") == 0
+    text = capsys.readouterr().out
+    assert "step = 7" not in text
+    assert "\nw " not in text
+
+
+def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", saved) == 0
+    assert "bytes are as they were written" in capsys.readouterr().out
+    for number, path in enumerate(sorted(saved.glob("*.safetensors"))):
+        data = bytearray(path.read_bytes())
+        data[20 if number else -3] ^= 1
+        path.write_bytes(data)
+    assert run("verify", saved) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "its header is damaged" in lines[0]
+    assert "tensor 'w'" in lines[1] or "tensor 'b'" in lines[1]
+
+
+def test_verify_tells_missing_and_foreign_files(saved: Path) -> None:
+    first, second = sorted(saved.glob("*.safetensors"))
+    first.write_bytes(second.read_bytes())
+    second.unlink()
+    problems = checkpoint.verify(saved)
+    assert any("No such file" in problem for problem in problems)
+    assert len(problems) >= 2
+
+
+def test_diff(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    w = numbers(8, 6)
+    w[0, 0], w[3, 3] = -5, float("nan")
+    state = {"w": w, "b": numbers(4), "step": 8, "seed": 0, "more": torch.ones(1)}
+    checkpoint.save(state, other)
+    assert run("diff", saved, saved) == 0
+    assert run("diff", saved, other) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "w: 2 of 48 elements differ, by at most 5",
+        "b: F32[3] in the first, F32[4] in the second",
+        "more: only in the second",
+        "step: 7 and 8",
+        "seed@0: only in the first",
+        "seed@1: only in the first",
+        "seed: only in the second",
+    ]
+
+
+def test_the_same_values_in_other_layouts_do_not_differ(saved: Path, tmp_path: Path) -> None:
+    checkpoint.save({"w": numbers(8, 6), "b": numbers(3), "step": 7}, tmp_path / "other")
+    names = {each.name for each in checkpoint.diff(saved, tmp_path / "other")}
+    assert names == {"seed@0", "seed@1"}
+
+
+def test_convert(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "w.safetensors"
+    assert run("convert", saved, target, "--names", "w", "--file-bytes", "5G") == 0
+    assert target.exists()
+
+
+def test_what_cannot_be_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show", tmp_path) == 2
+    assert "is no checkpoint: it has no index.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("convert", tmp_path, tmp_path, "--file-bytes", "many")
+    assert "a number of bytes, such as 500M or 5G, got 'many'" in capsys.readouterr().err
+    with pytest.raises(CheckpointError):
+        checkpoint.verify(tmp_path)
