@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar, Token
 from functools import wraps
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tilework.comm.world import World, current_world
 
 #: torch's functions that read or write the state of its default generator.
-_NAMES = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
+_STATE_NAMES: Final = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
 _PLACES: tuple[Any, ...] = (torch, torch.random)
+
+#: torch's functions that draw from it, by the names that they have wherever they stand.
+_DRAWING: Final = frozenset(
+    # One to a line would be half the file.
+    """
+    rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial
+    poisson binomial uniform_ normal_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_
+    dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout
+    feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout rrelu rrelu_
+    gumbel_softmax fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    fractional_max_pool3d_with_indices scaled_dot_product_attention multi_head_attention_forward
+    rnn_tanh rnn_relu gru lstm pca_lowrank svd_lowrank
+    trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_
+    sparse_
+    """.split()  # noqa: SIM905
+)
+
+#: Held while torch's default generator has the state of one rank's.
+_borrowed = threading.RLock()
 
 
 def give_generator(world: World) -> None:
@@ -27,14 +48,80 @@ def give_generator(world: World) -> None:
 def own_generators() -> Iterator[None]:
     """Let ``torch.manual_seed`` and the like act on the calling rank's own generator.
 
-    That is where DTensors' random numbers come from. ``manual_seed`` seeds the shared one besides,
-    which plain tensors are filled from; threads that are no ranks have but that.
+    Threads that are no ranks go on with torch's default one.
     """
     _patch.enter()
     try:
         yield
     finally:
         _patch.leave()
+
+
+class OwnDraws(TorchFunctionMode):
+    """While entered: this thread fills plain tensors from its rank's own generator.
+
+    Functions of torch that draw run with the state of that generator in torch's default one, one
+    thread at a time. So a rank that seeds gets the numbers of a process of its own, whatever other
+    ranks draw meanwhile.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+        self._tokens: list[Token[OwnDraws | None]] = []
+
+    def __enter__(self) -> OwnDraws:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._tokens.append(_draws.set(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _draws.reset(self._tokens.pop())
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The result of ``func``, with numbers of this rank's generator where it draws any."""
+        keywords = kwargs or {}
+        drawing = getattr(func, "__name__", "") in _DRAWING
+        if not drawing or keywords.get("generator") is not None:
+            return func(*args, **keywords)
+        if types:
+            # Not with the lock: a DTensor communicates. What its class draws comes by here again.
+            with self:
+                return _of_class(func, types, args, keywords)
+        shared = torch.default_generator
+        with _borrowed:
+            before = shared.get_state()
+            shared.set_state(self._generator.get_state())
+            try:
+                return func(*args, **keywords)
+            finally:
+                self._generator.set_state(shared.get_state())
+                shared.set_state(before)
+
+
+def _of_class(
+    func: Callable[..., Any],
+    types: Sequence[type],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The result of the first class of tensors that takes ``func``."""
+    for kind in types:
+        result = kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
+        if result is not NotImplemented:
+            return result
+    names = ", ".join(kind.__name__ for kind in types)
+    raise TypeError(f"none of {names} takes {func}")
+
+
+_draws: ContextVar[OwnDraws | None] = ContextVar("tilework_draws", default=None)
 
 
 class _Patch:
@@ -50,9 +137,11 @@ class _Patch:
             self._users += 1
             if self._users > 1:
                 return
-            self._originals = {name: getattr(torch.random, name) for name in _NAMES}
+            self._originals = {name: getattr(torch.random, name) for name in _STATE_NAMES}
             for name, original in self._originals.items():
                 _put(name, _of_rank(name, original))
+            self._originals["fork_rng"] = torch.random.fork_rng
+            _put("fork_rng", _forking(torch.random.fork_rng))
 
     def leave(self) -> None:
         with self._lock:
@@ -74,12 +163,27 @@ def _of_rank(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         generator = current_world().generator
         if generator is None:
-            return original(*args, **kwargs)
-        if name == "manual_seed":
-            original(*args, **kwargs)
+            with _borrowed:
+                return original(*args, **kwargs)
         return getattr(generator, method)(*args, **kwargs)
 
     return function
+
+
+def _forking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``fork_rng``, in which a rank draws as ever: torch recomputes checkpointed layers there.
+
+    It does so within backward, where it has put all modes away.
+    """
+
+    @wraps(original)
+    @contextmanager
+    def fork_rng(*args: Any, **kwargs: Any) -> Iterator[None]:
+        draws = _draws.get()
+        with original(*args, **kwargs), draws or nullcontext():
+            yield
+
+    return fork_rng
 
 
 _patch = _Patch()

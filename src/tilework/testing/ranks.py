@@ -27,7 +27,7 @@ from tilework.comm.groups import destroy_process_group, init_process_group
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError, text_of
 from tilework.store import HashStore, Store, StoreServer, UnixStore
-from tilework.testing.generators import give_generator, own_generators
+from tilework.testing.generators import OwnDraws, give_generator, own_generators
 
 _Result = TypeVar("_Result")
 Kind = Literal["threads", "processes"]
@@ -58,9 +58,9 @@ def run_ranks(
     """Run ``fn(rank, *args)`` on ``n`` ranks, and return their results in the order of ranks.
 
     Each rank has a default group of all ranks meanwhile. Real programs with real values: in
-    threads nothing is spawned or pickled, and it costs a few milliseconds. Threads share torch's
-    default generator; but what ``torch.manual_seed`` and its siblings set and tell is a rank's own,
-    from which it draws the random numbers of DTensors.
+    threads nothing is spawned or pickled, and it costs a few milliseconds. Random numbers are
+    those of processes: each rank has a generator of its own, which begins in the state of torch's
+    default one, and which ``torch.manual_seed`` and its siblings set and tell.
 
     Args:
         n: The number of ranks.
@@ -166,8 +166,9 @@ def _in_threads(program: _Program) -> list[_Outcome]:
 def _thread_rank(
     program: _Program, rank: int, worlds: list[World], store: Store, outcomes: list[_Outcome]
 ) -> None:
-    outcome = outcomes[rank]
-    with own_world(worlds[rank]) as world:
+    outcome, generator = outcomes[rank], worlds[rank].generator
+    assert generator is not None
+    with own_world(worlds[rank]) as world, OwnDraws(generator):
         try:
             outcome.result = program.run(rank, store, "threads")
         except BaseException as error:

@@ -102,14 +102,17 @@ def seeded(key: Key) -> Iterator[torch.Generator]:
     For operators that draw by themselves, so that ranks which compute the same draw the same. Do
     not communicate within: ranks that are threads wait for each other.
     """
+    own = current_world().generator
+    used = [torch.default_generator] if own is None else [torch.default_generator, own]
     with _default:
-        default = torch.default_generator
-        state = default.get_state()
+        states = [generator.get_state() for generator in used]
         try:
-            default.manual_seed(key.seed)
+            for generator in used:
+                generator.manual_seed(key.seed)
             yield torch.Generator().manual_seed(key.seed)
         finally:
-            default.set_state(state)
+            for generator, state in zip(used, states, strict=True):
+                generator.set_state(state)
 
 
 def draw_alike(mesh: DeviceMesh, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
