@@ -16,6 +16,7 @@ from tilework.comm.collectives import all_gather_into_tensor, all_reduce, reduce
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor import DTensor
+from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import wrap
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from tilework.parallel.fully_sharded.shards import ShardedParam, as_parameter
@@ -133,6 +134,9 @@ class FlatGroup:
             if pairs:
                 torch._foreach_copy_([full for _, full in pairs], [row for row, _ in pairs])
         for param in self.params:
+            if param.tensor_parallel is not None:
+                # It was made on empty memory, and its values are those of the shards.
+                param.full._digest = digest_of(param.sharded)
             param.install(param.full)
         self.is_full = True
 
