@@ -32,6 +32,7 @@ ABOUT_MORE = {
     "distributed/test_public_names.py": "the façade's names against torch.distributed's",
     "torch_backend/test_accelerate.py": "a program of accelerate's users",
     "torch_backend/test_checkpoint.py": "torch.distributed.checkpoint on tilework's groups",
+    "torch_backend/test_dtensors.py": "DTensors and meshes of both libraries in one program",
     "torch_backend/test_ddp.py": "torch's DistributedDataParallel on tilework's groups",
     "torch_backend/test_training.py": "torch's own parallelisms on tilework's groups",
     "test_docs.py": "the pages of docs/",

@@ -21,6 +21,11 @@ def check_tensor(value: Any, name: str) -> None:
     """``value`` is a tensor with memory to move."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
+    if type(value) is not Tensor and hasattr(value, "full_tensor"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, whose parts lie on several ranks: collectives "
+            f"take plain tensors, such as its local tensor ({name}.to_local())"
+        )
     if value.layout is not torch.strided or value.is_meta:
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
         raise ValueError(

@@ -78,13 +78,29 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     def __init__(self, op: AnyReduceOp, factor: float = 1.0) -> None:
         if not isinstance(op, ReduceOp):
-            raise TypeError(
-                f"a reduction must be one of ReduceOp.{', '.join(RedOpType.__members__)}, "
-                f"got {op!r} of type {op.__class__.__name__}"
-            )
+            raise TypeError(_no_reduction(op))
         bare = isinstance(op, RedOpType)
         object.__setattr__(self, "type", op if bare else op.type)
         object.__setattr__(self, "factor", factor if bare else op.factor)
+
+    @staticmethod
+    def from_torch(op: Any) -> AnyReduceOp:
+        """The reduction that one of torch.distributed's is.
+
+        Raises:
+            TypeError: It is none of torch.distributed's.
+
+        Example:
+            >>> import torch.distributed
+            >>> ReduceOp.from_torch(torch.distributed.ReduceOp.MAX) == ReduceOp.MAX
+            True
+        """
+        if isinstance(op, ReduceOp):
+            return op
+        name = str(getattr(op, "name", op)).rpartition(".")[2].rstrip(">")
+        if name not in RedOpType.__members__ or name == "PREMUL_SUM":
+            raise TypeError(f"{op!r} is no reduction of torch.distributed's that tilework has")
+        return RedOpType[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ReduceOp is immutable; make a new one instead of setting {name}")
@@ -164,6 +180,19 @@ _LEGAL: dict[torch.dtype, frozenset[RedOpType]] = {
 }
 
 
+def _no_reduction(op: object) -> str:
+    """The message for what is no reduction of this library's."""
+    names = f"ReduceOp.{', '.join(RedOpType.__members__)}"
+    kind = type(op)
+    if kind.__module__.startswith(("torch.distributed", "torch._C._distributed")):
+        name = str(getattr(op, "name", op)).rpartition(".")[2]
+        return (
+            f"ReduceOp.{name} of torch.distributed's was passed: tilework's functions take "
+            f"tilework.distributed.ReduceOp.{name}, which ReduceOp.from_torch(op) converts it to"
+        )
+    return f"a reduction must be one of {names}, got {op!r} of type {kind.__name__}"
+
+
 def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
     """Raise ValueError unless ``op`` is defined for ``dtype``; TypeError unless it is one."""
     kind = op if op.__class__ is RedOpType else getattr(op, "type", None)
@@ -171,9 +200,7 @@ def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
     if legal is not None and kind in legal:
         return
     if kind is None:
-        raise TypeError(
-            f"a reduction must be one of ReduceOp.{', '.join(RedOpType.__members__)}, got {op!r}"
-        )
+        raise TypeError(_no_reduction(op))
     if legal is None:
         raise ValueError(f"cannot reduce {dtype}: convert to a standard number type first")
     names = ", ".join(sorted(member.name for member in legal))

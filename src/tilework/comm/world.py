@@ -108,6 +108,15 @@ class World:
     states: dict[type, Any] = field(default_factory=dict)
     #: By rank of the default group, the number that it was started with: its seat.
     seats: tuple[int, ...] = ()
+    #: Registered groups that another World made, and will close: those that torch's run on.
+    borrowed: set[ProcessGroup] = field(default_factory=set)
+
+    def borrow(self, record: GroupRecord) -> ProcessGroup:
+        """Know a group that another World made and will close."""
+        if record.group not in self.records:
+            self.records[record.group] = record
+            self.borrowed.add(record.group)
+        return record.group
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
         """Name a group and remember it."""
@@ -151,7 +160,9 @@ class World:
     def forget(self, group: ProcessGroup) -> None:
         """Close one group."""
         record = self.records.pop(group, None)
-        if record is not None:
+        if group in self.borrowed:
+            self.borrowed.remove(group)
+        elif record is not None:
             record.group.close()
 
     def succeed(self, group: ProcessGroup, seats: tuple[int, ...]) -> None:
@@ -299,18 +310,41 @@ def get_default_store() -> Store:
 
 
 def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
-    """``group``, or the default group for None."""
-    return current_world().default() if group is None else group
+    """``group``, or the default group for None; for torch's the one that it runs on."""
+    return current_world().default() if group is None else native_group(group)
+
+
+def native_group(group: Any) -> ProcessGroup | NonMember:
+    """The group of this library's that ``group`` is, or that one of torch's runs on. Local.
+
+    Raises:
+        TypeError: It is no group, or one of torch's on a backend of torch's own.
+    """
+    if isinstance(group, ProcessGroup | NonMember):
+        return group
+    record: GroupRecord | None = getattr(group, "tilework_record", None)
+    if record is not None:
+        return current_world().borrow(record)
+    kind = type(group)
+    if kind.__module__.startswith(("torch.distributed", "torch._C._distributed")):
+        raise TypeError(
+            f"{group!r} is a process group of torch.distributed's, on a backend of torch's own: "
+            f"tilework's functions take groups of tilework.distributed (new_group), and those of "
+            f'torch.distributed after torch.distributed.init_process_group("tilework")'
+        )
+    raise TypeError(f"a group is what new_group() returns, or None, got {group!r}")
 
 
 def member(group: AnyGroup, operation: str) -> ProcessGroup | None:
     """``group`` if this rank is in it; else None, with a warning the first time."""
     if group is None:
         return _world.get().default_group or current_world().default()
+    if isinstance(group, ProcessGroup):
+        return group
     if isinstance(group, NonMember):
         _warn_outside(group, operation)
         return None
-    return group
+    return member(native_group(group), operation)
 
 
 def _warn_outside(group: NonMember, operation: str) -> None:

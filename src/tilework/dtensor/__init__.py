@@ -8,7 +8,7 @@ from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.local_map import local_map
-from tilework.dtensor.module import distribute_module
+from tilework.dtensor.module import distribute_module, module_from_torch, module_to_torch
 from tilework.dtensor.propagation.register_rule import register_rule
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
@@ -36,6 +36,8 @@ __all__ = [
     "init_device_mesh",
     "local_map",
     "manual_seed",
+    "module_from_torch",
+    "module_to_torch",
     "ones",
     "plan_redistribution",
     "rand",

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.tensor import DTensor
-from tilework.mesh import DeviceMesh, current_mesh
+from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 
 #: Called with a submodule's name, the submodule and the mesh.
 PartitionFunction = Callable[[str, nn.Module, DeviceMesh], None]
@@ -64,7 +66,7 @@ def distribute_module(
         >>> run_ranks(2, program)[0]
         (torch.Size([2, 3]), torch.Size([4]))
     """
-    mesh = device_mesh or current_mesh()
+    mesh = mesh_or_current(device_mesh)
     before = _hook("input_fn", "inputs", input_fn)
     after = _hook("output_fn", "outputs", output_fn)
     shared: dict[int, tuple[Tensor, Tensor]] = {}
@@ -121,3 +123,67 @@ def _replica(tensor: Tensor, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, T
             replica = nn.Parameter(replica, requires_grad=tensor.requires_grad)
         shared[id(tensor)] = tensor, replica
     return shared[id(tensor)][1]
+
+
+def module_to_torch(module: nn.Module) -> nn.Module:
+    """The module, whose DTensors have become torch.distributed.tensor's. In place; local.
+
+    Parameters, buffers and gradients share memory with what they were. Operators that meet torch's
+    DTensors beside those of this library convert them back, with gradients. So a module that
+    :func:`~tilework.parallel.parallelize_module` has prepared runs as before, while torch's
+    ``fully_shard`` and ``torch.distributed.checkpoint`` find parameters that they know.
+
+    The mesh should have come from torch's (:meth:`DeviceMesh.from_torch`): ``fully_shard`` needs
+    one of which its own axis and this one are parts. A mesh of tilework's own gets one of torch's,
+    which is collective (:meth:`DeviceMesh.to_torch`).
+
+    Raises:
+        ValueError: torch has no placements for a parameter; nothing has changed then.
+
+    Example:
+        >>> from torch import nn
+        >>> module_to_torch(nn.Linear(2, 3))  # has no DTensors
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    return _converted(module, DTensor, DTensor.to_torch)
+
+
+def module_from_torch(module: nn.Module) -> nn.Module:
+    """The module, whose DTensors of torch's have become those of this library. In place; local.
+
+    Raises:
+        TypeError: A parameter's groups are on backends of torch's own; nothing has changed then.
+        ValueError: A parameter lies as no placements here say; likewise.
+
+    Example:
+        >>> from torch import nn
+        >>> module_from_torch(nn.Linear(2, 3))
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    return _converted(module, is_torch_dtensor, DTensor.from_torch)
+
+
+def _converted(module: nn.Module, kind: Any, convert: Callable[[Any], Tensor]) -> nn.Module:
+    """The module with tensors of a kind converted; the same tensor to the same one."""
+
+    def wanted(tensor: Any) -> bool:
+        return isinstance(tensor, kind) if isinstance(kind, type) else bool(kind(tensor))
+
+    known: dict[int, Tensor] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if wanted(tensor):
+            known[id(tensor)] = _converted_tensor(tensor, convert)
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            of_part: dict[str, Any] = tensors
+            of_part.update({n: known[id(t)] for n, t in of_part.items() if id(t) in known})
+    return module
+
+
+def _converted_tensor(tensor: Tensor, convert: Callable[[Any], Tensor]) -> Tensor:
+    converted = convert(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        converted = nn.Parameter(converted, requires_grad=tensor.requires_grad)
+    if tensor.grad is not None:
+        converted.grad = convert(tensor.grad)
+    return converted

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilework.layout import Box, Layout, Partial, Placement, Replicate, Tiling, mesh_tiling
+from tilework.layout.placements import native_placement
 from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, shards, splits_of
 from tilework.mesh import DeviceMesh
 
@@ -286,7 +287,7 @@ def _new_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, order: Ints | None
 ) -> DTensorSpec:
     shape = tuple(map(int, shape))
-    layout = Layout(placements, order)
+    layout = Layout(tuple(map(native_placement, placements)), order)
     splits = splits_of(shape, mesh.spec.shape, layout)
     layout = normal_layout(layout, splits)
     return DTensorSpec(mesh, layout.placements, shape, layout.order, splits)

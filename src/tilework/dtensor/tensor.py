@@ -21,9 +21,19 @@ from tilework.dtensor.provenance.digests import digest_of, note_gradient
 from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import spec_of
+from tilework.dtensor.torch_tensors import (
+    is_torch_dtensor,
+    local_from_torch,
+    refuse_torch_dtensor,
+    spec_from_torch,
+    strides_in_torch,
+    torch_placements,
+)
 from tilework.dtensor.views import copied_views
 from tilework.layout import Placement, Replicate
-from tilework.mesh import DeviceMesh, current_mesh
+from tilework.layout.placements import native_placement
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.tensor import TiledTensor
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
@@ -125,7 +135,8 @@ class DTensor(DTensorBase):
             >>> run_ranks(2, program)
             [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
         """
-        mesh = device_mesh or current_mesh()
+        mesh = mesh_or_current(device_mesh)
+        refuse_torch_dtensor(local_tensor, "from_local")
         if not isinstance(local_tensor, Tensor) or isinstance(local_tensor, TiledTensor):
             raise TypeError(
                 f"from_local takes this rank's part as a plain tensor, got "
@@ -136,10 +147,59 @@ class DTensor(DTensorBase):
         local = on_device(local_tensor, mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
+        placements = [native_placement(placement) for placement in placements]
         spec = spec_from_local(local, mesh, placements, shape, order, run_check)
         if not spec.takes_part:
             return wrap(empty_local(local), spec)
         return wrap(gradients.entering(local, spec, grad_placements), spec)
+
+    @staticmethod
+    def from_torch(tensor: Any) -> DTensor:
+        """A DTensor of torch.distributed.tensor's as one of this library's. Local.
+
+        Shares memory; gradients flow back. The mesh is :meth:`DeviceMesh.from_torch` of its mesh.
+        Operators on DTensors convert torch's that they meet by themselves.
+
+        Raises:
+            TypeError: It is no DTensor of torch's, its groups are on backends of torch's own, or a
+                placement has no meaning here.
+            ValueError: torch's DTensor was made of uneven parts, or splits dims otherwise.
+        """
+        if isinstance(tensor, DTensor):
+            return tensor
+        if not is_torch_dtensor(tensor):
+            raise TypeError(
+                f"from_torch takes a DTensor of torch.distributed.tensor's, got "
+                f"{type(tensor).__name__}"
+            )
+        spec = spec_from_torch(tensor)
+        local = local_from_torch(tensor)
+        if not spec.takes_part:
+            return wrap(empty_local(local), spec)
+        return wrap(gradients.entering(local, spec, None), spec)
+
+    def to_torch(self) -> Any:
+        """This tensor as a DTensor of torch's, in the same memory. Gradients flow back.
+
+        Local, but for the first time on a mesh that did not come from torch's: see
+        :meth:`DeviceMesh.to_torch`.
+
+        Raises:
+            ValueError: torch has no placements that lie so: it splits as ``torch.chunk`` does.
+            RuntimeError: torch.distributed is not initialized.
+        """
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
+        spec = self._spec
+        placements = torch_placements(spec)
+        return TorchDTensor.from_local(
+            local_graph.local_of(self),
+            spec.mesh.to_torch(),
+            placements,
+            run_check=False,
+            shape=spec.size,
+            stride=strides_in_torch(spec.shape),
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's local tensor, a plain one, at the same place in the autograd graph.

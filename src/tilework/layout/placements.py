@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tilework.layout.box import Ints
 
@@ -78,6 +79,33 @@ class Partial(_PlacementKind):
 
 
 Placement = Shard | Replicate | Partial
+
+
+def native_placement(placement: Any) -> Any:
+    """A placement of this library's; torch's are taken by their meaning. Others as they are.
+
+    Raises:
+        TypeError: It is one of torch's that says nothing by itself.
+
+    Example:
+        >>> from torch.distributed import tensor as torch_tensor
+        >>> native_placement(torch_tensor.Shard(1)), native_placement(Replicate())
+        (Shard(dim=1), Replicate())
+    """
+    kind = type(placement)
+    if isinstance(placement, _PlacementKind) or not kind.__module__.startswith("torch.distributed"):
+        return placement
+    if kind.__name__ == "Shard":
+        return Shard(placement.dim)
+    if kind.__name__ == "Replicate":
+        return Replicate()
+    if kind.__name__ == "Partial":
+        return Partial(placement.reduce_op)
+    raise TypeError(
+        f"{placement!r} is a placement of torch.distributed.tensor's of which tilework has no own: "
+        f"use Shard, Replicate or Partial, with order= where several axes shard a dim; "
+        f"DTensor.from_torch() takes a tensor that lies so"
+    )
 
 
 @dataclass(frozen=True, slots=True)

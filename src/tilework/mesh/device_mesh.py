@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,7 @@ from tilework.comm.world import (
     get_rank,
     get_world_size,
     is_initialized,
+    native_group,
     resolve,
 )
 from tilework.mesh.spec import MeshSpec
@@ -103,6 +104,8 @@ class DeviceMesh:
         self.op_shardings: dict[Any, Any] = {}
         #: Likewise: what its ranks have done together.
         self.history: Any = None
+        #: torch's mesh of the same ranks, where there is one.
+        self._torch: Any = None
         #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
 
@@ -297,6 +300,78 @@ class DeviceMesh:
             device_mesh._groups = groups
         return device_mesh
 
+    # -- torch's meshes ----------------------------------------------------------------------
+
+    @staticmethod
+    def from_torch(mesh: Any) -> DeviceMesh:
+        """The mesh of the same ranks, on the groups that one of torch.distributed's runs on. Local.
+
+        Where tilework has no default group yet, torch's becomes it. A mesh that came from
+        :meth:`to_torch` gives the one that it was made of.
+
+        Args:
+            mesh: A torch.distributed.device_mesh.DeviceMesh, after
+                ``torch.distributed.init_process_group("tilework")``.
+
+        Raises:
+            TypeError: It is no such mesh, or its groups are on backends of torch's own.
+            ValueError: tilework's ranks are numbered otherwise than torch's.
+        """
+        if isinstance(mesh, DeviceMesh):
+            return mesh
+        if not is_torch_mesh(mesh):
+            raise TypeError(f"from_torch takes a mesh of torch.distributed's, got {mesh!r}")
+        known = getattr(mesh, "_tilework_mesh", None)
+        if isinstance(known, DeviceMesh):
+            return known
+        _adopt_torch_world()
+        groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+        native = [group for group in map(native_group, groups) if isinstance(group, ProcessGroup)]
+        spec = MeshSpec.of(mesh.mesh.tolist(), mesh.mesh_dim_names)
+        key = mesh.device_type, spec
+        meshes = current_world().state(_Meshes).known
+        device_mesh = meshes.get(key)
+        if device_mesh is None or device_mesh._groups != native:
+            device_mesh = object.__new__(DeviceMesh)
+            device_mesh._set(mesh.device_type, spec, None)
+            device_mesh._groups = native
+            meshes[key] = device_mesh
+        device_mesh._link(mesh)
+        return device_mesh
+
+    def to_torch(self) -> Any:
+        """torch.distributed's mesh of the same ranks.
+
+        That which it came from, if it did; else one with new groups, which is made once: collective
+        over *all* ranks of torch's default group; blocks.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialized.
+        """
+        if self._torch is None:
+            root = self._root
+            if self is not root and root._torch is not None and self.mesh_dim_names:
+                names = self.mesh_dim_names
+                self._link(root._torch[names if len(names) > 1 else names[0]])
+            else:
+                self._link(_new_torch_mesh(self))
+        return self._torch
+
+    @property
+    def _is_current_rank_part_of_mesh(self) -> NoReturn:
+        """Refuse torch.distributed.tensor, which asks this of a mesh before anything else."""
+        raise TypeError(
+            f"{self!r} is a mesh of tilework's: torch.distributed's functions take to_torch() of it"
+        )
+
+    _layout = _rank_map = _get_or_create_default_group = _is_current_rank_part_of_mesh
+
+    def _link(self, mesh: Any) -> None:
+        """Remember that torch's mesh is of the same ranks."""
+        if self._torch is None:
+            self._torch = mesh
+        mesh._tilework_mesh = self
+
     # -- Python's own ------------------------------------------------------------------------
 
     def __enter__(self) -> DeviceMesh:
@@ -387,6 +462,61 @@ def init_device_mesh(
             f"Use DeviceMesh(…) for a mesh of some of the ranks"
         )
     return DeviceMesh(device_type, spec)
+
+
+def is_torch_mesh(value: Any) -> bool:
+    """True for a mesh of torch.distributed's."""
+    kind = type(value)
+    return kind.__name__ == "DeviceMesh" and kind.__module__.startswith("torch.distributed")
+
+
+def _adopt_torch_world() -> None:
+    """Make torch's default group the default one here too, if there is no other."""
+    from torch.distributed import distributed_c10d
+
+    default: Any = distributed_c10d._get_default_group()
+    world = current_world()
+    known = world.default_group
+    group = native_group(default)
+    assert isinstance(group, ProcessGroup)
+    if known is None or (known in world.borrowed and known is not group):
+        world.default_group = group
+        world.state(_Meshes).forget_groups()
+    elif (known.rank(), known.size()) != (group.rank(), group.size()):
+        raise ValueError(
+            f"tilework's default group has this process as rank {known.rank()} of {known.size()}, "
+            f"torch's as rank {group.rank()} of {group.size()}: their meshes are of other ranks"
+        )
+
+
+def _new_torch_mesh(mesh: DeviceMesh) -> Any:
+    import torch.distributed as torch_dist
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    if not torch_dist.is_initialized():
+        raise RuntimeError(
+            "torch's mesh needs torch's groups: call "
+            'torch.distributed.init_process_group("tilework") first, on all ranks'
+        )
+    return TorchMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def mesh_or_current(mesh: Any) -> DeviceMesh:
+    """The mesh that a function was given; the innermost of ``with mesh:`` for None.
+
+    Raises:
+        RuntimeError: None is given or active.
+        TypeError: It is no mesh, or torch's on groups of torch's own.
+    """
+    if mesh is None:
+        return current_mesh()
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if is_torch_mesh(mesh):
+        return DeviceMesh.from_torch(mesh)
+    raise TypeError(
+        f"a mesh is a DeviceMesh, which init_device_mesh() makes, got {type(mesh).__name__}"
+    )
 
 
 def current_mesh() -> DeviceMesh:

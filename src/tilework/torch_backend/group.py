@@ -23,7 +23,7 @@ from tilework.comm.compiler_disable import leave_function
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.group_plan import GroupPlan
 from tilework.comm.sparse import all_reduce_sparse
-from tilework.comm.world import World
+from tilework.comm.world import GroupRecord, World
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
@@ -110,6 +110,11 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._group = _make_group(self._world, request, options)
         self._devices = OtherDevices(self, request.store, request.timeout, options)
         self._block: list[AnyWork] | None = None
+
+    @property
+    def tilework_record(self) -> GroupRecord:
+        """The group of tilework's that this runs on: what tilework's functions take it for."""
+        return self._world.record(self._group)
 
     def _run(
         self, outputs: Sequence[Tensor], call: Callable[..., Work | None], *args: Any, **kwargs: Any

@@ -16,7 +16,8 @@ from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Placement, Replicate
-from tilework.mesh import DeviceMesh, current_mesh
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 
 _Sizes = int | Sequence[int]
 
@@ -203,7 +204,7 @@ def _spec(
 ) -> DTensorSpec:
     if layout is not torch.strided:
         raise ValueError(f"DTensors are dense: layout=torch.strided, got {layout}")
-    mesh = device_mesh or current_mesh()
+    mesh = mesh_or_current(device_mesh)
     shape: Any = size
     if len(size) == 1 and not isinstance(size[0], int):
         shape = size[0]

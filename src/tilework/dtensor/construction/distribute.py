@@ -16,8 +16,10 @@ from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Replicate
-from tilework.mesh import DeviceMesh, current_mesh
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.tensor import TiledTensor
 from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 
@@ -64,7 +66,7 @@ def distribute_tensor(
         >>> run_ranks(2, program)
         [[0, 1], [2]]
     """
-    mesh = device_mesh or current_mesh()
+    mesh = mesh_or_current(device_mesh)
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
     spec: DTensorSpec | None = None
 
@@ -127,6 +129,7 @@ def _checked(
 
 
 def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    refuse_torch_dtensor(tensor, "distribute_tensor")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
     if not tensor.is_leaf:

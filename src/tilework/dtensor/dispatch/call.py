@@ -51,6 +51,12 @@ from tilework.dtensor.provenance.digests import NAN_SEED, call_digest, digest_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.torch_tensors import (
+    is_of_torch_distributed,
+    is_torch_dtensor,
+    refuse_of_torch_distributed,
+    refuse_torch_dtensor,
+)
 from tilework.dtensor.views import copied_views
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import Handler, OpEntry, find
@@ -71,6 +77,8 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _handler(func: Any) -> Handler:
+    if is_of_torch_distributed(func):
+        return refuse_of_torch_distributed
     entry, in_place = find(func)
     if entry.dtensor_handler is not None:
         if entry.dtensor_handler.__module__ == tensor_attributes.__name__:
@@ -155,6 +163,9 @@ class Operator:
         except TypeError:  # an argument without a hash: this call's sharding is not cached
             sharding, key = None, []
         if sharding is None:
+            if any(map(is_torch_dtensor, tensors)):  # of which no call is cached
+                args, kwargs = _from_torch(args, kwargs, tensors, self.in_place)
+                return func(*args, **kwargs)
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
         if self._overwrites:
             seeds[0] = 0  # of what is gone
@@ -331,6 +342,17 @@ def _own_memory(result: Tensor, tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     shared = storage_of(result) == storage_of(tensor._local_tensor)
     return result.clone() if shared else result
+
+
+def _from_torch(args: Args, kwargs: Kwargs, tensors: Sequence[Tensor], in_place: bool) -> Any:
+    """The arguments of a call with torch's DTensors among them, which become DTensors."""
+    if in_place:
+        refuse_torch_dtensor(tensors[0], "an operator in place")
+    return with_tensors(
+        args,
+        kwargs,
+        iter([DTensor.from_torch(x) if is_torch_dtensor(x) else x for x in tensors]),
+    )
 
 
 def _composed_in_place(

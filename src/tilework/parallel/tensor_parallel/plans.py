@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.layout import Placement, Replicate
-from tilework.mesh import DeviceMesh, current_mesh
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.tiled.module_plan import close_names, matching_names
@@ -75,7 +76,7 @@ def parallelize_module(
         >>> run_ranks(4, program)[0]
         ((Shard(dim=0), Replicate()), (Replicate(), Shard(dim=0)))
     """
-    mesh = device_mesh or current_mesh()
+    mesh = mesh_or_current(device_mesh)
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a plan changes nothing", stacklevel=2)
         return module

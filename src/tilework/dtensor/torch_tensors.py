@@ -1,0 +1,160 @@
+"""torch's DTensors: the same layout in torch's words, and back. Local tensors are shared.
+
+torch writes that one axis shards a dim after another as ``_StridedShard``; here it is ``order``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.layout import Placement, Replicate, Shard, chunk_sizes
+from tilework.layout.placements import native_placement
+from tilework.mesh import DeviceMesh
+
+
+def is_torch_dtensor(value: Any) -> bool:
+    """True for a DTensor of torch.distributed.tensor's."""
+    kind = type(value)
+    return isinstance(value, Tensor) and any(
+        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
+        for base in kind.__mro__
+    )
+
+
+def refuse_torch_dtensor(value: Any, function: str) -> None:
+    """Raise TypeError for a DTensor of torch.distributed.tensor's."""
+    if is_torch_dtensor(value):
+        raise TypeError(
+            f"{function} got a DTensor of torch.distributed.tensor's: DTensor.from_torch(tensor) "
+            f"makes it one of tilework's, in the same memory, and to_torch() the other way round"
+        )
+
+
+def is_of_torch_distributed(func: Any) -> bool:
+    """True for a function of torch.distributed's, or an operator that it calls."""
+    module: str = getattr(func, "__module__", None) or ""
+    namespace: str = getattr(func, "namespace", None) or ""
+    return module.startswith("torch.distributed") or namespace in (
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"),
+    )
+
+
+def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    """Raise TypeError for a function of torch.distributed's that got a DTensor."""
+    name = getattr(func, "__name__", str(func))
+    raise TypeError(
+        f"{name} of torch.distributed's got a DTensor of tilework's: to_torch() makes it one of "
+        f"torch.distributed.tensor's, in the same memory, and to_local() gives its local tensor"
+    )
+
+
+def spec_from_torch(tensor: Any) -> DTensorSpec:
+    """The layout of a DTensor of torch's. Local.
+
+    Raises:
+        TypeError: Its mesh is on groups of torch's own, or a placement has no meaning here.
+        ValueError: It splits dims otherwise than placements here can.
+    """
+    mesh = DeviceMesh.from_torch(tensor.device_mesh)
+    placements = [
+        Shard(each.dim) if type(each).__name__ == "_StridedShard" else native_placement(each)
+        for each in tensor.placements
+    ]
+    strided = [
+        axis
+        for axis, each in enumerate(tensor.placements)
+        if type(each).__name__ == "_StridedShard"
+    ]
+    order = [axis for axis in range(mesh.ndim) if axis not in strided] + strided
+    for axis in strided:
+        theirs = tensor.placements[axis]
+        before = [
+            other
+            for other in range(axis + 1, mesh.ndim)
+            if placements[other] == placements[axis] and other not in strided
+        ]
+        if math.prod(mesh.shape[other] for other in before) != theirs.split_factor:
+            raise ValueError(
+                f"{tensor.placements} on {mesh}: no order of the axes splits dim {theirs.dim} so"
+            )
+    spec = spec_of(mesh, placements, tuple(tensor.shape), order if strided else None)
+    if spec.takes_part and tuple(tensor._local_tensor.shape) != tuple(spec.local_shape):
+        raise ValueError(
+            f"this rank has a part of shape {list(tensor._local_tensor.shape)} of a tensor of "
+            f"torch's of shape {list(tensor.shape)}, where {placements} give it "
+            f"{list(spec.local_shape)}: torch's DTensor was made of uneven parts"
+        )
+    return spec
+
+
+def local_from_torch(tensor: Any) -> Tensor:
+    """The local tensor of a DTensor of torch's, at its place in the graph."""
+    local = tensor.to_local()
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def torch_placements(spec: DTensorSpec) -> list[Any]:
+    """The placements of torch's that lie as a layout does.
+
+    Raises:
+        ValueError: torch has none that do.
+    """
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+
+    order = spec.order or tuple(range(spec.mesh.ndim))
+    found: list[Any] = []
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            found.append(_torch_shard(spec, axis, placement, order))
+        elif isinstance(placement, Replicate):
+            found.append(TorchReplicate())
+        else:
+            found.append(TorchPartial(placement.reduce_op))
+    return found
+
+
+def _torch_shard(spec: DTensorSpec, axis: int, placement: Shard, order: Ints) -> Any:
+    from torch.distributed.tensor import Shard as TorchShard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not _is_chunked(spec, axis, placement):
+        raise ValueError(
+            f"torch's DTensor splits dims as torch.chunk does, and dim {placement.dim} of a tensor "
+            f"that lies as {list(spec.placements)} is split otherwise: redistribute() it first"
+        )
+    before = [
+        other
+        for other in order[: order.index(axis)]
+        if other > axis and _shards(spec.placements[other], placement.dim)
+    ]
+    if not before:
+        return TorchShard(placement.dim)
+    return _StridedShard(
+        placement.dim, split_factor=math.prod(spec.mesh.shape[other] for other in before)
+    )
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+def _is_chunked(spec: DTensorSpec, axis: int, placement: Shard) -> bool:
+    if placement.sizes is None:
+        return True
+    length = spec.mesh.shape[axis]
+    return list(placement.sizes) == chunk_sizes(sum(placement.sizes), length)
+
+
+def strides_in_torch(shape: Sequence[int]) -> Ints:
+    """The strides of a contiguous tensor, which torch's DTensor is told beside its shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,268 @@
+"""tilework's DTensors, meshes and groups beside torch.distributed's, in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.distributed.checkpoint
+import torch.distributed.tensor as torch_tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import tilework.distributed as dist
+from tests.jobs import Launcher, Rank
+from tilework.dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    module_from_torch,
+    module_to_torch,
+    zeros,
+)
+from tilework.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+checkpoint: Any = torch.distributed.checkpoint
+VALUES = torch.arange(14.0).view(7, 2)
+LR = 0.1
+
+
+# -- conversions -----------------------------------------------------------------------------
+
+
+def convert(rank: Rank) -> None:
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mesh = DeviceMesh.from_torch(theirs)
+        assert DeviceMesh.from_torch(theirs) is mesh
+        assert mesh.to_torch() is theirs
+        assert mesh["b"].to_torch() == theirs["b"]
+        assert DeviceMesh.from_torch(theirs["b"]) == mesh["b"]
+        assert dist.get_rank() == torch_dist.get_rank()
+        for placements, order, torch_placements in LAYOUTS:
+            x = distribute_tensor(VALUES, mesh, placements, order=order)
+            y = x.to_torch()
+            assert y.placements == tuple(torch_placements)
+            assert y.to_local().data_ptr() == x.to_local().data_ptr()
+            assert y.full_tensor().tolist() == VALUES.tolist()
+            back = DTensor.from_torch(y)
+            assert back._spec == x._spec
+            assert back.to_local().data_ptr() == x.to_local().data_ptr()
+        other = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)] * 2)
+        assert DTensor.from_torch(other).full_tensor().tolist() == VALUES.tolist()
+        uneven = distribute_tensor(VALUES, mesh["a"], [Shard(0, (6, 1))])
+        with pytest.raises(ValueError, match=r"torch\.chunk"):
+            uneven.to_torch()
+
+
+LAYOUTS: list[tuple[list[Any], Any, list[Any]]] = [
+    ([Shard(0), Replicate()], None, [torch_tensor.Shard(0), torch_tensor.Replicate()]),
+    ([Shard(1), Shard(0)], None, [torch_tensor.Shard(1), torch_tensor.Shard(0)]),
+    ([Shard(0), Shard(0)], None, [torch_tensor.Shard(0), torch_tensor.Shard(0)]),
+    ([Shard(0), Shard(0)], (1, 0), [_StridedShard(0, split_factor=2), torch_tensor.Shard(0)]),
+    ([Partial(), Shard(1)], None, [torch_tensor.Partial(), torch_tensor.Shard(1)]),
+    ([Partial("max"), Replicate()], None, [torch_tensor.Partial("max"), torch_tensor.Replicate()]),
+]
+
+
+def test_conversions_share_memory_and_mean_the_same(ranks: Launcher) -> None:
+    ranks(4, convert)
+
+
+def gradients(rank: Rank) -> None:
+    with rank.joined():
+        mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (2,)))
+        weight = distribute_tensor(VALUES, mesh, [Shard(0)]).requires_grad_()
+        full = weight.to_torch().full_tensor()
+        (full * VALUES).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.full_tensor().tolist() == VALUES.tolist()
+
+        theirs = torch_tensor.distribute_tensor(VALUES, mesh.to_torch(), [torch_tensor.Shard(0)])
+        theirs.requires_grad_()
+        x = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
+        cast(Any, F.linear(x, theirs).square().sum()).backward()  # converted where they meet
+        plain = VALUES.clone().requires_grad_()
+        cast(Any, F.linear(torch.ones(3, 2), plain).square().sum()).backward()
+        assert plain.grad is not None
+        assert theirs.grad is not None
+        assert isinstance(theirs.grad, torch_tensor.DTensor)
+        assert theirs.grad.full_tensor().tolist() == plain.grad.tolist()
+
+
+def test_gradients_pass_conversions(ranks: Launcher) -> None:
+    ranks(2, gradients)
+
+
+def mix(rank: Rank) -> None:
+    """torch's values in tilework's functions work; objects do, or are refused by name."""
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2,))
+        mesh = DeviceMesh.from_torch(theirs)
+        x = distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)])  # type: ignore[arg-type,list-item]
+        assert x.placements == (Shard(0),)
+        assert x.device_mesh is mesh
+        assert x.redistribute(placements=[torch_tensor.Replicate()]).placements == (Replicate(),)  # type: ignore[list-item]
+        part = DTensor.from_local(torch.ones(2), theirs, [torch_tensor.Shard(0)])  # type: ignore[arg-type,list-item]
+        assert part.shape == (4,)
+        made = zeros(4, device_mesh=theirs, placements=[torch_tensor.Partial()])  # type: ignore[arg-type,list-item]
+        assert made.placements == (Partial(),)
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=cast(Any, torch_dist.group.WORLD))
+        assert ones.tolist() == [2, 2, 2]
+        y: Any = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(1)])
+        for sum_ in (x + y, y + x, torch.stack([x, y]).sum(0), x.clone().add_(y)):
+            assert isinstance(sum_, DTensor)
+            assert sum_.full_tensor().tolist() == (VALUES * 2).tolist()
+        for refused, words in REFUSED.items():
+            with pytest.raises(TypeError) as error:
+                refused(x, y, mesh)
+            for word in words:
+                assert word in str(error.value), error.value
+        assert x.full_tensor().tolist() == y.full_tensor().tolist() == VALUES.tolist()
+
+
+T = torch_tensor
+#: What one library says to the other's objects.
+REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
+    (lambda x, y, m: distribute_tensor(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
+    (lambda x, y, m: DTensor.from_local(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
+    (lambda x, y, m: y.add_(x)): ["torch.distributed", "from_torch"],
+    (lambda x, y, m: DTensor.from_torch(VALUES)): ["from_torch", "Tensor"],
+    (lambda x, y, m: DeviceMesh.from_torch(VALUES)): ["from_torch"],
+    (lambda x, y, m: distribute_tensor(VALUES, m, [cast(Any, _StridedShard(0, split_factor=2))])): [
+        "order="
+    ],
+    (lambda x, y, m: distribute_tensor(VALUES, "cpu", [Shard(0)])): ["DeviceMesh", "str"],  # type: ignore[arg-type]
+    (lambda x, y, m: dist.all_reduce(torch.ones(2), cast(Any, torch_dist.ReduceOp.MAX))): [
+        "ReduceOp.MAX"
+    ],
+    (lambda x, y, m: dist.all_reduce(x)): ["DTensor", "to_local"],
+    (lambda x, y, m: dist.all_reduce(y)): ["DTensor", "to_local"],
+    (lambda x, y, m: T.distribute_tensor(x, m.to_torch(), [T.Shard(0)])): ["tilework", "to_torch"],
+    (lambda x, y, m: T.DTensor.from_local(VALUES, m, [T.Shard(0)])): ["tilework", "to_torch"],
+    (lambda x, y, m: T.zeros(4, device_mesh=m)): ["tilework", "to_torch"],
+    (lambda x, y, m: torch_dist.all_reduce(x)): ["tilework", "to_torch"],
+    (lambda x, y, m: torch_dist.broadcast(x, 0)): ["tilework", "to_torch"],
+}
+
+
+def test_each_library_names_the_others_objects(ranks: Launcher) -> None:
+    ranks(2, mix)
+
+
+def on_gloo(rank: Rank) -> None:
+    with rank.joined("gloo"):
+        theirs = init_device_mesh("cpu", (2,))
+        with pytest.raises(TypeError, match="init_process_group"):
+            DeviceMesh.from_torch(theirs)
+        with pytest.raises(TypeError, match="init_process_group"):
+            dist.all_reduce(torch.ones(2), group=cast(Any, torch_dist.group.WORLD))
+
+
+def test_groups_of_other_backends_are_refused(ranks: Launcher) -> None:
+    ranks(2, on_gloo)
+
+
+# -- torch's FSDP and checkpoints, of a model that tilework made tensor parallel -----------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def batch(step: int, rows: slice = slice(None)) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[rows]
+
+
+def losses_of(model: nn.Module, rows: slice, steps: int = 4, first: int = 0) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    found = []
+    for step in range(first, first + steps):
+        loss = (model(batch(step, rows)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def two_dimensional(lengths: tuple[int, int]) -> tuple[nn.Module, Any]:
+    """The model on a mesh of torch's: tensor parallel by tilework, sharded by torch."""
+    theirs = init_device_mesh("cpu", lengths, mesh_dim_names=("dp", "tp"))
+    model = Net()
+    tp = DeviceMesh.from_torch(theirs["tp"])
+    parallelize_module(model, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    module_to_torch(model)
+    fully_shard(model, mesh=theirs["dp"])
+    return model, theirs
+
+
+def train(rank: Rank, folder: Path) -> list[float]:
+    with rank.joined():
+        model, theirs = two_dimensional((2, 2))
+        assert cast(Any, model).up.weight.placements == (
+            _StridedShard(0, split_factor=2),
+            torch_tensor.Shard(0),
+        )
+        row = theirs.get_coordinate()[0]
+        found = losses_of(model, slice(row, None, 2))
+        checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
+        total = torch.tensor(found)
+        torch_dist.all_reduce(total, group=theirs["dp"].get_group())
+        return (total / 2).tolist()
+
+
+def resume(rank: Rank, folder: Path) -> dict[str, Any]:
+    """On another mesh: what was saved, as plain tensors."""
+    with rank.joined():
+        model, _ = two_dimensional((1, 2))
+        state = {"model": model.state_dict()}
+        checkpoint.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        values = {name: _full(tensor).tolist() for name, tensor in model.state_dict().items()}
+        tensor_parallel = Net()
+        mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (2,)))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(tensor_parallel, mesh, plan)
+        state = {"model": module_to_torch(tensor_parallel).state_dict()}
+        checkpoint.load(state, checkpoint_id=folder)
+        module_from_torch(tensor_parallel)
+        assert isinstance(tensor_parallel.up.weight, DTensor)
+        for name, tensor in tensor_parallel.state_dict().items():
+            assert _full(tensor).tolist() == values[name]
+        return values
+
+
+def _full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+
+def test_torchs_fsdp_and_checkpoints_serve_a_tensor_parallel_model(
+    ranks: Launcher, tmp_path: Path
+) -> None:
+    plain = Net()
+    expected = losses_of(plain, slice(None))
+    for found in ranks(4, train, tmp_path / "saved"):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    for values in ranks(2, resume, tmp_path / "saved"):
+        for name, parameter in plain.state_dict().items():
+            torch.testing.assert_close(torch.tensor(values[name]), parameter)
