@@ -45,6 +45,8 @@ def hash_of(tensor: Tensor, full: bool = True) -> int:
     """
     if tensor.layout is not torch.strided or tensor.device.type not in _HAVE_MEMORY:
         return 0
+    if not tensor.data_ptr():  # empty, or a wrapper of others, such as torch's DTensor
+        return 0
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
