@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import tilework.distributed as dist
 from tilework import sharded
+from tilework.errors import DistError
+from tilework.parallel import DistributedDataParallel
 from tilework.sharded import ChunkShardingSpec
 from tilework.testing import run_ranks
 
@@ -114,3 +117,15 @@ def test_a_generator_that_is_given_is_drawn_from() -> None:
 
     torch.manual_seed(0)
     assert torch.equal(run_ranks(2, program)[1], torch.rand(2))
+
+
+def test_call_sites_are_those_of_the_program() -> None:
+    def program(rank: int) -> str:
+        loss = DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum()
+        with pytest.raises(DistError) as caught:
+            loss.backward() if rank else dist.broadcast(torch.ones(2), 0)
+        return str(caught.value)
+
+    assert all(
+        f"rank 1: #3 all_reduce float32 [6] AVG at {__file__}" in t for t in run_ranks(2, program)
+    )

@@ -22,14 +22,17 @@ def _folders() -> tuple[str, ...]:
 
 
 _LIBRARIES = _folders()
+#: The suites for backends call as users do; what runs between a rank's program and torch does not.
 _TESTING = os.path.join(_LIBRARIES[0], "testing", "")
+_BETWEEN = os.path.join(_TESTING, "generators.py")
 
 
 class _Inside(dict[str, bool]):
     """True if a file is a library's, by its name; asked once for each."""
 
     def __missing__(self, name: str) -> bool:
-        inside = name.startswith(_LIBRARIES) and not name.startswith(_TESTING)
+        testing = name.startswith(_TESTING) and name != _BETWEEN
+        inside = name.startswith(_LIBRARIES) and not testing
         self[name] = inside
         return inside
 
