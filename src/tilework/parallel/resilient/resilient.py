@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
+from tilework.comm.agreement import agree
 from tilework.comm.collectives import all_reduce, barrier
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
@@ -156,6 +157,8 @@ class Resilient(Generic[T]):
         self._least = int(os.environ.get(MIN_RANKS_VARIABLE, 1)) if min_ranks is None else min_ranks
         self._stopping = Stopping(time_limit)
         self._kept: list[Snapshots] = []
+        #: True once a copy was there on all ranks.
+        self._is_protected = False
         self._look_at = 0.0
         self._counters = _Counters()
         #: The state that is trained now.
@@ -181,10 +184,18 @@ class Resilient(Generic[T]):
                 there is no checkpoint.
         """
         with self._stopping.listening():
-            self._enter("started")
+            self._start()
             while self.steps < steps and not self.stopped:
                 yield from self._advance()
             self._close()
+
+    def _start(self) -> None:
+        try:
+            self._enter("started")
+        except Exception as error:
+            if not _is_loss(error):
+                raise
+            self._recover(error)
 
     def _advance(self) -> Iterator[tuple[int, T]]:
         """Train one step, or go back to where all are."""
@@ -276,6 +287,7 @@ class Resilient(Generic[T]):
         new.write(steps)
         self._kept.append(new)
         barrier()
+        self._is_protected = True
 
     def _settle(self) -> None:
         """Drop older copies: all ranks have come so far, so all have the last ones."""
@@ -311,13 +323,14 @@ class Resilient(Generic[T]):
             self.steps = found.steps
             kind = "joined" if kind == "started" else kind
         else:
-            self.steps = self._load(kind)
+            self.steps = self._load(group)
         self._copy_anew(self.steps)
         self._note(kind, group, time.perf_counter() - begun)
 
-    def _load(self, kind: str) -> int:
+    def _load(self, group: ProcessGroup) -> int:
+        """The steps of the last checkpoint; 0 where nothing was trained so far. Collective."""
         steps = None if self._checkpoint is None else self._checkpoint.resume(self.state)
-        if steps is None and kind != "started":
+        if steps is None and any(agree(lambda: self._is_protected, group)):
             raise DistBackendError(
                 f"the ranks that are left do not hold all of the state: more than "
                 f"replicas={self._replicas} were lost at once, and there is no checkpoint. Pass "
