@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,6 +85,8 @@ class Job:
         self._folder: Path | None = None
         self._adopting = False
         self._desk: Desk | None = None
+        #: When processes were started again, by their numbers.
+        self._newcomers: dict[int, float] = {}
         least = settings.elastic[0] if settings.elastic is not None else 1
         #: What ranks that die mean for the job; None: its end.
         self.recovery = Recovery(settings.restarts, least) if settings.outlives_ranks else None
@@ -179,18 +182,26 @@ class Job:
             started = self._start_rank(plan, starter)
         self._ranks.remove(started)
         self._ranks[self._ranks.index(rank)] = started
+        self._newcomers[started.pid] = time.time()
 
-    def _are_outsiders(self, living: Sequence[RankProcess]) -> bool:
-        """True if none of these ranks is in the group any more, or yet."""
+    def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
+        """The ranks that train: not those that wait to be let in, nor those left behind."""
         if self._desk is None:
-            return False
+            return living
         try:
-            waiting = {ticket.seat for ticket in self._desk.tickets()}
-            seats = [event["seats"] for event in self._desk.events() if "seats" in event]
+            events = [event for event in self._desk.events() if "seats" in event]
         except DistError:
-            return False
-        members = set(seats[-1]) if seats else set(range(self._settings.nprocs)) - waiting
-        return not any(rank.rank in members for rank in living)
+            return living
+        seats = set(events[-1]["seats"]) if events else set(range(self._settings.nprocs))
+
+        def let_in(rank: RankProcess) -> bool:
+            since = self._newcomers.get(rank.pid)
+            return since is None or any(
+                event["kind"] == "grown" and event["time"] > since and rank.rank in event["seats"]
+                for event in events
+            )
+
+        return [rank for rank in living if rank.rank in seats and let_in(rank)]
 
     def _prepare_rendezvous(self) -> Rendezvous:
         """Make the place where ranks meet; its server does not serve yet."""
@@ -273,7 +284,7 @@ class Job:
             front.on_asked,
             self.recovery,
             self._restart,
-            self._are_outsiders,
+            self._members,
             self._settings.grace.total_seconds(),
             own_children,
         )

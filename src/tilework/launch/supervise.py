@@ -71,8 +71,8 @@ class Endpoints:
     """Given if the job may go on without a rank."""
     restart: Callable[[RankProcess], None] = lambda rank: None
     """Puts a new process into the place of a rank."""
-    outsiders: Callable[[Sequence[RankProcess]], bool] = lambda ranks: False
-    """True if none of these ranks is one that the others have finished with."""
+    members: Callable[[Sequence[RankProcess]], Sequence[RankProcess]] = lambda ranks: ranks
+    """Those of some ranks that train: not those that wait to be let in, or that are out."""
     grace: float = termination.KILL_SECONDS
     """Seconds from the user's signal to SIGKILL."""
     own_children: Callable[[], Sequence[int]] | None = None
@@ -261,8 +261,8 @@ class Supervisor:
         if rank.ending.code == 0:
             return False
         failure = _failure(rank)
-        others = sum(each.alive and each.report is None for each in self.ranks)
-        answer = recovery.answer(failure, others)
+        living = [each for each in self.ranks if each.alive and each.report is None]
+        answer = recovery.answer(failure, len(self.around.members(living)))
         self._outlived[rank.pid] = failure
         if answer is Answer.END:  # for whatever came first
             self._failures.update({each.rank: each for each in self._outlived.values()})
@@ -279,7 +279,7 @@ class Supervisor:
         recovery = self.around.recovery
         if recovery is None or self._stop_began is not None or not (living and finished):
             return
-        if self.around.outsiders(living):
+        if not self.around.members(living):
             for rank in living:
                 recovery.note(rank.rank, "ended: the others have finished without it")
             self.stop(termination.at_once())
