@@ -36,7 +36,7 @@ import tilework.distributed as dist
 from tilework.launch.spawn import spawn
 from tilework.parallel import DistributedDataParallel, Resilient, fully_shard
 
-TURNS, STEPS = 4, 2
+TURNS, STEPS = 6, 1
 WAYS = ("replicated", "sharded")
 VOCABULARY, CONTEXT = 256, 64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 
 import tilework.distributed as dist
 from tests.parallel.resilient.programs import BUILDS, make_loop, undisturbed
+from tilework.comm.elastic.grow import rejoin
+from tilework.comm.groups import _SUCCESSORS
+from tilework.comm.world import current_world
 from tilework.parallel import Resilient
+from tilework.store import HashStore
 from tilework.testing import run_ranks
 
 STEPS = 6
@@ -166,3 +171,73 @@ def test_processes_that_are_killed(kind: str) -> None:
     results = run_ranks(4, program, kind="processes", return_exceptions=True)
     for rank in (1, 2):
         assert results[rank] == pytest.approx(undisturbed(kind, STEPS), rel=1e-4)
+
+
+def test_a_loop_can_be_left_and_gone_on_with() -> None:
+    def program(rank: int) -> object:
+        loop = make_loop("sharded", lambda number: None)
+        losses = []
+        for _, loss in loop.run(STEPS):
+            losses.append(loss)
+            if len(losses) == 2:
+                break
+        losses += [loss for _, loss in loop.run(4)]
+        losses += [loss for _, loss in loop.run(STEPS)]
+        loop.close()
+        loop.close()
+        return losses
+
+    assert run_ranks(2, program)[0] == pytest.approx(undisturbed("sharded", STEPS), rel=1e-4)
+
+
+def test_a_rank_lost_at_the_very_end() -> None:
+    """Rank 1 ends when it has the last step; the others need it no more."""
+
+    def program(rank: int) -> object:
+        loop = make_loop("replicated", lambda number: None)
+        numbers = []
+        for number, _ in loop.run(STEPS):
+            numbers.append(number)
+            if rank == 1 and number == STEPS - 1:
+                raise Gone
+        dist.barrier()
+        return numbers, dist.get_world_size()
+
+    results: list[Any] = run_ranks(3, program, return_exceptions=True)
+    assert results[0] == results[2] == (list(range(STEPS)), 2)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_a_newcomer_gets_its_part_of_the_state(kind: str, shared: bool) -> None:
+    """Three ranks, of which rank 0 ends; a fourth thread takes its seat at the end of a step."""
+    steps, limit, store = 40, timedelta(seconds=30), HashStore()
+
+    def program(rank: int) -> object:
+        world = current_world()
+
+        def disturb(number: int) -> None:
+            time.sleep(0.012)
+            if rank == 0 and number == 3:
+                raise Gone
+
+        loop = make_loop(kind, disturb, shared=shared)
+        if rank == 3:
+            world.default_group = rejoin(world, store, 0, limit)
+            world.default_group.successors = _SUCCESSORS
+        else:
+            dist.init_process_group("threads", store=store, rank=rank, world_size=3, timeout=limit)
+        losses = dict(loop.run(steps))
+        return losses, dist.get_rank(), [event.kind for event in loop.events]
+
+    results: list[Any] = run_ranks(4, program, init=False, return_exceptions=True)
+    expected = dict(enumerate(undisturbed(kind, steps)))
+    assert isinstance(results[0], Gone)
+    assert [result[1] for result in results[1:]] == [1, 2, 0]
+    assert [result[2] for result in results[1:]] == [["started", "lost", "joined"]] * 2 + [
+        ["joined"]
+    ]
+    for losses, _, _ in results[1:]:
+        assert losses == pytest.approx({n: expected[n] for n in losses}, rel=1e-3)
+    assert len(results[1][0]) == steps
+    assert 0 < len(results[3][0]) < steps

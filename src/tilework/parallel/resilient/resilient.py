@@ -175,8 +175,9 @@ class Resilient(Generic[T]):
     def run(self, steps: int) -> Iterator[tuple[int, T]]:
         """Train until ``steps`` steps are finished; yields the number and the result of each.
 
-        Collective. A step is yielded once, when all ranks have finished it and its state is safe;
-        with ``every`` above 1 steps that are computed again are yielded again. Blocks.
+        Called again, it goes on with the state that there is. Collective; blocks. A step is yielded
+        once, when all ranks have finished it and its state is safe; with ``every`` above 1 steps
+        that are computed again are yielded again.
 
         Raises:
             ExcludedError: This rank was stopped for so long that the others went on without it.
@@ -185,11 +186,15 @@ class Resilient(Generic[T]):
         """
         with self._stopping.listening():
             self._start()
-            while self.steps < steps and not self.stopped:
-                yield from self._advance()
-            self._close()
+            while True:
+                while self.steps < steps and not self.stopped:
+                    yield from self._advance()
+                if self._have_all_ended():
+                    return
 
     def _start(self) -> None:
+        if self._kept:
+            return
         try:
             self._enter("started")
         except Exception as error:
@@ -218,6 +223,23 @@ class Resilient(Generic[T]):
             self._stop()
         elif wants_growth:
             self._grow()
+
+    def _have_all_ended(self) -> bool:
+        """True once all ranks are here; False if some were lost, and steps may be left."""
+        try:
+            barrier()
+        except Exception as error:
+            if not _is_loss(error):
+                raise
+            self._recover(error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the copies of the state. Local, idempotent; the state itself stays."""
+        for each in self._kept:
+            each.close()
+        self._kept = []
 
     def share(self, rows: int) -> slice:
         """This rank's part of ``rows`` rows, which all ranks divide evenly. Local.
@@ -391,11 +413,6 @@ class Resilient(Generic[T]):
                 self._checkpoint.save(self.steps, self.state)
             self._checkpoint.wait()
         self._note("stopped", get_default_group(), time.perf_counter() - begun)
-
-    def _close(self) -> None:
-        for each in self._kept:
-            each.close()
-        self._kept = []
 
 
 def _is_loss(error: BaseException | None) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.p2p import irecv, isend
 
 SLOTS: Final = 2
-_DATA_TAG, _STAMP_TAG = 71, 72
+#: Of messages in the default group: none that a program would choose.
+_DATA_TAG, _STAMP_TAG = 1_985_301, 1_985_302
 #: The stamp and the number of bytes of plain data, for each slot.
 _STAMP = struct.Struct("=qq")
 _PAGE: Final = 4096
@@ -123,6 +125,7 @@ class SharedVault(Vault):
         super().__init__(layout, rank)
         self._fds = list(fds)
         self._areas: dict[int, mmap.mmap] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
 
     def area(self, rank: int) -> Any:
         area = self._areas.get(rank)
@@ -131,10 +134,13 @@ class SharedVault(Vault):
         return area
 
     def close(self) -> None:
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        self._finalizer()
         self._areas.clear()  # unmapped with the last tensor
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class PeerVault(Vault):
