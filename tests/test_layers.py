@@ -29,6 +29,7 @@ MAY_IMPORT_TESTING = ("testing", "launch", "cli")
 LATE_IMPORTS = {
     "rich": "slow, and only some commands draw",
     "asyncio": "slow, and only servers need it",
+    "cloudpickle": "only prompts and notebooks need it",
     "ssl": "slow, and rarely needed",
     "multiprocessing": "slow, and only needed where ranks are not forked",
     "fsspec": "optional: only paths that are URLs need it",

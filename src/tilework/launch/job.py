@@ -25,6 +25,7 @@ from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.guardian import Guardian
+from tilework.launch.notebook import CellOutput
 from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import RankProcess
 from tilework.launch.program import Program
@@ -64,6 +65,7 @@ class Job:
         program: What each of them runs.
         threads: torch's threads for each; None leaves it to the user's environment.
         frontend: See above.
+        cell: The notebook's cell that ranks print to; None: they share this process's stdio.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class Job:
         program: Program,
         threads: int | None,
         frontend: Frontend | None = None,
+        cell: CellOutput | None = None,
     ) -> None:
         self._settings = settings
         self._program = program
         self._threads = threads
         self._frontend = frontend
+        self._cell = cell
         self._ranks: list[RankProcess] = []
         self._supervisor: Supervisor | None = None
         self._server: StoreServer | None = None
@@ -144,6 +148,7 @@ class Job:
             stack.callback(self._remove_folder)
             stack.callback(self._close_guardian)
             stack.callback(self._close_server)
+            stack.callback(self._close_cell)
             stack.callback(self._end_processes)
 
     # Starting
@@ -158,6 +163,8 @@ class Job:
                 self._start_rank(self._plan(rank, rendezvous), starter)
         self._supervisor = Supervisor(self._ranks, self._endpoints())
         # Only now: a thread must not exist while forking.
+        if self._cell is not None:
+            self._cell.start()
         if self._server is not None:
             self._server.start()
             if self.recovery is not None:
@@ -242,6 +249,9 @@ class Job:
             ends = self._frontend.output.open(plan.rank)
             stdin = self._frontend.stdin.of(plan.rank)
             standard = Standard(stdin, ends.stdout, ends.stderr)
+        elif self._cell is not None:
+            ends = self._cell.open(plan.rank)
+            standard = Standard(stdout=ends.stdout, stderr=ends.stderr)
         try:
             pid = starter.start(plan, standard, lambda: self._drop_in_child(reader, ends))
         except BaseException:
@@ -270,6 +280,8 @@ class Job:
             self._frontend.output.close()
             self._frontend.stdin.close()
             self._frontend.inbox.forget_in_child()
+        if self._cell is not None:
+            self._cell.forget_in_child()
 
     def _endpoints(self) -> Endpoints:
         front = self._frontend
@@ -312,6 +324,10 @@ class Job:
             )
             linux.adopt_orphans(False)
             self._adopting = False
+
+    def _close_cell(self) -> None:
+        if self._cell is not None:
+            self._cell.close()
 
     def _close_server(self) -> None:
         if self._desk is not None:

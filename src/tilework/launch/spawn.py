@@ -16,6 +16,7 @@ from tilework.launch import termination
 from tilework.launch.cores import threads_per_rank
 from tilework.launch.failure_text import failure_text
 from tilework.launch.job import Job
+from tilework.launch.notebook import CellOutput, in_notebook
 from tilework.launch.program import Function
 from tilework.launch.settings import LaunchSettings, StartMethod
 from tilework.launch.spawned import is_recreating_main
@@ -46,6 +47,7 @@ class RunningRanks:
         Raises:
             RankFailedError: A rank failed; all others have been ended.
         """
+        __tracebackhide__ = True
         outcome = self._job.supervise(timeout)
         if outcome is None:
             return False
@@ -110,14 +112,16 @@ def spawn(
     """Call ``fn(rank, *args)`` in ``nprocs`` processes, set up as by ``tilework run``.
 
     Blocks until all have ended (``join=True``), else returns at once. When a rank fails, the
-    others are ended within three seconds. No process outlives the call, nor this process.
+    others are ended within three seconds. No process outlives the call, nor this process. Ranks
+    share this process's output; a notebook shows their lines with the rank in front.
 
     Args:
         fn: What each rank runs; its result is dropped.
         args: Its arguments after the rank.
         nprocs: Number of ranks.
         start: ``spawn``: fresh interpreters; ``fn`` and ``args`` must be picklable, and a script
-            needs its ``if __name__ == "__main__":``. ``fork``: quicker, but only for programs
+            needs its ``if __name__ == "__main__":``. What was typed into a notebook or at a prompt
+            is sent as it is. ``fork``: quicker, but only for programs
             without threads so far; exit handlers registered before do not run in ranks.
         backend: What ``init_process_group`` uses unless told otherwise.
         timeout: How long collectives wait unless told otherwise.
@@ -136,9 +140,11 @@ def spawn(
         >>> import operator
         >>> spawn(operator.add, (1,), nprocs=2)
     """
+    __tracebackhide__ = True
     _check_caller(start)
     settings = LaunchSettings(nprocs=nprocs, start=start, backend=backend, timeout=timeout)
-    job = Job(settings, Function(fn, args), threads_per_rank(nprocs, os.environ))
+    cell = CellOutput() if in_notebook() else None
+    job = Job(settings, Function(fn, args), threads_per_rank(nprocs, os.environ), cell=cell)
     ranks = RunningRanks(job.__enter__())
     if not join:
         return ranks
@@ -170,6 +176,7 @@ def _check_caller(start: StartMethod) -> None:
 
 
 def _raise_for(outcome: Outcome) -> None:
+    __tracebackhide__ = True  # a notebook shows the rank's traceback, which is in the text
     root = outcome.root
     if root is not None:
         raise RankFailedError(failure_text(root).rstrip("\n"), root.rank, root.code)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, cast
 
+from tilework.launch.notebook import main_is_typed
 from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan, enter, run_interruptibly
 
@@ -46,15 +47,25 @@ def payload(plan: RankPlan, program: Program) -> bytes:
         TypeError: The function or its arguments cannot be pickled.
     """
     try:
-        data = pickle.dumps(program)
+        data = _dumps(program)
         # What is defined in this program's main module is pickled by that name.
-        packed = Pickled(data, _how_to_recreate_main() if b"__main__" in data else {})
+        by_name = b"__main__" in data and not main_is_typed()
+        packed = Pickled(data, _how_to_recreate_main() if by_name else {})
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"a function for fresh interpreters, and its arguments, must be picklable: {error}. "
             f'Define it at the top level of a module, or use start="fork"'
         ) from error
     return pickle.dumps((sys.path, pickle.dumps((plan, packed))))
+
+
+def _dumps(program: Program) -> bytes:
+    """The program, pickled; with the code of what was typed in, which has no module to import."""
+    if not main_is_typed():
+        return pickle.dumps(program)
+    import cloudpickle  # type: ignore[import-untyped]
+
+    return cast(bytes, cloudpickle.dumps(program))
 
 
 def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:

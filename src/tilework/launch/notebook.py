@@ -1,0 +1,79 @@
+"""Ranks that are started from a notebook's cell: their lines appear below it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+from typing import Final
+
+from tilework.launch.line_prefix import LineAssembler, prefix_for
+from tilework.launch.output import RankEnds
+
+_CHUNK_BYTES: Final = 64 << 10
+#: Seconds to wait, once ranks have ended, for what processes of theirs may still write.
+_LAST_SECONDS: Final = 2.0
+
+
+def in_notebook() -> bool:
+    """True if this process prints into a notebook's cell."""
+    return type(sys.stdout).__module__.startswith("ipykernel")
+
+
+def main_is_typed() -> bool:
+    """True if this process's main module was typed in: no other process can import it."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)  # "<stdin>" where that was a pipe
+    known = file is not None and os.path.exists(file)
+    return not known and getattr(main, "__spec__", None) is None
+
+
+class CellOutput:
+    """The ranks' output, whole lines with their rank in front, written to ``sys.stdout``.
+
+    A notebook shows what is written there; of a process's own descriptors it shows pieces at best.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self._selector = selectors.DefaultSelector()
+        self._thread: threading.Thread | None = None
+
+    def open(self, rank: int) -> RankEnds:
+        """Make the pipe of one rank, of stdout and stderr both."""
+        reader, writer = os.pipe()
+        assembler = LineAssembler(prefix_for(rank, colour=False), terminal=True)
+        self._selector.register(reader, selectors.EVENT_READ, assembler)
+        return RankEnds(writer, writer)
+
+    def start(self) -> None:
+        """Pass lines on from now on, on a thread. Once all ranks are started: it must not fork."""
+        self._thread = threading.Thread(target=self._pass_on, name="tilework cell", daemon=True)
+        self._thread.start()
+
+    def forget_in_child(self) -> None:
+        """Close what belongs to the notebook's process, in a forked rank."""
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+
+    def close(self) -> None:
+        """Wait for the last lines, once the ranks have ended. Idempotent."""
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)
+            self._thread = None
+
+    def _pass_on(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                data = os.read(key.fd, _CHUNK_BYTES)
+                assembler: LineAssembler = key.data
+                lines = assembler.feed(data) if data else assembler.finish()
+                if lines:
+                    self._stream.write(lines.decode(errors="replace"))
+                if not data:
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)
+        self._stream.flush()
+        self._selector.close()

@@ -1,0 +1,81 @@
+"""Ranks from a notebook's cells, in a real kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+CELLS = [
+    """
+import torch, tilework.distributed as dist
+from tilework.launch import spawn
+offset = 10
+""",
+    """
+def add(rank):
+    dist.init_process_group()
+    tensor = torch.tensor([rank + offset])
+    dist.all_reduce(tensor)
+    print("rank", rank, "has", tensor.item())
+spawn(add, nprocs=2)
+""",
+    """
+def fail(rank):
+    if rank == 1:
+        raise ValueError("bad rows")
+    dist.init_process_group()
+spawn(fail, nprocs=2)
+""",
+    "spawn(lambda rank: print('again', end=''), nprocs=1)",
+]
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[list[dict[str, Any]]]:
+    """The outputs of each cell."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS])
+    nbclient.NotebookClient(notebook, timeout=120, allow_errors=True).execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+def text_of(outputs: list[dict[str, Any]]) -> str:
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def test_a_cells_function_runs_on_ranks(cells: list[list[dict[str, Any]]]) -> None:
+    lines = text_of(cells[1]).splitlines()
+    assert sorted(lines) == ["[0] rank 0 has 21", "[1] rank 1 has 21"]
+    assert {output["output_type"] for output in cells[1]} == {"stream"}
+
+
+def test_an_error_is_shown_once(cells: list[list[dict[str, Any]]]) -> None:
+    (error,) = (output for output in cells[2] if output["output_type"] == "error")
+    assert error["ename"] == "RankFailedError"
+    assert error["evalue"].startswith("rank 1 failed: ValueError: bad rows")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
+    assert shown.count("Traceback (most recent call last)") == 2  # the cell's, and the rank's
+    assert "supervise" not in shown
+
+
+def test_a_last_line_without_end_is_shown(cells: list[list[dict[str, Any]]]) -> None:
+    assert text_of(cells[3]) == "[0] again\n"
+
+
+def test_functions_typed_at_a_prompt_run_on_ranks() -> None:
+    program = """
+from tilework.launch import spawn
+word = "typed"
+def say(rank):
+    print(word, rank, flush=True)
+spawn(say, nprocs=2)
+"""
+    done = subprocess.run(
+        [sys.executable], input=program, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["typed 0", "typed 1"]
