@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
-from tilework.mesh import init_device_mesh
+from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
     DistributedDataParallel,
@@ -77,18 +77,50 @@ def build_tensor_parallel() -> State:
     return {"model": model, "optimizer": adam(model)}
 
 
+def build_both() -> State:
+    """Replicas of a model that ranks share, two by two where that can be."""
+    pairs = 2 if dist.get_world_size() % 2 == 0 else 1
+    shape = (dist.get_world_size() // pairs, pairs)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(
+        network(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    ddp = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    return {"model": ddp, "optimizer": adam(ddp), "mesh": Place(mesh)}
+
+
+class Place:
+    """The mesh, which the step needs; nothing of it is kept."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        pass
+
+
 BUILDS: dict[str, Callable[[], State]] = {
     "replicated": build_replicated,
     "zero": build_zero,
     "sharded": build_sharded,
     "tensor parallel": build_tensor_parallel,
+    "both": build_both,
 }
 
 
 def train_step(loop: Resilient[float], state: State, number: int, divided: bool) -> float:
     x, y = batch(number)
-    rows = loop.share(ROWS) if divided else slice(None)
-    weight = loop.weight(ROWS) if divided else 1.0
+    rows, weight = slice(None), 1.0
+    if "mesh" in state:
+        mesh = state["mesh"].mesh
+        parts, here = mesh["dp"].size(), mesh["dp"].get_local_rank()
+        rows = slice(here * ROWS // parts, (here + 1) * ROWS // parts)
+        weight = (rows.stop - rows.start) * parts / ROWS
+    elif divided:
+        rows, weight = loop.share(ROWS), loop.weight(ROWS)
     state["optimizer"].zero_grad()
     loss = F.mse_loss(state["model"](x[rows]), y[rows]) * weight
     torch.autograd.backward(loss)

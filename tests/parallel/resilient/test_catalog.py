@@ -63,3 +63,15 @@ def test_ranks_with_different_tensors_of_one_name() -> None:
         ValueError, match=r"w is float32 \[4\] in 2 tiles on rank 0 and float32 \[6\]"
     ):
         merged([[one], [two]])
+
+
+def test_owners_that_ranks_know_of_are_joined() -> None:
+    """A mesh of two axes, of which each rank describes its own line."""
+    lines = [
+        described("w", torch.float32, mesh_tiling((4,), ranks, [Shard(0)]))
+        for ranks in ([0, 1], [0, 1], [2, 3], [2, 3])
+    ]
+    (tensor,) = merged([[line] for line in lines])
+    assert [owners for _, _, owners in tensor[3]] == [(0, 2), (1, 3)]
+    catalog = make_catalog([tensor], 4)
+    assert sorted(part.writer for part in catalog.entries[0].parts) == [0, 1, 2, 3]

@@ -207,8 +207,7 @@ def test_a_rank_lost_at_the_very_end() -> None:
     assert results[0] == results[2] == (list(range(STEPS)), 2)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("kind", BUILDS)
+@pytest.mark.parametrize(("kind", "shared"), [*((kind, True) for kind in BUILDS), ("both", False)])
 def test_a_newcomer_gets_its_part_of_the_state(kind: str, shared: bool) -> None:
     """Three ranks, of which rank 0 ends; a fourth thread takes its seat at the end of a step."""
     steps, limit, store = 40, timedelta(seconds=30), HashStore()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,29 +113,43 @@ def _shares(box: Box, owners: Ints, used: Sequence[int]) -> list[tuple[Box, int]
 
 
 def merged(by_rank: Sequence[Sequence[Described]]) -> list[Described]:
-    """The tensors of all ranks, each once; owners that list one with the same boxes are joined.
+    """The tensors of all ranks, each once. Owners that ranks list for equal boxes are joined.
+
+    A rank may know of some owners only: those along its own axis of a mesh, whose tensor others
+    hold again along theirs.
 
     Raises:
-        ValueError: Ranks have different tensors of one name.
+        ValueError: Ranks have tensors of one name in other boxes, or of other dtypes.
     """
     known: dict[str, Described] = {}
-    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    first_rank: dict[str, int] = {}
     for rank, tensors in enumerate(by_rank):
         for tensor in tensors:
-            first = known.setdefault(tensor[0], tensor)
-            ranks[tensor[0]].append(rank)
-            if first != tensor:
+            name = tensor[0]
+            first = known.setdefault(name, tensor)
+            first_rank.setdefault(name, rank)
+            if first == tensor:
+                continue
+            if first[:3] != tensor[:3] or _boxes(first) != _boxes(tensor):
                 raise ValueError(
-                    f"{tensor[0]} is {_short(first)} on rank {ranks[tensor[0]][0]} and "
+                    f"{name} is {_short(first)} on rank {first_rank[name]} and "
                     f"{_short(tensor)} on rank {rank}: build the same state on every rank"
                 )
+            known[name] = _joined(first, tensor)
     return list(known.values())
+
+
+def _boxes(tensor: Described) -> list[tuple[Ints, Ints]]:
+    return [(offsets, sizes) for offsets, sizes, _ in tensor[3]]
+
+
+def _joined(one: Described, other: Described) -> Described:
+    tiles = tuple(
+        (offsets, sizes, tuple(dict.fromkeys((*owners, *more))))
+        for (offsets, sizes, owners), (_, _, more) in zip(one[3], other[3], strict=True)
+    )
+    return (*one[:3], tiles)
 
 
 def _short(tensor: Described) -> str:
     return f"{tensor[2]} {list(tensor[1])} in {len(tensor[3])} tiles"
-
-
-def volume(sizes: Ints) -> int:
-    """The elements of a box of these sizes."""
-    return math.prod(sizes)
