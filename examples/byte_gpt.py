@@ -118,7 +118,7 @@ def make_parser() -> Parser:
     add("--ranks", type=count, help="processes (default: one for each core, but at least 4)")
     add("--dp", type=count, help="ranks that share the batch (default: ranks / tp)")
     add("--tp", type=count, help="ranks that share the model (default: 2 if ranks is 4, 8, …)")
-    add("--steps", type=count, default=1100, help="training steps (default: %(default)s)")
+    add("--steps", type=count, default=1400, help="training steps (default: %(default)s)")
     add("--hook", choices=HOOKS, default="all_reduce", help="how ddp reduces (%(default)s)")
     add("--hook-rank", type=count, default=4, help="of powersgd's factors (%(default)s)")
     add("--seed", type=whole_number(0), default=0, help="of all random numbers (%(default)s)")
@@ -306,19 +306,19 @@ class Block(nn.Module):
 
 
 class Bytes(nn.Module):
-    """(batch, time) bytes to vectors: of the byte, of the two before it, and of its position."""
+    """(batch, time) bytes to vectors: of the byte, of the three before it, and of its position."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, width)
-        self.before = nn.Embedding(VOCABULARY, width)
-        self.before_that = nn.Embedding(VOCABULARY, width)
+        self.before = nn.ModuleList(nn.Embedding(VOCABULARY, width) for _ in range(3))
         self.position = nn.Embedding(context, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         position = torch.zeros_like(tokens) + torch.arange(tokens.shape[1])
-        x = self.byte(tokens) + self.before(delayed(tokens, 1))
-        vectors: Tensor = x + self.before_that(delayed(tokens, 2)) + self.position(position)
+        vectors: Tensor = self.byte(tokens) + self.position(position)
+        for places, table in enumerate(self.before, 1):
+            vectors = vectors + table(delayed(tokens, places))
         return vectors
 
 
@@ -370,8 +370,13 @@ def plan(options: Options) -> dict[str, ParallelStyle]:
     sequence = Shard(1)
     columns = partial(ColwiseParallel, input_layouts=sequence, use_local_output=False)
     rows = partial(RowwiseParallel, output_layouts=sequence, use_local_output=False)
+    table = RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Partial(), use_local_output=False
+    )
     return {
-        "bytes.*": rows(input_layouts=Replicate(), output_layouts=Partial()),
+        "bytes.byte": table,
+        "bytes.before.*": table,
+        "bytes.position": table,
         "bytes": PrepareModuleOutput(
             output_layouts=Partial(), desired_output_layouts=sequence, use_local_output=False
         ),
@@ -629,7 +634,7 @@ def write(model: ByteGPT, options: Options, length: int = 400) -> str:
     written = list(PROMPT.encode())
     for _ in range(length):
         logits = model(torch.tensor([written[-options.context :]]))[0, -1]
-        chances = torch.softmax(logits / 0.8, dim=-1)  # below 1: likely bytes become likelier
+        chances = torch.softmax(logits / 0.6, dim=-1)  # below 1: likely bytes become likelier
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
     text = bytes(written).decode(errors="replace")
     # What it has learned so far may include control characters, which a terminal would obey.

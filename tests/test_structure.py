@@ -22,6 +22,7 @@ SOURCES = {
 #: Folders and files about no source alone, and why.
 ABOUT_MORE = {
     "chaos": "random faults in random programs, on every backend",
+    "models": "models that nobody here wrote: Hugging Face's, parallel in each way",
     "faults": "ranks that die, stop, or never come: whatever notices it",
     "dtensor/op_db": "torch's database of operators: all rules at once",
     "dtensor/test_api.py": "distribute_tensor and distribute_module, as in torch's test_api.py",

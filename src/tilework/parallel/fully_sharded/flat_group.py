@@ -153,7 +153,10 @@ class FlatGroup:
         if param.tensor_parallel is not None:
             value = wrap(local, param.tensor_parallel)
         param.full = nn.Parameter(value, requires_grad=param.requires_grad)
-        param.full_local = param.full._local_tensor if isinstance(value, DTensor) else param.full
+        param.full_local = param.full
+        if isinstance(value, DTensor):
+            param.full_local = param.full._local_tensor
+            param.full._digest = None  # that of memory without contents yet
         vars(param.full).update(param.attributes)
 
     def free(self) -> None:
