@@ -67,6 +67,7 @@ class Exchange:
         self._host = group.global_ranks
         self._here = self._host[group.rank()]
         self._error: CheckpointError | OSError | None = None
+        self._buffers: dict[str, Tensor] = {}
 
     def run(self, units: Mapping[int, Sequence[Unit]]) -> None:
         """Move all units. Collective over the group.
@@ -132,10 +133,10 @@ class Exchange:
 
     def _gather(self, units: Mapping[int, Sequence[Unit]]) -> None:
         size = max(self._size_of(own) for own in units.values())
-        own = self._buffer(size)
+        own = self._buffer("own", size)
         for _ in self._read(units[self._here], own):
             pass
-        everything = self._buffer(size * len(self._host))
+        everything = self._buffer("all", size * len(self._host))
         all_gather_into_tensor(everything, own, group=self._group)
         for number, rank in enumerate(self._host):
             used = number * size
@@ -153,13 +154,14 @@ class Exchange:
     # -- what each needs some of ----------------------------------------------------------------
 
     def _exchange(self, units: Mapping[int, Sequence[Unit]]) -> None:
-        own = self._buffer(self._size_of(units[self._here]))
+        own = self._buffer("own", self._size_of(units[self._here]))
         read = {id(unit): memory for unit, memory in self._read(units[self._here], own)}
         going = {r: self._regions(units[self._here], r) for r in self._host if r != self._here}
         coming = {r: self._regions(units[r], self._here) for r in self._host if r != self._here}
         sizes_going = [self._bytes_of(going.get(rank, ())) for rank in self._host]
         sizes_coming = [self._bytes_of(coming.get(rank, ())) for rank in self._host]
-        sent, received = self._buffer(sum(sizes_going)), self._buffer(sum(sizes_coming))
+        sent = self._buffer("sent", sum(sizes_going))
+        received = self._buffer("received", sum(sizes_coming))
         for view, region in self._placed(sent, going):
             view.copy_(self._source(region, read[id(region.unit)]))
         all_to_all_single(received, sent, sizes_coming, sizes_going, group=self._group)
@@ -205,8 +207,12 @@ class Exchange:
         target = self._target_of(region.unit.tensor, region.need)
         target[region.box.relative_to(region.need.box).slices].copy_(values)
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        return self._group.empty(nbytes, dtype=torch.uint8)
+    def _buffer(self, purpose: str, nbytes: int) -> Tensor:
+        """Memory that is used again in the next round: so it stays in the cache."""
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[purpose] = self._group.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes]
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,6 +15,8 @@ from tilework.layout import Box
 
 #: What is read at once where it cannot go straight to its place: so it is still in the cache.
 BOUNCE_BYTES = 4 << 20
+#: Read and checked at once.
+_STEP_BYTES = 256 << 10
 
 
 class PartReader:
@@ -29,6 +31,8 @@ class PartReader:
     def __init__(self, storage: Storage, index: Index, verify: bool = True) -> None:
         self.storage, self.index, self.verify = storage, index, verify
         self.bytes_read = 0
+        # In the cache still when it is checked; requests of a store are better few.
+        self._step = _STEP_BYTES if storage.is_local else index.chunk_bytes
         self._open: dict[str, FileReader] = {}
         self._bounce: Tensor | None = None
 
@@ -70,14 +74,16 @@ class PartReader:
         """
         file, chunk = self._file(part.file), self.index.chunk_bytes
         for at in range(0, memory.nbytes, chunk):
-            piece = memory[at : at + chunk]
-            count = file.read_into(piece, part.offset + start + at)
-            if count < piece.nbytes:
-                where = self.storage.where(part.file)
-                raise self._damaged(tensor, part, f"{where} ends before the tensor does")
+            piece, found = memory[at : at + chunk], 0
+            for step in range(0, piece.nbytes, self._step):
+                small = piece[step : step + self._step]
+                count = file.read_into(small, part.offset + start + at + step)
+                if count < small.nbytes:
+                    where = self.storage.where(part.file)
+                    raise self._damaged(tensor, part, f"{where} ends before the tensor does")
+                found = crc32(small, found) if self.verify else 0
             if self.verify:
-                number = (start + at) // chunk
-                found, expected = crc32(piece), part.crc32[number]
+                expected = part.crc32[(start + at) // chunk]
                 if found != expected:
                     raise self._damaged(
                         tensor,
