@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.backends import hybrid_hosts
+from tilework.comm.backends.hybrid import HybridGroup
 from tilework.errors import RankFailedError
 from tilework.store import UnixStore
 from tilework.testing import run_ranks
@@ -118,3 +120,26 @@ def test_the_store_s_server_dies_with_rank_0() -> None:
     results = run_ranks(3, program, kind="processes", init=False, return_exceptions=True)
     assert isinstance(results[0], RankFailedError)
     assert results[1:] == [2.0, 2.0]
+
+
+@pytest.mark.skipif(not dist.is_backend_available("hybrid"), reason="torch has no gloo")
+def test_ranks_of_two_hosts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of five are killed, among them the first of each host."""
+
+    def host(request: dist.DistributedBackendOptions) -> str:
+        return str(request.global_ranks_in_group[request.group_rank] % 2)
+
+    monkeypatch.setattr(hybrid_hosts, "host_identity", host)
+
+    def program(rank: int) -> tuple[int, ...]:
+        dist.barrier()
+        if rank in (0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        left: tuple[int, ...] = ()
+        while len(left) != 3:
+            left = go_on(rank)
+        assert isinstance(dist.get_default_group(), HybridGroup)
+        return left
+
+    results = run_ranks(5, program, kind="processes", backend="hybrid", return_exceptions=True)
+    assert results[2:] == [(2, 3, 4)] * 3
