@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from tilework.checkpoint import storage
 
 NAMES = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
@@ -59,6 +61,7 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
     pid = os.fork()
     if pid == 0:
         status = 1
+        torch.set_num_threads(1)  # of torch's others a fork has none, and would wait for them
         try:
             with watched(kill_at(number)):
                 work()
