@@ -30,6 +30,7 @@ ABOUT_MORE = {
     "dtensor/test_random_programs.py": "any operators, one after the other",
     "dtensor/test_training.py": "what a training loop calls: optimizers, clipping, casts, hooks",
     "sharded/test_training.py": "sharding, training, resharding and saving together",
+    "parallel/test_composition.py": "ways of data parallelism beside each other and the rest",
     "distributed/test_public_names.py": "the façade's names against torch.distributed's",
     "torch_backend/test_accelerate.py": "a program of accelerate's users",
     "torch_backend/test_checkpoint.py": "torch.distributed.checkpoint on tilework's groups",

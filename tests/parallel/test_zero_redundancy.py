@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tilework.parallel import DistributedDataParallel, ZeroRedundancyOptimizer
+from tilework.parallel import (
+    DistributedDataParallel,
+    Join,
+    ZeroRedundancyOptimizer,
+    comm_hooks,
+)
 from tilework.testing import run_ranks
 
 
@@ -138,3 +143,83 @@ def test_misuse() -> None:
             ZeroRedundancyOptimizer([], torch.optim.SGD, lr=0.1)
 
     run_ranks(1, program)
+
+
+@pytest.mark.parametrize("counts", [(1, 3), (4, 2, 0), (3, 3)])
+def test_uneven_inputs(counts: tuple[int, ...]) -> None:
+    """Every rank steps on what it owns, with the gradients of those that still have inputs."""
+
+    def program(rank: int) -> list[torch.Tensor]:
+        results = []
+        for spread in (False, True):
+            ddp = DistributedDataParallel(model())
+            settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+            own: Any = (
+                ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, **settings)
+                if spread
+                else torch.optim.SGD(ddp.parameters(), **settings)
+            )
+            with Join([ddp, own] if spread else [ddp]):
+                for step in range(counts[rank]):
+                    for group in own.param_groups:
+                        group["lr"] = 0.1 / (1 + step)
+                    own.zero_grad()
+                    torch.autograd.backward(ddp(rows(step + 7 * rank)).square().mean())
+                    own.step()
+            results.append([p.detach() for p in ddp.parameters()])
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted)
+        return results[1]
+
+    first, *others = run_ranks(len(counts), program)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("megabytes", [0.00005, 25])
+@pytest.mark.parametrize(
+    "hook", [comm_hooks.allreduce_hook, comm_hooks.quantization_pertensor_hook]
+)
+@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
+def test_steps_within_backward(
+    kind: Any, settings: dict[str, Any], hook: Any, megabytes: float
+) -> None:
+    def program(rank: int) -> None:
+        results = []
+        for overlap in (False, True):
+            ddp = DistributedDataParallel(model(), bucket_cap_mb=megabytes)
+            own: Any = ZeroRedundancyOptimizer(
+                ddp.parameters(), kind, overlap_with_ddp=overlap, **settings
+            )
+            reduce = comm_hooks.hook_with_zero_step(hook, ddp, own) if overlap else hook
+            ddp.register_comm_hook(None, reduce)
+            for step in range(4):
+                own.zero_grad()
+                torch.autograd.backward(ddp(rows(step + 7 * rank)).square().mean())
+                if not overlap:
+                    own.step()
+            own.consolidate_state_dict(to=0)
+            results.append([p.detach() for p in ddp.parameters()])
+            if rank == 0:
+                assert len(own.state_dict()["state"]) == 4
+        assert all(map(torch.equal, *results))
+
+    run_ranks(2, program)
+
+
+def test_steps_within_backward_replace_step() -> None:
+    def program(rank: int) -> None:
+        ddp: Any = DistributedDataParallel(model())
+        plain = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(ValueError, match="overlap_with_ddp=True"):
+            comm_hooks.hook_with_zero_step(comm_hooks.allreduce_hook, ddp, plain)
+        weights = [ddp.module[0].weight]
+        own = ZeroRedundancyOptimizer(weights, torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        with pytest.raises(RuntimeError, match="use overlap_with_ddp=False within Join"):
+            Join([ddp, own]).__enter__()
+        hook = comm_hooks.hook_with_zero_step(comm_hooks.allreduce_hook, ddp, own)
+        ddp.register_comm_hook(None, hook)
+        with pytest.raises(ValueError, match="are not the optimizer's: give it model"):
+            torch.autograd.backward(ddp(rows(0)).sum())
+
+    run_ranks(2, program)

@@ -1,6 +1,8 @@
 """Models in parallel: data parallelism on replicas, tensor parallelism from a plan."""
 
 from tilework.parallel import comm_hooks
+from tilework.parallel import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
+from tilework.parallel.clip_grad import clip_grad_norm_
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by_size
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
@@ -67,6 +69,7 @@ __all__ = [
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "average_parameters",
+    "clip_grad_norm_",
     "comm_hooks",
     "compute_bucket_assignment_by_size",
     "fully_shard",

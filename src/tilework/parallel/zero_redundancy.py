@@ -7,30 +7,41 @@ steps on the parameters that it owns, and sends them to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tilework.comm.objects import gather_object
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.objects import broadcast_object_list, gather_object
 from tilework.comm.world import AnyGroup
+from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
+from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
+from tilework.parallel.data_parallel.leaves import local_tensors, shared_ranks
 from tilework.parallel.data_parallel.replicas import broadcast_tensors
+from tilework.tiled.tensor import TiledTensor
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer whose states are spread over the ranks; parameters stay replicated.
 
     Parameters are dealt out by size, so that ranks own nearly equally many elements. A step is
-    collective over the group, and blocks: each rank steps on its own, then all send theirs. Not for
-    ``join()``: a rank without inputs has no gradients of the parameters that it owns.
+    collective over the group, and blocks: each rank steps on its own, then all send theirs.
+
+    Within ``Join([ddp, optimizer])`` a rank that has run out of inputs goes on to step on what it
+    owns: each iteration of the others must step once.
 
     Args:
         params: The parameters or parameter groups, the same on all ranks.
         optimizer_class: The optimizer that steps on a rank's own.
         process_group: The group; None: the default group.
+        parameters_as_bucket_view: Accepted for torch's sake: parameters stay where they are.
+        overlap_with_ddp: Steps are taken bucket by bucket within backward, by the hook of
+            :func:`~tilework.parallel.comm_hooks.hook_with_zero_step`; :meth:`step` does nothing.
         defaults: The optimizer's settings.
 
     Raises:
@@ -56,11 +67,16 @@ class ZeroRedundancyOptimizer(Optimizer):
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         optimizer_class: type[Optimizer],
         process_group: AnyGroup = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class is a subclass of Optimizer, got {optimizer_class!r}")
+        Joinable.__init__(self)
         self.process_group = group_or_default(process_group)
+        self.overlap_with_ddp = overlap_with_ddp
+        self._by_bucket: dict[int, _BucketStep] = {}
         self._class, self._defaults = optimizer_class, defaults
         self._owner: dict[nn.Parameter, int] = {}
         self._loads = [0] * self.process_group.size()
@@ -71,7 +87,24 @@ class ZeroRedundancyOptimizer(Optimizer):
         every = optimizer_class([nn.Parameter(torch.empty(0))], **defaults).defaults
         super().__init__(params, every)
         self._is_constructed = True
+        self._check_layouts()
         self._deal()
+
+    def _check_layouts(self) -> None:
+        for at, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            if not isinstance(parameter, TiledTensor):
+                continue
+            if self.overlap_with_ddp:
+                raise ValueError(
+                    f"overlap_with_ddp=True takes plain parameters, got a "
+                    f"{type(parameter).__name__} as number {at}: call step() after backward instead"
+                )
+            if others := shared_ranks(parameter, self.process_group):
+                raise ValueError(
+                    f"parameter {at}, a {type(parameter).__name__}, is sharded over ranks of the "
+                    f"group already ({others}): its states are as well, so take the plain "
+                    f"optimizer"
+                )
 
     def _deal(self) -> None:
         """Give each parameter without an owner to the rank that owns least; make the local part."""
@@ -81,6 +114,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._owner[parameter] = rank
             self._loads[rank] += parameter.numel()
         own = [self._own_part(group) for group in self.param_groups]
+        self._by_bucket.clear()
         before = None if self.optim is None else self.optim.state
         # An optimizer refuses to have no parameters, which a rank may well have.
         filled = [group for group in own if group["params"]]
@@ -108,15 +142,29 @@ class ZeroRedundancyOptimizer(Optimizer):
         Args:
             closure: Computes the loss again, on every rank.
         """
+        if self.overlap_with_ddp:
+            warnings.warn(
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps within backward, by the hook "
+                "that hook_with_zero_step makes: leave step() out",
+                stacklevel=2,
+            )
+            return None
+        Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        active = active_group(self.process_group)
+        if active is not self.process_group:
+            self._hand_over(active.global_ranks)
+        self._step_and_exchange()
+        return loss
+
+    def _step_and_exchange(self) -> None:
         if self.optim is not None:
             self._copy_settings()
             self.optim.step()
         self._exchange()
-        return loss
 
     def _copy_settings(self) -> None:
         """Let the local optimizer have the settings that schedulers have changed."""
@@ -127,7 +175,76 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _exchange(self) -> None:
         for rank in range(self.process_group.size()):
-            owned = [p.data for p, owner in self._owner.items() if owner == rank]
+            owned = [
+                local
+                for parameter, owner in self._owner.items()
+                if owner == rank
+                for local in local_tensors(parameter.detach())
+            ]
+            broadcast_tensors(owned, self.process_group, rank)
+
+    # -- uneven inputs -----------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one join context."""
+        if self.overlap_with_ddp:
+            raise RuntimeError(
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps within backward, which a "
+                "rank without inputs has none of: use overlap_with_ddp=False within Join"
+            )
+        return _StepWithoutInputs(self)
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        return self.process_group
+
+    @torch.no_grad()
+    def _hand_over(self, active: Sequence[int]) -> None:
+        """Send gradients and settings to owners that have no inputs any more. Collective."""
+        group = self.process_group
+        source = group.global_ranks.index(active[0])
+        away = {at for at, rank in enumerate(group.global_ranks) if rank not in active}
+        theirs = [p for p, owner in self._owner.items() if owner in away]
+        settings = [
+            {name: value for name, value in each.items() if name != "params"}
+            for each in self.param_groups
+        ]
+        facts = [([p.grad is not None for p in theirs], settings)]
+        broadcast_object_list(facts, group=group, group_src=source)
+        has_grad, settings = facts[0]
+        for each, new in zip(self.param_groups, settings, strict=True):
+            each.update(new)
+        for parameter, given in zip(theirs, has_grad, strict=True):
+            if not given:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        grads = [local for p in theirs if p.grad is not None for local in local_tensors(p.grad)]
+        broadcast_tensors(grads, group, source)
+
+    def _follow(self) -> None:
+        """Take part in a step of the ranks that still have inputs. Collective."""
+        assert self.join_context is not None
+        self._hand_over(self.join_context.ranks_with_inputs)
+        self._step_and_exchange()
+
+    # -- steps within backward ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def step_bucket(self, bucket: GradBucket) -> None:
+        """Step on the parameters of a bucket that is reduced, and exchange them. Collective.
+
+        Args:
+            bucket: Its buffer holds the averages. The same on all ranks.
+        """
+        known = self._by_bucket.get(bucket.index())
+        parameters = bucket.parameters()
+        if known is None or known.is_of_others(parameters):
+            known = self._by_bucket[bucket.index()] = _BucketStep(self, parameters)
+        known.step(bucket.gradients())
+        owners = [self._owner[parameter] for parameter in parameters]  # type: ignore[index]
+        for rank in sorted(set(owners)):
+            owned = [p.detach() for p, at in zip(parameters, owners, strict=True) if at == rank]
             broadcast_tensors(owned, self.process_group, rank)
 
     # -- states ------------------------------------------------------------------------------
@@ -196,3 +313,56 @@ def _on_cpu(state: dict[int, Any]) -> dict[int, Any]:
         at: {name: one.cpu() if torch.is_tensor(one) else one for name, one in value.items()}
         for at, value in state.items()
     }
+
+
+class _StepWithoutInputs(JoinHook):
+    """Steps on a rank that has run out of inputs, once for each step of the others."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self._optimizer._follow()
+
+
+class _BucketStep:
+    """The optimizer's step on the parameters of one bucket that this rank owns."""
+
+    def __init__(self, whole: ZeroRedundancyOptimizer, parameters: Sequence[Tensor]) -> None:
+        self._whole, self._parameters = whole, list(parameters)
+        rank = whole.process_group.rank()
+        unknown = [p for p in parameters if p not in whole._owner]
+        if unknown:
+            raise ValueError(
+                f"hook_with_zero_step: {len(unknown)} parameters of the module, the first of shape "
+                f"{list(unknown[0].shape)}, are not the optimizer's: give it model.parameters()"
+            )
+        self._own = {p for p in parameters if whole._owner[p] == rank}  # type: ignore[index]
+        groups = [
+            {**group, "params": [p for p in group["params"] if p in self._own]}
+            for group in whole.param_groups
+        ]
+        self._filled = [at for at, group in enumerate(groups) if group["params"]]
+        self.optim: Optimizer | None = None
+        if self._filled:
+            assert whole.optim is not None
+            self.optim = whole._class([groups[at] for at in self._filled], **whole._defaults)
+            self.optim.state = whole.optim.state  # one state for all buckets
+
+    def is_of_others(self, parameters: Sequence[Tensor]) -> bool:
+        """True if the bucket has other parameters now."""
+        return [*map(id, parameters)] != [*map(id, self._parameters)]
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """Step with these gradients; the parameters' own are left as they are. Local."""
+        if self.optim is None:
+            return
+        for own, at in zip(self.optim.param_groups, self._filled, strict=True):
+            settings = self._whole.param_groups[at]
+            own.update({name: value for name, value in settings.items() if name != "params"})
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad if parameter in self._own else None
+        self.optim.step()
+        for parameter, old in zip(self._parameters, before, strict=True):
+            parameter.grad = old

@@ -29,6 +29,10 @@ from tilework.parallel.comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from tilework.parallel.comm_hooks.zero_step import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 
 __all__ = [
     "BucketRecord",
@@ -44,6 +48,8 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
     "orthogonalize",
     "post_localSGD_hook",

@@ -12,6 +12,7 @@ from torch import nn
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, get_default_group
 from tilework.mesh import DeviceMesh
+from tilework.parallel.data_parallel.leaves import shared_ranks
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -32,6 +33,22 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             "DistributedDataParallel is not needed when a module doesn't have any parameters that "
             "require a gradient."
         )
+
+
+def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
+    """Raise if a parameter's own layout lies on several ranks of the group. Local.
+
+    Raises:
+        ValueError: One does: its replicas are not on those ranks.
+    """
+    for name, parameter in parameters:
+        if others := shared_ranks(parameter, group):
+            raise ValueError(
+                f"{name}, a {type(parameter).__name__}, lies on ranks of the group that averages "
+                f"gradients ({others}), so these hold no replicas of it. Use a mesh with an axis "
+                f"for each: parallelize_module(module, mesh['tp']), then "
+                f"DistributedDataParallel(module, device_mesh=mesh['dp'])"
+            )
 
 
 def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:

@@ -16,7 +16,12 @@ from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import AnyGroup, get_default_group
 from tilework.mesh import DeviceMesh
 from tilework.parallel.comm_hooks.bucket import CommHook
-from tilework.parallel.data_parallel.arguments import check_module, devices_of, group_of
+from tilework.parallel.data_parallel.arguments import (
+    check_layouts,
+    check_module,
+    devices_of,
+    group_of,
+)
 from tilework.parallel.data_parallel.buckets import bucket_bytes_of
 from tilework.parallel.data_parallel.delayed_reduction import DelayedReduction
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
@@ -127,6 +132,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module = module
         self._cast_buffers()
         self._structure = ModuleStructure(module)
+        check_layouts(self._structure.parameters, self.process_group)
         parameters = [parameter for _, parameter in self._structure.parameters]
         self.device_ids, self.output_device = devices_of(parameters, device_ids, output_device)
         self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1

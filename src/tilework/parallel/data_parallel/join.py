@@ -102,6 +102,8 @@ class Join:
         self._hooks: list[JoinHook] = []
         self._size = self.group.size()
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
+        #: The global ranks that had inputs in the last iteration.
+        self.ranks_with_inputs: tuple[int, ...] = tuple(self.group.global_ranks)
 
     def __enter__(self) -> Join:
         if self.enabled:
@@ -150,7 +152,9 @@ class Join:
         """The global ranks that still have inputs. Collective over the whole group."""
         flags = torch.empty(self.group.size(), dtype=torch.uint8)
         all_gather_into_tensor(flags, torch.tensor([has_inputs], dtype=torch.uint8), self.group)
-        return tuple(r for r, flag in zip(self.group.global_ranks, flags, strict=True) if flag)
+        every = zip(self.group.global_ranks, flags.tolist(), strict=True)
+        self.ranks_with_inputs = tuple(rank for rank, flag in every if flag)
+        return self.ranks_with_inputs
 
     def _activate(self, ranks: tuple[int, ...]) -> None:
         """Let collectives of the joinables run among the ranks that still have inputs."""

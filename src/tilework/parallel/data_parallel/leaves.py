@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilework.comm.contract import ProcessGroup
 from tilework.tiled.tensor import TiledTensor
 
 
@@ -46,6 +47,14 @@ class GradLeaf:
 def local_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold this rank's part of a tensor: itself, if it is plain."""
     return list(tensor.local_tiles()) if isinstance(tensor, TiledTensor) else [tensor]
+
+
+def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:
+    """The other global ranks of a group that a tensor lies on: none, if it is plain. Local."""
+    if not isinstance(tensor, TiledTensor):
+        return []
+    own = group.global_ranks[group.rank()]
+    return sorted(set(tensor.tiling.ranks).intersection(group.global_ranks) - {own})
 
 
 def grad_leaves(

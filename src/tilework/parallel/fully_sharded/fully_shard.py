@@ -21,6 +21,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world, get_default_group
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.outputs import call_at_backward, replace_tensors
 from tilework.parallel.fully_sharded.flat_group import FlatGroup
 from tilework.parallel.fully_sharded.policies import (
@@ -37,13 +38,13 @@ _engine: Any = torch.autograd.Variable._execution_engine
 class _Order:
     """The order in which the modules of one root gather, as the first forward pass found it."""
 
-    states: list[_State] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
     is_known: bool = False
     #: The number of the backward pass under way; -1 for none.
     task: int = -1
 
 
-class _State:
+class State:
     """The parameters of one call of fully_shard, and when they are gathered and freed."""
 
     def __init__(
@@ -59,8 +60,8 @@ class _State:
         self.requires_sync = True
         self.order: _Order | None = None
         self.is_root = False
-        self.forward_prefetch: list[_State] | None = None
-        self.backward_prefetch: list[_State] | None = None
+        self.forward_prefetch: list[State] | None = None
+        self.backward_prefetch: list[State] | None = None
         self._ready = 0
         self._reduced_in = -1
         self._hooked: set[int] = set()
@@ -127,18 +128,18 @@ class _State:
             for module in self.modules:
                 for inner in module.modules():
                     state = getattr(inner, "_fsdp_state", None)
-                    if isinstance(state, _State):
+                    if isinstance(state, State):
                         state.order = self.order
                         state.is_root = state is self
         if not self.order.is_known and self not in self.order.states:
             self.order.states.append(self)
 
-    def _next_in_forward(self) -> list[_State]:
+    def _next_in_forward(self) -> list[State]:
         if self.forward_prefetch is not None:
             return self.forward_prefetch
         return self._beside(1)
 
-    def _beside(self, step: int) -> list[_State]:
+    def _beside(self, step: int) -> list[State]:
         order = self.order
         if order is None or not order.is_known or self not in order.states:
             return []
@@ -198,7 +199,7 @@ class _State:
 class FSDPModule:
     """The methods that a module has after :func:`fully_shard`. Its class is a subclass of both."""
 
-    _fsdp_state: _State
+    _fsdp_state: State
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters now. Collective over the mesh.
@@ -247,6 +248,27 @@ class FSDPModule:
         """Gather these modules' parameters while this one's backward computes. Local."""
         self._fsdp_state.backward_prefetch = [module._fsdp_state for module in modules]
 
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Raise: gradients are reduced to shards, which a hook for whole buckets cannot do."""
+        raise NotImplementedError(
+            "fully_shard has no communication hooks: gradients are reduce-scattered, not averaged "
+            "in buckets. For fewer bytes use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+        )
+
+    def no_sync(self) -> None:
+        """Raise: accumulation is a setting of the module."""
+        raise NotImplementedError(
+            "fully_shard accumulates between set_requires_gradient_sync(False) and "
+            "set_requires_gradient_sync(True); no_sync() is DistributedDataParallel's"
+        )
+
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: a rank without inputs must still help to gather parameters."""
+        raise NotImplementedError(
+            "fully_shard has no join(): every rank has to gather parameters as often as the "
+            "others, so give ranks equally many batches, or use DistributedDataParallel"
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         for state in _states(self, True):
             for group in state.groups:
@@ -261,7 +283,7 @@ class FSDPModule:
 class UnshardHandle:
     """The handle of an asynchronous :meth:`FSDPModule.unshard`."""
 
-    def __init__(self, state: _State) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
 
     def wait(self) -> None:
@@ -342,7 +364,7 @@ def fully_shard(
     groups = [FlatGroup(alike, shard_group, replicate_group, policy) for alike in kinds.values()]
     for group in groups:
         group.shard()
-    state = _State(modules, groups, policy, reshard_after_forward)
+    state = State(modules, groups, policy, reshard_after_forward)
     for each in modules:
         _install(each, state)
     return module
@@ -395,6 +417,12 @@ def _check(
         if hasattr(module, "_fsdp_state"):
             raise ValueError(f"{type(module).__name__} was given to fully_shard before")
         for name, inner in module.named_modules():
+            if isinstance(inner, DistributedDataParallel):
+                raise ValueError(
+                    f"module {name or 'itself'} is a DistributedDataParallel, whose parameters are "
+                    f"replicas: shard the plain module (ddp.module), on a mesh of two axes to have "
+                    f"replicas of shards"
+                )
             if getattr(inner, "sparse", False) is True:
                 raise NotImplementedError(
                     f"{type(inner).__name__} {name!r} has sparse gradients, which cannot be "
@@ -435,7 +463,7 @@ def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ProcessGroup | None]:
     return groups[-1], groups[0] if mesh.ndim == 2 else None
 
 
-def _install(module: nn.Module, state: _State) -> None:
+def _install(module: nn.Module, state: State) -> None:
     """Give a module its new class, its hooks and its state."""
     each: Any = module
     each.__class__ = _subclass(type(module))
@@ -457,10 +485,10 @@ def _subclass(kind: type[nn.Module]) -> type[nn.Module]:
     return _classes[kind]
 
 
-def _states(module: Any, recurse: bool) -> list[_State]:
+def _states(module: Any, recurse: bool) -> list[State]:
     modules = module.modules() if recurse else [module]
     states = [getattr(each, "_fsdp_state", None) for each in modules]
-    return list(dict.fromkeys(cast("list[_State]", [state for state in states if state])))
+    return list(dict.fromkeys(cast("list[State]", [state for state in states if state])))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
