@@ -134,22 +134,16 @@ class Alias(NamedTuple):
     grad_fn: Any
 
 
-class Viewed(NamedTuple):
-    """The tensor that a view was made of, and how."""
-
-    base: DTensorBase
-    #: The base's layout then, which forms in place such as ``t_`` change.
-    spec: DTensorSpec
-    #: The call that made it, with the base as the first argument: the same memory if None.
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+#: The tensor that a view was made of; the layout that it had then, which forms in place such as
+#: ``t_`` change; and the call that made the view, with the tensor as its first argument, or None
+#: for the whole tensor. A plain tuple, for views are made in a few microseconds.
+Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def memory_of(tensor: DTensorBase) -> DTensorBase:
     """The tensor that owns the memory which a view shows: itself if it is no view."""
     while (viewed := tensor._viewed) is not None:
-        tensor = viewed.base
+        tensor = viewed[0]
     return tensor
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
-from tilework.dtensor.base import DTensorBase, DTensorT, Viewed, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -139,7 +139,7 @@ def become_view(tensor: DTensorT, anchor: DTensorT, result: DTensorT) -> DTensor
         result._local_tensor = local
     anchor._viewed, anchor._writes = tensor._viewed, tensor._writes
     anchor._handed_out, tensor._handed_out = tensor._handed_out, None
-    tensor._viewed = shown if result is not anchor else Viewed(anchor, anchor._spec, None, (), {})
+    tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of = view
     return become(tensor, result)
 

@@ -316,6 +316,12 @@ class Operator:
             result = wrapped(result, outputs, call.mesh, call.digest)
         if sharding.view:
             follow_base(result, call)
+            base = call.args[0] if call.args else None
+            if not sharding.copied and result.__class__ is DTensor and base.__class__ is DTensor:
+                view = base._view_of  # type: ignore[union-attr]
+                if view is None:  # mostly: a view that shares memory
+                    result._viewed = (base, base._spec, call.func, call.args, call.kwargs)  # type: ignore[union-attr]
+                    return result
             return copied_views.viewed(result, sharding.copied, call.func, call.args, call.kwargs)
         return result
 
@@ -333,7 +339,10 @@ class Operator:
         note_write(target, digest)
         if target._local_tensor.requires_grad:
             local_graph.mirror_requires_grad(target)
-        copied_views.wrote(target)
+        if target._viewed is None and target._view_of is None:
+            target._writes += 1
+        else:
+            copied_views.wrote(target)
         return target
 
 

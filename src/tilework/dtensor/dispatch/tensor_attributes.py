@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.tiled.op_table import dtensor_handler
 
@@ -105,8 +105,11 @@ def _result_type(func: Any, args: Any, kwargs: Any) -> torch.dtype:
 @dtensor_handler("detach", is_view=True)
 def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor: DTensor = args[0]
-    if tensor._view_of is not None:
-        copied_views.refresh(tensor)
+    if tensor._view_of is None:
+        result = wrap(tensor._local_tensor.detach(), tensor._spec)
+        result._viewed = (tensor, tensor._spec, None, (), {})
+        return result
+    copied_views.refresh(tensor)
     local = tensor._local_tensor.detach()
     redo: Callable[[Any], Any] = Tensor.detach
     return copied_views.same_memory(tensor, local, redo, apart="detach")

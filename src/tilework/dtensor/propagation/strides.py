@@ -160,6 +160,8 @@ def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> I
     if len(same) == len(operands):
         if all(_is_row_major(shape, strides) for strides in same):
             return row_major(shape)
+        if len(shape) == 4 and all(_fills(shape, its, _CHANNELS_LAST) for its in same):
+            return _in_order(shape, _CHANNELS_LAST)
         if len(set(same)) == 1 and is_dense(shape, same[0]):
             return same[0]
     order = list(reversed(range(len(shape))))  # from the innermost dim
@@ -171,11 +173,26 @@ def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> I
                 order[at], order[before], at = order[before], order[at], before
             elif found < 0:
                 break
+    return _in_order(shape, order)
+
+
+#: The dims of images, the innermost first.
+_CHANNELS_LAST = (1, 3, 2, 0)
+
+
+def _in_order(shape: Ints, order: Sequence[int]) -> Ints:
+    """The strides of dims that lie in memory in an order, the innermost first."""
     strides, step = [0] * len(shape), 1
     for dim in order:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
+
+
+def _fills(shape: Ints, strides: Ints, order: Sequence[int]) -> bool:
+    """True if dims lie in memory in an order, the innermost first, but for those of one element."""
+    expected = _in_order(shape, order)
+    return all(a == b or n == 1 for a, b, n in zip(strides, expected, shape, strict=True))
 
 
 def _aligned(shape: Ints, own: Ints, strides: Ints) -> Ints:
@@ -211,10 +228,7 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
 
 
 def _is_row_major(shape: Ints, strides: Ints) -> bool:
-    expected = row_major(shape)
-    return all(
-        a == b or size == 1 for a, b, size in zip(strides, expected, shape, strict=True)
-    ) or (0 in shape)
+    return 0 in shape or _fills(shape, strides, range(len(shape))[::-1])
 
 
 def _as_images(

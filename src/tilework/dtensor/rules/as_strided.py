@@ -102,9 +102,8 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
 
     result = redo(input)
     copied_views.mark(result, input, redo, write)
-    result._viewed = result._viewed._replace(  # type: ignore[union-attr]
-        func=torch.as_strided, args=(input, *window)
-    )
+    anchor, its_spec, *_ = result._viewed  # type: ignore[misc]
+    result._viewed = (anchor, its_spec, torch.as_strided, (input, *window), {})
     return result
 
 

@@ -23,7 +23,6 @@ from tilework.dtensor.base import (
     DTensorT,
     Redo,
     View,
-    Viewed,
     Write,
     memory_of,
     version_of,
@@ -47,7 +46,7 @@ def anchor_of(tensor: DTensorT) -> DTensorT:
     ):
         anchor = tensor._anchor = wrap_as(type(tensor), tensor._local_tensor, tensor._spec)
         anchor._made_without_grad = tensor._made_without_grad
-        anchor._viewed = Viewed(tensor, tensor._spec, None, (), {})
+        anchor._viewed = (tensor, tensor._spec, None, (), {})
     anchor._view_of = tensor._view_of
     return anchor  # type: ignore[no-any-return]
 
@@ -70,7 +69,7 @@ def mark(
     assert isinstance(tensor, DTensorBase)
     anchor = anchor_of(base)
     tensor._view_of = View(anchor, tensor._local_tensor, redo, write, shares, apart)
-    tensor._viewed = Viewed(anchor, anchor._spec, redo, (), {})
+    tensor._viewed = (anchor, anchor._spec, redo, (), {})
 
 
 def viewed(
@@ -87,12 +86,12 @@ def viewed(
         return result  # of a plain tensor, which counts as replicated
     if not copied and (base._view_of is None or base._view_of is WATCHED):
         if isinstance(result, DTensorBase):
-            result._viewed = Viewed(base, base._spec, func, args, kwargs)
+            result._viewed = (base, base._spec, func, args, kwargs)
             result._view_of = base._view_of
         else:
             for i, item in enumerate(result):
                 call = lambda *a, i=i, **k: func(*a, **k)[i]  # noqa: E731
-                item._viewed = Viewed(base, base._spec, call, args, kwargs)
+                item._viewed = (base, base._spec, call, args, kwargs)
                 item._view_of = base._view_of
         return result
     rest = args[1:]
@@ -123,7 +122,7 @@ def same_memory(
     share_memory(result, tensor, digest_of(tensor))
     view = tensor._view_of
     if view is None or view is WATCHED:
-        result._view_of, result._viewed = view, Viewed(tensor, tensor._spec, None, (), {})
+        result._view_of, result._viewed = view, (tensor, tensor._spec, None, (), {})
     else:
         mark(result, tensor, redo, shares=True, apart=apart)
     return result
@@ -244,7 +243,7 @@ def hand_out(tensor: DTensorBase) -> None:
     while base is not None:
         if base._view_of is None:
             base._view_of = WATCHED
-        base = None if base._viewed is None else base._viewed.base
+        base = None if base._viewed is None else base._viewed[0]
 
 
 #: Of more local tensors of one tensor's views the oldest are forgotten.
@@ -283,23 +282,15 @@ def _renew(entries: Sequence[tuple[DTensorBase, int]]) -> None:
 
 def offset_of(tensor: DTensorBase) -> int:
     """The place in memory, in elements, at which a tensor begins, were it plain. Local."""
-    viewed = tensor._viewed
-    if viewed is None:
+    if tensor._viewed is None:
         return 0
-    start = offset_of(viewed.base)
-    if viewed.func is None:
+    base, spec, func, args, kwargs = tensor._viewed
+    start = offset_of(base)
+    if func is None:
         return start
     with torch.no_grad():
-        shown = _on_meta(viewed, start)
+        shown = func(_meta_at(spec, base.dtype, start), *args[1:], **kwargs)
     return int(shown.storage_offset())
-
-
-def _on_meta(viewed: Viewed, start: int) -> Tensor:
-    """A view of a tensor without memory, made as another was."""
-    spec: DTensorSpec = viewed.spec
-    base = _meta_at(spec, viewed.base.dtype, start)
-    shown: Tensor = viewed.func(base, *viewed.args[1:], **viewed.kwargs)
-    return shown
 
 
 def _meta_at(spec: DTensorSpec, dtype: torch.dtype, start: int) -> Tensor:
