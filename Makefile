@@ -3,6 +3,7 @@
 # make check   linters, types and the tests of changed files, in a minute or so
 # make sanitize   the core under sanitizers       make chaos   ranks killed, stopped, at odds
 # make fuzz       garbage in the core's memory    make clean   remove what was built
+# make fuzz-programs   random programs on DTensors and on plain tensors, compared
 # make wheel      dist/*.whl for this Python, tested where there is no compiler
 #
 # The first call makes .venv and installs torch and tilework into it; later ones start at once.
@@ -24,7 +25,7 @@ core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wi
 cpp := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sanitize chaos fuzz lint format wheel install core clean
+.PHONY: help demo test check bench sanitize chaos fuzz fuzz-programs lint format wheel install core clean
 .DELETE_ON_ERROR:
 
 help:
@@ -65,6 +66,9 @@ fuzz:
 	cmake --build build/fuzz >>build/fuzz/log 2>&1 || { cat build/fuzz/log; exit 1; }; \
 	build/fuzz/fuzz_segment -timeout=5 -malloc_limit_mb=64 -max_len=512 -max_total_time=60 \
 	  -artifact_prefix=build/fuzz/ -print_final_stats=1 $(ARGS) build/fuzz/corpus
+
+fuzz-programs: install
+	@$(bin)/python -m tests.fuzz $(ARGS)
 
 # Warnings of the compiler are errors wherever `make` builds the core.
 lint: install

@@ -143,7 +143,8 @@ def distributed(whole: Tensor, mesh: DeviceMesh, layout: Layout, seed: int = 0) 
     spec = spec_of(mesh, layout.placements, whole.shape, layout.order)
     with torch.no_grad():
         local = _term(whole.detach(), spec, seed)[spec.local_box.slices]
-        local = local.clone() if local.numel() else local.contiguous()
+        dense = torch.preserve_format if local.numel() else torch.contiguous_format
+        local = local.clone(memory_format=dense)
     return wrap(local.requires_grad_(whole.requires_grad), spec)
 
 
@@ -159,6 +160,8 @@ def _term(whole: Tensor, spec: DTensorSpec, seed: int) -> Tensor:
     coordinate = spec.mesh.get_coordinate()
     assert coordinate is not None
     here, count = 0, _terms(spec)
+    if count == 1:
+        return whole
     for axis in spec.partial_axes:
         here = here * spec.mesh.shape[axis] + coordinate[axis]
     generator = torch.Generator().manual_seed(seed)

@@ -163,8 +163,8 @@ class View:
     """
 
     __slots__ = (
-        *("apart", "base", "graded", "inference", "local", "redo", "shares", "value", "version"),
-        *("write", "writes"),
+        *("apart", "base", "graded", "inference", "local", "redo", "required", "shares", "value"),
+        *("version", "write", "writes"),
     )
 
     def __init__(
@@ -186,16 +186,18 @@ class View:
         """Remember that the copy has what the base holds now."""
         self.local = self.base._local_tensor
         self.version = version_of(self.local)
-        self.writes = memory_of(self.base)._writes
+        owner = memory_of(self.base)
+        self.required, self.writes = owner._local_tensor.requires_grad, owner._writes
 
     @property
     def is_stale(self) -> bool:
         """True if the base was written to since."""
-        local = self.base._local_tensor
+        local, owner = self.base._local_tensor, memory_of(self.base)
         return (
             local is not self.local
             or version_of(local) != self.version
-            or memory_of(self.base)._writes != self.writes
+            or owner._writes != self.writes
+            or owner._local_tensor.requires_grad != self.required
         )
 
 

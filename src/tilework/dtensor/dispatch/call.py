@@ -273,13 +273,17 @@ class Operator:
     def _with_strides(self, sharding: OpSharding, result: Any, call: Call) -> Any:
         """A composed result, whose tensors have the strides that torch's operator gives them."""
         if not sharding.knows_strides:
-            tensors = [x for x in tensors_in(result) if isinstance(x, DTensor)]
-            specs = [tensor._spec for tensor in tensors]
-            sharding.strides = composed_strides(self.entry, call, specs)
+            results = tensors_in(result)
+            specs = [tensor._spec for tensor in results if isinstance(tensor, DTensor)]
+            if len(specs) == len(results):
+                sharding.strides = composed_strides(self.entry, call, specs)
             sharding.knows_strides = True
         if sharding.strides is not None:
             for tensor, its in zip(tensors_in(result), sharding.strides, strict=True):
-                if isinstance(tensor, DTensor):
+                assert isinstance(tensor, DTensor)
+                is_new = tensor._viewed is None
+                is_new = is_new and all(tensor is not each for each in call.tensors)
+                if is_new or self.entry.is_view:
                     tensor._spec = tensor._spec.with_strides(its)
         return result
 
@@ -318,9 +322,9 @@ class Operator:
             follow_base(result, call)
             base = call.args[0] if call.args else None
             if not sharding.copied and result.__class__ is DTensor and base.__class__ is DTensor:
-                view = base._view_of  # type: ignore[union-attr]
+                view = base._view_of
                 if view is None:  # mostly: a view that shares memory
-                    result._viewed = (base, base._spec, call.func, call.args, call.kwargs)  # type: ignore[union-attr]
+                    result._viewed = (base, base._spec, call.func, call.args, call.kwargs)
                     return result
             return copied_views.viewed(result, sharding.copied, call.func, call.args, call.kwargs)
         return result

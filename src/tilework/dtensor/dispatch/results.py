@@ -174,7 +174,7 @@ def write_out(out: Any, value: Any, name: str) -> None:
             f"result type {value.dtype} of {name} can't be cast to the desired output type "
             f"{out.dtype}"
         )
-    if out.requires_grad or (value.requires_grad and torch.is_grad_enabled()):
+    if torch.is_grad_enabled() and (out.requires_grad or value.requires_grad):
         raise RuntimeError(
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "
             f"but one of the arguments requires grad"

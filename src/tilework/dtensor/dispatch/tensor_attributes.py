@@ -118,7 +118,12 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
 @dtensor_handler("detach_")
 def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
-    tensor._local_tensor = tensor._local_tensor.detach_()
+    if tensor._view_of is not None:
+        copied_views.refresh(tensor)
+    local = tensor._local_tensor
+    # A tensor that is no view may have a local tensor that is one.
+    tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
+    tensor._made_without_grad = False
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]
 

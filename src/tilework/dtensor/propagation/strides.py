@@ -20,12 +20,15 @@ from tilework.tiled.op_table import OpEntry
 
 #: They keep the order of their first tensor's dims, as elementwise operators do.
 _LIKE_INPUTS = """
-    addr alpha_dropout argsort as_strided_scatter binary_cross_entropy
-    binary_cross_entropy_with_logits diagonal_scatter dropout dropout1d dropout2d dropout3d
-    feature_alpha_dropout flip fliplr flipud hinge_embedding_loss huber_loss index_fill index_put
-    kl_div margin_ranking_loss msort normalize poisson_nll_loss polygamma prelu put select_scatter
-    slice_scatter sort threshold where
+    addr alpha_dropout argsort binary_cross_entropy binary_cross_entropy_with_logits dropout
+    dropout1d dropout2d dropout3d feature_alpha_dropout flip fliplr flipud hinge_embedding_loss
+    huber_loss index_fill index_put kl_div margin_ranking_loss msort normalize poisson_nll_loss
+    polygamma prelu put sort threshold
 """
+#: Their results have the very strides of the first tensor.
+_SAME_STRIDES = frozenset(
+    {"as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter"}
+)
 #: Results that are not contiguous whatever the inputs are; and those that follow no simple rule.
 _ASKED = """
     argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
@@ -40,7 +43,7 @@ _CONTIGUOUS = frozenset({"masked_fill"})
 #: They take a number as a tensor without dims.
 _WITH_NUMBERS = """
     add bitwise_and bitwise_or bitwise_xor div eq floor_divide fmod ge gt le lt mul ne remainder
-    rsub sub
+    rsub sub where
 """
 _with_numbers = frozenset(_WITH_NUMBERS.split())
 _like_inputs, _asked = frozenset(_LIKE_INPUTS.split()), frozenset(_ASKED.split())
@@ -69,12 +72,14 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         return meta_strides(called(call, without_memory(call.tensors)), outputs)
     if entry.name in _CONTIGUOUS:
         return None
-    if entry.is_elementwise or entry.name in _like_inputs:
+    if entry.name in _SAME_STRIDES:
+        return [inputs[0]] * len(outputs)
+    if entry.name in _like_inputs:
+        return [_like_first(call.tensors[0], inputs[0], out) for out in outputs]
+    if entry.is_elementwise:
         shapes = [tuple(tensor.shape) for tensor in call.tensors]
         operands = list(zip(shapes, inputs, strict=True))
-        if not entry.is_elementwise:
-            operands = operands[:1]
-        elif entry.name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
+        if entry.name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
             operands.append(((), ()))
         return [elementwise_strides(out.shape, operands) for out in outputs]
     return _as_images(call.tensors, inputs, outputs)
@@ -84,12 +89,20 @@ def composed_strides(
     entry: OpEntry, call: Any, results: Sequence[DTensorSpec]
 ) -> list[Ints] | None:
     """The strides of results that were composed of other operators'; None if theirs are right."""
-    if not entry.is_view and entry.name not in _asked and entry.name != "__getitem__":
+    if entry.may_be_input:
+        return None
+    contiguous = all(
+        strides == row_major(tuple(tensor.shape))
+        for strides, tensor in zip(input_strides(call.tensors), call.tensors, strict=True)
+    )
+    asked = entry.is_view or entry.name in _asked
+    if contiguous and not asked:
         return None
     try:
-        return result_strides(entry, call, results)
+        found = result_strides(entry, call, results)
     except RuntimeError:
         return None
+    return found if found is not None or asked else [row_major(spec.shape) for spec in results]
 
 
 def input_strides(tensors: Sequence[Tensor]) -> list[Ints]:
@@ -138,6 +151,13 @@ def called(call: Any, tensors: Sequence[Tensor], raises: bool = False) -> Any:
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
+    if tuple(first.shape) != out.shape:
+        return elementwise_strides(out.shape, [(tuple(first.shape), strides)])
+    like = torch.empty_like(torch.empty_strided(first.shape, strides, device="meta"))
+    return tuple(like.stride())
 
 
 def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
@@ -25,5 +26,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
     anchor = copied_views.anchor_of(tensor)
-    result: DTensor = operator(anchor, *args[1:], **kwargs)
+    # Whatever mode this is in, the tensor stays what it is in its graph.
+    with torch.inference_mode(anchor._local_tensor.is_inference()), torch.enable_grad():
+        result: DTensor = operator(anchor, *args[1:], **kwargs)
     return gradients.become_view(tensor, anchor, result)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.base import memory_of
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
@@ -63,6 +64,8 @@ def _set(input: Tensor, index: Any, value: Any) -> None:
     if items is not None:
         _set_range(input, items, value)
         return
+    if isinstance(value, DTensor) and memory_of(value) is memory_of(input):
+        value = value.clone()
     mask = _only_mask(input, index)
     if mask is not None and _is_scalar(value):
         input.masked_fill_(mask, value)

@@ -158,7 +158,11 @@ def refresh(tensor: DTensorBase) -> None:
         refresh(base)
     if view.is_stale:
         with torch.inference_mode(view.inference), torch.set_grad_enabled(view.graded):
-            view.value = view.redo(base)._local_tensor
+            anew = view.redo(base)._local_tensor
+        if view.value.requires_grad and view.value.is_leaf:  # it stays the leaf
+            view.value.data = anew.detach()
+        else:
+            view.value = anew
         view.note()
     if tensor._local_tensor is not view.value:
         tensor._local_tensor, tensor._aliases = view.value, None
@@ -228,7 +232,7 @@ def hand_out(tensor: DTensorBase) -> None:
         return
     owner, local = memory_of(tensor), tensor._local_tensor
     known = owner._handed_out or []
-    if any(held._local_tensor is local for held, _ in known):
+    if any(held._local_tensor is local for held, *_ in known):
         return
 
     def write(base: DTensorBase, value: DTensorBase) -> None:
@@ -238,7 +242,7 @@ def hand_out(tensor: DTensorBase) -> None:
     held._viewed = tensor._viewed
     kept = write if view.shares else view.write
     held._view_of = View(view.base, local, view.redo, kept, apart=view.apart)
-    owner._handed_out = [*known, (held, version_of(local))][-_MOST_HANDED_OUT:]
+    owner._handed_out = [*known, _noted(held)][-_MOST_HANDED_OUT:]
     base: DTensorBase | None = tensor
     while base is not None:
         if base._view_of is None:
@@ -250,23 +254,33 @@ def hand_out(tensor: DTensorBase) -> None:
 _MOST_HANDED_OUT = 64
 
 
+#: A view whose local tensor was handed out, the number of writes to that, and its node then.
+_HandedOut = tuple[DTensorBase, int, Any]
+
+
+def _noted(held: DTensorBase) -> _HandedOut:
+    return held, version_of(held._local_tensor), held._local_tensor.grad_fn
+
+
 def _write_back_handed_out(owner: DTensorBase) -> None:
     """Write what others wrote to local tensors of views to their bases."""
     entries, owner._handed_out = owner._handed_out, None  # while tensors are refreshed for it
     assert entries is not None
     try:
-        for at, (held, version) in enumerate(entries):
+        for at, (held, version, grad_fn) in enumerate(entries):
             if version_of(held._local_tensor) != version:
-                wrote(held)
+                # In the graph, if the write was.
+                with torch.set_grad_enabled(held._local_tensor.grad_fn is not grad_fn):
+                    wrote(held)
                 _renew(entries[:at] + entries[at + 1 :])
-                entries[at] = (held, version_of(held._local_tensor))
+                entries[at] = _noted(held)
     finally:
         owner._handed_out = entries
 
 
-def _renew(entries: Sequence[tuple[DTensorBase, int]]) -> None:
+def _renew(entries: Sequence[_HandedOut]) -> None:
     """Give local tensors that were handed out what their bases hold now."""
-    for held, _ in entries:
+    for held, *_ in entries:
         view = held._view_of
         assert view is not None
         if view.base._view_of is not None:

@@ -1,0 +1,163 @@
+"""The words of a random program: what each means for plain tensors, and for DTensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.dtensor.op_checks import Layout, distributed
+from tilework.dtensor import DTensor
+from tilework.dtensor.dispatch.results import replicated
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.mesh import DeviceMesh
+
+_PLACEMENTS: dict[str, Placement] = {
+    "R": Replicate(),
+    "P": Partial(),
+    "PM": Partial("max"),
+    "PA": Partial("avg"),
+}
+
+
+def placements_of(text: str) -> tuple[Placement, ...]:
+    """Placements from text: ``"S0 R P"``, or ``"S1(2,3)"`` with sizes.
+
+    Example:
+        >>> placements_of("S0 R P")
+        (Shard(dim=0), Replicate(), Partial(reduce_op='sum'))
+    """
+    return tuple(map(_placement, text.split()))
+
+
+def _placement(word: str) -> Placement:
+    if word.startswith("S"):
+        dim, _, sizes = word[1:].partition("(")
+        split = tuple(map(int, sizes.rstrip(")").split(","))) if sizes else None
+        return Shard(int(dim), split)
+    return _PLACEMENTS[word]
+
+
+def values(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random numbers, none of them near a whole or a half."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(-4, 5, shape, generator=generator, dtype=torch.float64)
+    return whole / 2 + torch.rand(shape, generator=generator, dtype=torch.float64) / 8 + 0.05
+
+
+@dataclass
+class Run:
+    """A run of a program: its tensors by name, and what it noted.
+
+    Args:
+        mesh: The mesh of DTensors; None: they are plain.
+    """
+
+    mesh: DeviceMesh | None = None
+    names: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    #: Gradients that hooks have seen, by name and number of the call.
+    seen: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names |= {
+            "torch": torch,
+            "leaf": self.leaf,
+            "data": self.data,
+            "index": self.index,
+            "plain": values,
+            "moved": self.moved,
+            "write_local": self.write_local,
+            "watch": self.watch,
+            "recomputed": self.recomputed,
+        }
+
+    def execute(self, statement: str) -> None:
+        """Run a statement."""
+        exec(compile(statement, statement, "exec"), self.names)
+        mode, _, text = statement.partition(": ")
+        name = text.partition(" = ")[0]
+        if mode == "with torch.no_grad()" and name.isidentifier():
+            # torch's views say then that they require a gradient, of nobody.
+            self.names[name] = self.names[name].detach()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the program has made."""
+        return {
+            name: value
+            for name, value in self.names.items()
+            if name[0] in "vi" and name[1:].isdigit() and isinstance(value, Tensor)
+        }
+
+    # -- the words ---------------------------------------------------------------------------
+
+    def data(self, shape: tuple[int, ...], seed: int, placements: str) -> Tensor:
+        """A tensor without a gradient."""
+        return self._cut(values(shape, seed), placements, seed)
+
+    def leaf(self, name: str, shape: tuple[int, ...], seed: int, placements: str) -> Tensor:
+        """A tensor whose gradient is compared."""
+        leaf = self._cut(values(shape, seed), placements, seed).requires_grad_()
+        self.leaves[name] = leaf
+        return leaf
+
+    def index(self, numbers: list[int], placements: str) -> Tensor:
+        """A tensor of indices."""
+        return self._cut(torch.tensor(numbers), placements, 0)
+
+    def _cut(self, full: Tensor, placements: str, seed: int) -> Tensor:
+        if self.mesh is None:
+            return full
+        return distributed(full, self.mesh, Layout(placements_of(placements)), seed)
+
+    def moved(self, tensor: Tensor, placements: str) -> Tensor:
+        """A copy in another layout."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.redistribute(placements=placements_of(placements))
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def write_local(self, tensor: Tensor, number: float) -> None:
+        """Multiply a tensor by a number, by way of its local tensor."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.mul_(number)
+        tensor.detach()  # a view that is a copy is written to its base when it is next used
+
+    def watch(self, tensor: Tensor, name: str) -> None:
+        """Note the gradients of a tensor."""
+
+        def note(grad: Tensor) -> None:
+            self.seen[f"{name}, call {len(self.seen)}"] = grad.detach().clone()
+
+        is_leaf = any(tensor is leaf for leaf in self.leaves.values())
+        if tensor.requires_grad and (is_leaf or tensor.grad_fn is not None):
+            tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def recomputed(self, function: Callable[..., Tensor], *args: Any, reentrant: bool) -> Any:
+        """The function's result, which is computed anew in backward."""
+        return checkpoint(function, *args, use_reentrant=reentrant)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """The backward pass from all tensors, each with a gradient of its own."""
+        roots, grads = [], []
+        for name, tensor in sorted(self.tensors().items()):
+            if tensor.requires_grad and tensor.is_floating_point() and not tensor.is_inference():
+                weight = torch.linspace(0.5, 1.5, math.prod(tensor.shape), dtype=tensor.dtype)
+                weight = weight.view(tensor.shape) + (hash_of(name) % 7) / 8
+                roots.append(tensor)
+                grads.append(
+                    weight if self.mesh is None else replicated(weight, self.mesh)  # the same
+                )
+        if roots:
+            torch.autograd.backward(roots, grads)
+
+
+def hash_of(name: str) -> int:
+    """A number for a name, the same in every process."""
+    return sum(ord(letter) * (at + 1) for at, letter in enumerate(name))

@@ -1,0 +1,73 @@
+"""Programs that go wrong, made short: statements are left out so long as it goes wrong."""
+
+from __future__ import annotations
+
+import re
+
+from tests.fuzz.programs import Outcome, Program, expect, run_programs
+
+_PLACEMENTS = re.compile(r"'(?:(?:S\d|R|PM|PA|P)(?: |(?=')))+'")
+
+
+def minimise(outcome: Outcome, tries: int = 200) -> Outcome:
+    """The shortest program found that goes wrong in the same way."""
+    left = tries
+    shorter = True
+    while shorter and left > 0:
+        shorter = False
+        for candidate in _shorter(outcome.program):
+            left -= 1
+            if left <= 0:
+                break
+            found = _outcome(candidate)
+            if found is not None and found.kind == outcome.kind:
+                outcome, shorter = found, True
+                break
+    return outcome
+
+
+def _outcome(program: Program) -> Outcome | None:
+    if not program.statements or not expect(program):
+        return None
+    return next(iter(run_programs([program])))
+
+
+def _shorter(program: Program) -> list[Program]:
+    """Programs without a statement, with a plainer one, or on a smaller mesh."""
+    statements = list(program.statements)
+    found = [
+        Program([*statements[:at], *statements[at + 1 :]], program.mesh, program.seed)
+        for at in reversed(range(len(statements)))
+    ]
+    for at, text in enumerate(statements):
+        for plainer in _plainer(text):
+            changed = [*statements[:at], plainer, *statements[at + 1 :]]
+            found.append(Program(changed, program.mesh, program.seed))
+    if len(program.mesh) == 1 and program.mesh[0] > 2:
+        found.append(Program(statements, (2,), program.seed))
+    if len(program.mesh) == 2:
+        flat = [
+            _PLACEMENTS.sub(lambda m: m[0].split(" ")[0].rstrip("'") + "'", t) for t in statements
+        ]
+        found.append(Program(flat, (2,), program.seed))
+        if program.mesh != (2, 2):
+            found.append(Program(statements, (2, 2), program.seed))
+    return found
+
+
+def _first_axis(match: re.Match[str]) -> str:
+    return match[0].split(" ")[0].rstrip("'") + "'"
+
+
+def _plainer(text: str) -> list[str]:
+    found = []
+    if text.startswith("with "):
+        found.append(text.partition(": ")[2])
+    match = _PLACEMENTS.search(text)
+    if match is not None:
+        words = match[0].strip("'").split()
+        for at, word in enumerate(words):
+            if word != "R":
+                changed = " ".join([*words[:at], "R", *words[at + 1 :]])
+                found.append(text[: match.start()] + f"'{changed}'" + text[match.end() :])
+    return found

@@ -1,0 +1,295 @@
+"""Random programs: made, run on plain tensors and on DTensors, and compared."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dtensor.op_checks import noting_gatherings
+from tests.fuzz.language import Run
+from tests.fuzz.statements import Chooser, first_statement, statement
+from tilework.comm.world import current_world
+from tilework.dtensor import DTensor
+from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.testing import run_ranks
+
+MESHES: tuple[tuple[int, ...], ...] = ((1,), (2,), (3,), (2, 2), (2, 3))
+#: How long a rank waits for another that went astray.
+_TIMEOUT = timedelta(seconds=20)
+#: Numbers above this are not compared with: rounding would decide.
+_MOST = 1e6
+
+#: Writes that torch does not count.
+_COUNTED_BY_NONE = re.compile(r"\.data|inference_mode")
+
+
+@dataclass
+class Program:
+    """A program and what it gives on plain tensors.
+
+    Args:
+        statements: Its statements.
+        mesh: The shape of the mesh that it is to run on.
+        seed: The number that it was made from; for messages.
+    """
+
+    statements: Sequence[str]
+    mesh: tuple[int, ...]
+    seed: int = -1
+    #: What is compared, by a name for it.
+    expected: dict[str, Any] = field(default_factory=dict)
+    #: True if there is a backward pass.
+    graded: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(self.statements)
+
+
+def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
+    """The program of a number."""
+    rng = random.Random(seed)
+    mesh = mesh or MESHES[seed % len(MESHES)]
+    run, statements = Run(), []
+    for number in range(rng.randint(1, 3)):
+        chooser = Chooser(rng, run.tensors(), len(mesh), "")
+        statements.append(first_statement(chooser, f"v{number}"))
+        run.execute(statements[-1])
+    wanted, tries = rng.randint(3, 13), 0
+    while len(statements) < wanted and tries < 60:
+        tries += 1
+        name = f"v{len(run.tensors())}"
+        chooser = Chooser(rng, run.tensors(), len(mesh), name)
+        try:
+            text = statement(chooser)
+        except (LookupError, ValueError):
+            continue
+        if _runs(run, text) and _is_fair(run):
+            statements.append(text)
+        else:  # what it left half done is undone by running the rest again
+            run = Run()
+            for each in statements:
+                run.execute(each)
+    program = Program(statements, mesh, seed)
+    return program
+
+
+def _runs(run: Run, text: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as an out= that is resized
+        torch.set_warn_always(True)
+        try:
+            run.execute(text)
+        except Exception:
+            return False
+        finally:
+            torch.set_warn_always(False)
+    return True
+
+
+def _is_fair(run: Run) -> bool:
+    """True if rounding decides nothing, and memory stays small."""
+    return all(
+        tensor.numel() < 500 and (not tensor.numel() or bool((tensor.detach().abs() < _MOST).all()))
+        for tensor in run.tensors().values()
+        if tensor.is_floating_point()
+    )
+
+
+def expect(program: Program) -> bool:
+    """Run a program on plain tensors, and keep what it gives; False if torch refuses it."""
+    run = Run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for text in program.statements:
+                run.execute(text)
+            program.expected = _state(run)
+        except Exception:
+            return False
+        if any(_COUNTED_BY_NONE.search(text) for text in program.statements):
+            return True  # gradients would be of values that torch does not know to be others
+        try:
+            run.backward()
+            program.graded = True
+            program.expected |= _gradients(run)
+        except Exception:
+            program.graded = False
+    return True
+
+
+def _state(run: Run) -> dict[str, Any]:
+    """All that can be seen of a run's tensors before the backward pass."""
+    state: dict[str, Any] = {}
+    for name, tensor in run.tensors().items():
+        state[name] = _full(tensor)
+        if tensor.numel():
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            state[f"{name}.stride()"] = tuple(stride if size > 1 else 0 for size, stride in sizes)
+        state[f"{name}.requires_grad"] = tensor.requires_grad
+        state[f"{name}.is_leaf"] = tensor.is_leaf
+    return state
+
+
+def _gradients(run: Run) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, leaf in run.leaves.items():
+        state[f"{name}.grad"] = None if leaf.grad is None else _full(leaf.grad)
+    for name, grad in sorted(run.seen.items()):
+        state[f"gradient of {name}"] = _full(grad)
+    return state
+
+
+def _full(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        full = tensor.detach()
+        return (full.full_tensor() if isinstance(full, DTensor) else full).clone()
+
+
+# -- running ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """How a program went.
+
+    Args:
+        program: The program.
+        kind: "right", "wrong" (another result), "raised" (where plain tensors do not), "hang".
+        why: What differs, or the error.
+    """
+
+    program: Program
+    kind: str
+    why: str = ""
+
+
+class _Lost(Exception):
+    """Ranks are no longer at the same place."""
+
+
+def run_programs(programs: Sequence[Program]) -> Iterator[Outcome]:
+    """Run programs of one mesh on ranks as threads, and tell how each went."""
+    at = 0
+    while at < len(programs):
+        outcomes = _run_some(programs[at:])
+        yield from outcomes
+        at += len(outcomes)
+
+
+def _run_some(programs: Sequence[Program]) -> list[Outcome]:
+    """Run programs until one goes wrong; at least one."""
+    size = math.prod(programs[0].mesh)
+    meeting = threading.Barrier(size)
+    done: list[list[Outcome]] = [[] for _ in range(size)]
+
+    def on_rank(rank: int) -> None:
+        torch.set_num_threads(1)
+        mesh = init_device_mesh("cpu", programs[0].mesh)
+        for group in current_world().records:
+            group.set_timeout(_TIMEOUT)
+        for program in programs:
+            done[rank].append(_run(program, mesh))
+            try:
+                meeting.wait(_TIMEOUT.total_seconds() * 1.5)
+            except threading.BrokenBarrierError:
+                raise _Lost from None
+            if any(its[len(done[rank]) - 1].kind != "right" for its in done):
+                raise _Lost
+
+    with noting_gatherings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        limit = timedelta(seconds=500)
+        run_ranks(size, on_rank, timeout=limit, return_exceptions=True)
+    count = max(1, min(map(len, done)))
+    return [
+        _worst([its[n] for its in done if len(its) > n], size, programs[n]) for n in range(count)
+    ]
+
+
+def _worst(outcomes: Sequence[Outcome], size: int, program: Program) -> Outcome:
+    for kind in ("wrong", "raised"):
+        found = [each for each in outcomes if each.kind == kind]
+        if found:
+            # Ranks that wait for one that raised say so: the others' errors tell more.
+            return min(found, key=lambda each: "Timeout" in each.why or "PeerLost" in each.why)
+    if len(outcomes) < size:
+        return Outcome(program, "hang", "ranks are waiting for each other")
+    return outcomes[0]
+
+
+def _run(program: Program, mesh: DeviceMesh) -> Outcome:
+    run = Run(mesh)
+    try:
+        for text in program.statements:
+            run.execute(text)
+        state = _state(run)
+        _check_locals(run)
+        if program.graded:
+            run.backward()
+            state |= _gradients(run)
+    except AssertionError as error:
+        return Outcome(program, "wrong", str(error))
+    except Exception as error:
+        return Outcome(program, "raised", f"{type(error).__name__}: {error} {_place(error)}")
+    differing = _difference(state, program.expected)
+    return Outcome(program, "wrong", differing) if differing else Outcome(program, "right")
+
+
+def _check_locals(run: Run) -> None:
+    for name, tensor in run.tensors().items():
+        if isinstance(tensor, DTensor):
+            local, spec = tensor._local_tensor, tensor._spec
+            assert local.shape == spec.local_shape, f"{name} has a part of shape {local.shape}"
+
+
+def _difference(state: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The first thing that differs; empty if nothing does."""
+    for name, want in expected.items():
+        if name not in state:
+            return f"{name} is missing"
+        got = state[name]
+        if want is None and isinstance(got, Tensor) and not got.count_nonzero():
+            continue  # where a gradient passed through a redistribution, none is zeros
+        if isinstance(want, Tensor) and isinstance(got, Tensor):
+            close = got.shape == want.shape and got.dtype == want.dtype
+            if not (close and torch.allclose(got, want, 1e-7, 1e-9, equal_nan=True)):
+                return f"{name} is\n{got}\n, plain gives\n{want}"
+        elif isinstance(want, Tensor) or isinstance(got, Tensor) or got != want:
+            return f"{name} is {got}, plain gives {want}"
+    return ""
+
+
+def _place(error: Exception) -> str:
+    if os.environ.get("TILEWORK_FUZZ_TRACE"):
+        return "".join(traceback.format_exception(error))
+    frames: list[Any] = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "tilework" in f.filename] or frames
+    return f"[{ours[-1].filename.rpartition('/')[2]}:{ours[-1].lineno}]" if ours else ""
+
+
+def compare(text: str, mesh: tuple[int, ...] = (2,)) -> None:
+    """Run a program on plain tensors and on DTensors.
+
+    Args:
+        text: Its statements, one on each line.
+        mesh: The shape of the mesh.
+
+    Raises:
+        AssertionError: It goes wrong on DTensors.
+    """
+    program = Program([line for line in text.splitlines() if line.strip()], mesh)
+    assert expect(program), "torch refuses it"
+    outcome = next(iter(run_programs([program])))
+    assert outcome.kind == "right", outcome.why
