@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--kills", type=int, default=3, help="of each way")
+    parser.add_argument("--only-kills", action="store_true", help="no costs of copies")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -198,7 +199,9 @@ def main() -> None:
         killed(int(os.environ["RANK"]), model, way, folder)
         return
     console = Console()
-    costs = [cost(options.ranks, m, w) for m in options.models for w in options.ways]
+    costs = []
+    if not options.only_kills:
+        costs = [cost(options.ranks, m, w) for m in options.models for w in options.ways]
     table = Table(title=f"{options.ranks} ranks, {platform.machine()}, {os.cpu_count()} cores")
     for name in ("model", "way", "step alone", "with copies", "more", "copied by all"):
         table.add_column(name, justify="left" if name in ("model", "way") else "right")
@@ -208,15 +211,16 @@ def main() -> None:
         table.add_row(each.model, each.way, *milliseconds, more, f"{each.bytes / 1e6:.0f} MB")
     console.print(table)
     recoveries = {}
-    for way in options.ways if options.kills else ():
-        times = [recovery(options.ranks, "gpt", way) for _ in range(options.kills)]
-        recoveries[way] = times
-        worst, middle = max(t for t, _ in times), statistics.median(t for t, _ in times)
-        step = min(s for _, s in times)
-        console.print(
-            f"{way}: from kill -9 to the end of the next step {1000 * middle:.0f} ms "
-            f"(worst of {len(times)}: {1000 * worst:.0f} ms), of which a step {1000 * step:.0f} ms"
-        )
+    for model in options.models if options.kills else ():
+        for way in options.ways:
+            times = [recovery(options.ranks, model, way) for _ in range(options.kills)]
+            recoveries[f"{model} {way}"] = times
+            middle, worst = statistics.median(t for t, _ in times), max(t for t, _ in times)
+            step = min(s for _, s in times)
+            console.print(
+                f"{model} {way}: from kill -9 to the end of the next step {1000 * middle:.0f} ms "
+                f"(worst of {len(times)}: {1000 * worst:.0f} ms); a step takes {1000 * step:.0f} ms"
+            )
     if options.json:
         document = {"costs": [asdict(each) for each in costs], "recoveries": recoveries}
         options.json.write_text(json.dumps(document, indent=1))
