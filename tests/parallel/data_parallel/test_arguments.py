@@ -19,6 +19,8 @@ def test_misuse() -> None:
     def program(rank: int) -> None:
         with pytest.raises(RuntimeError, match="is not needed when a module doesn't have any"):
             DistributedDataParallel(nn.ReLU())
+        with pytest.raises(RuntimeError, match="weight, bias have none yet: run the lazy module"):
+            DistributedDataParallel(nn.LazyLinear(3))
         ddp: Any = DistributedDataParallel(nn.Linear(1, 1))
         with pytest.raises(RuntimeError, match="is a DistributedDataParallel already"):
             DistributedDataParallel(ddp)

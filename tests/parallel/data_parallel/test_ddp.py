@@ -297,3 +297,83 @@ def test_the_module_by_itself_is_not_synchronised() -> None:
         return grad
 
     assert run_ranks(2, program) == [0.0, 1.0]
+
+
+def test_gradients_of_inputs_only_are_not_reduced() -> None:
+    def program(rank: int) -> None:
+        plain, ddp = mlp(), DistributedDataParallel(mlp())
+        x = batch(2)[0][:ROWS].requires_grad_()  # the same rows on each rank
+        for each in (plain, ddp):
+            (slope,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+            torch.autograd.backward(slope.square().sum())
+        grads: Any = [p.grad for p in ddp.parameters() if p.grad is not None]
+        wanted: Any = [p.grad for p in plain.parameters() if p.grad is not None]
+        for mine, other in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(mine, other)
+
+    run_ranks(2, program)
+
+
+def test_a_module_that_is_cast_between_steps() -> None:
+    def program(rank: int) -> None:
+        ddp: Any = DistributedDataParallel(nn.Linear(80, 80))
+        ddp(torch.ones(1, 80)).sum().backward()
+        ddp.zero_grad()
+        ddp.double()
+        ddp(torch.full((1, 80), float(rank), dtype=torch.double)).sum().backward()
+        assert ddp.module.weight.grad.eq(0.5).all()
+        assert ddp.module.weight.grad.dtype == torch.double
+
+    run_ranks(2, program)
+
+
+def test_all_parameters_frozen_for_a_step() -> None:
+    def program(rank: int) -> None:
+        ddp: Any = DistributedDataParallel(nn.Linear(2, 2))
+        for frozen in (False, True, False):
+            ddp.module.requires_grad_(not frozen)
+            out = ddp(torch.full((1, 2), float(rank)))
+            assert out.requires_grad != frozen
+            if not frozen:
+                ddp.zero_grad()
+                out.sum().backward()
+        assert ddp.module.weight.grad.eq(0.5).all()
+
+    run_ranks(2, program)
+
+
+def test_sparse_gradients_of_what_is_no_embedding() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(100, 80))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, self.rows, sparse=True).sum()
+
+    def program(rank: int) -> None:
+        ddp: Any = DistributedDataParallel(Table())
+        ddp(torch.tensor([1 + rank])).backward()
+        assert ddp.module.rows.grad[1:3].eq(0.5).all()
+        assert ddp.module.rows.grad.sum() == 80
+
+    run_ranks(2, program)
+
+
+def test_a_step_after_backward_has_raised() -> None:
+    def program(rank: int) -> float:
+        ddp: Any = DistributedDataParallel(nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80)))
+        for step in range(3):
+            x = torch.full((1, 80), float(rank))
+            hook = ddp.module[0].bias.register_hook(lambda grad: 1 / 0) if step == 1 else None
+            ddp.zero_grad()
+            if hook is None:
+                ddp(x).sum().backward()
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    ddp(x).sum().backward()
+                hook.remove()
+        grad: float = ddp.module[1].bias.grad[0].item()
+        return grad
+
+    assert run_ranks(2, program) == [1.0, 1.0]

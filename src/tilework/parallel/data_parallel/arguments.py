@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, get_default_group
@@ -28,6 +29,12 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
                 f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
                 f"wrap the plain module (ddp.module) once"
             )
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise RuntimeError(
+            f"DistributedDataParallel needs parameters with shapes, and {', '.join(lazy[:3])} have "
+            f"none yet: run the lazy module once on an input first"
+        )
     if not any(map(_requires_grad, module.parameters())):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that "

@@ -114,6 +114,8 @@ class BucketMemory:
     def _is_inside(self, place: int, grad: Tensor) -> bool:
         """True if a gradient is this bucket's own part already."""
         view = self.views[place]
+        if grad.layout is not torch.strided:
+            return False
         return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
     def move(self, place: int) -> None:
@@ -177,7 +179,7 @@ class BucketMemory:
             if self._stays:
                 if grad is not view:
                     tensor.grad = view
-            elif grad is None:
+            elif grad is None or grad.layout is not torch.strided:
                 tensor.grad = self._new_grad(place)
             elif not (self.moves[place] and self._is_inside(place, grad)):
                 targets.append(grad)

@@ -145,6 +145,8 @@ def ordered_plan(
     parameters: Sequence[Tensor], sparse: Sequence[bool], bucket_bytes: int, order: Sequence[int]
 ) -> BucketPlan:
     """The plan for gradients that come in ``order``, a permutation of the parameters' indices."""
+    if not parameters:
+        return BucketPlan((), ())
     return plan_buckets(
         [parameters[index] for index in order],
         [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes],

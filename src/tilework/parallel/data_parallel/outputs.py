@@ -61,10 +61,16 @@ def _is_dataclass(value: Any) -> bool:
 
 def leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
     """The ids of the leaf tensors that the graphs of ``outputs`` reach."""
+    tensors = list(outputs)
+    leaves = leaves_of_nodes(t.grad_fn for t in tensors if t.grad_fn is not None)
+    return leaves.union(id(tensor) for tensor in tensors if tensor.grad_fn is None)
+
+
+def leaves_of_nodes(nodes: Iterable[Any]) -> set[int]:
+    """The ids of the leaf tensors that nodes of a graph reach."""
     seen: set[Any] = set()
     leaves: set[int] = set()
-    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    leaves.update(id(tensor) for tensor in outputs if tensor.grad_fn is None)
+    todo = [node for node in nodes if node is not None]
     while todo:
         node = todo.pop()
         if node in seen:

@@ -31,6 +31,7 @@ from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
 from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
 from tilework.parallel.data_parallel.leaves import GradLeaf
+from tilework.parallel.data_parallel.outputs import leaves_of_nodes
 from tilework.parallel.data_parallel.report import (
     BucketTimes,
     PassTimes,
@@ -110,6 +111,8 @@ class Reducer:
         self._marks, self._bucket_of, self._places = [0] * count, [0] * count, [0] * count
         self._moves = [False] * count
         self._pending: list[int] = []
+        #: The nodes that accumulate gradients.
+        self._nodes: list[Any] = []
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
         self._assign(first_step_plan(self._tensors(), self._sparse(), options.bucket_bytes))
         self._reset()
@@ -118,7 +121,7 @@ class Reducer:
         """Remove the hooks. Idempotent; not collective."""
         for remover in self._removers:
             remover.remove()
-        self._removers = []
+        self._removers, self._nodes = [], []
 
     def _tensors(self) -> list[Tensor]:
         return [leaf.tensor for leaf in self.leaves]
@@ -202,7 +205,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Open a backward pass, unless one is open. Called within backward."""
-        if self._open or self.accumulating:
+        if self._open or self.accumulating or not self._will_accumulate():
             return
         self._reset()
         self._open = True
@@ -224,6 +227,19 @@ class Reducer:
                 if count == 0:
                     self._missing.append(index)
                     self._count_down(index)
+
+    def _will_accumulate(self) -> bool:
+        """False within torch.autograd.grad(), which gives no parameter a gradient."""
+        if not self._nodes:
+            with torch.enable_grad():
+                roots: Any = [leaf.tensor.view_as(leaf.tensor).grad_fn for leaf in self.leaves]
+            self._nodes = [root.next_functions[0][0] for root in roots]
+        if any(map(torch._C._will_engine_execute_node, self._nodes)):
+            return True
+        # Nor are those executed that a reentrant checkpoint makes the graph of only later.
+        current: Any = torch._C
+        reached = leaves_of_nodes([current._current_autograd_node()])
+        return not any(id(leaf.tensor) in reached for leaf in self.leaves)
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         """The hook of one parameter, which runs for each parameter in each pass."""
@@ -252,6 +268,8 @@ class Reducer:
             if not self._expecting:  # backward of the module without the wrapper
                 return
             self.begin()
+            if not self._open:
+                return
         self._mark(index)
 
     def _mark(self, index: int) -> None:

@@ -31,12 +31,11 @@ class ModuleStructure:
         self._ids = self._current_ids()
         #: The parameters themselves: as long as they live, no other tensor has their ids.
         self._held = [p for p in _values(self._parameters) if p is not None]
-        self._graded = list(map(_requires_grad, self._held))
+        self._kinds = list(map(_kind, self._held))
 
     def is_current(self) -> bool:
-        """True unless modules or parameters were added, replaced, removed, frozen or unfrozen."""
-        same = self._current_ids() == self._ids
-        return same and list(map(_requires_grad, self._held)) == self._graded
+        """True unless modules or parameters were added, replaced, removed, frozen or cast."""
+        return self._current_ids() == self._ids and list(map(_kind, self._held)) == self._kinds
 
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
         """Every buffer that there is now, once, with its name."""
@@ -72,4 +71,4 @@ def _values(mappings: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(map(dict.values, mappings))  # type: ignore[arg-type]
 
 
-_requires_grad = attrgetter("requires_grad")
+_kind = attrgetter("requires_grad", "dtype")
