@@ -25,6 +25,7 @@ ABOUT_MORE = {
     "models": "models that nobody here wrote: Hugging Face's, parallel in each way",
     "faults": "ranks that die, stop, or never come: whatever notices it",
     "fuzz": "whole programs at random, on DTensors and on plain tensors",
+    "dtensor/module_db": "torch's databases of modules and optimizers",
     "dtensor/op_db": "torch's database of operators: all rules at once",
     "dtensor/test_api.py": "distribute_tensor and distribute_module, as in torch's test_api.py",
     "dtensor/test_models.py": "whole models, of many operators",

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.dtensor.op_checks import check_op
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.testing import run_ranks
 
 IN_PLACE = {
@@ -130,5 +131,60 @@ def test_out_takes_what_is_computed_of_plain_tensors() -> None:
         shorter = distribute_tensor(torch.zeros(2), mesh, [Shard(0, (2, 0))])
         torch.add(x, 1, out=shorter)  # of another shape, which its sizes do not fit
         assert shorter.full_tensor().tolist() == [3, 3, 3]
+
+    run_ranks(2, program)
+
+
+def test_numbers_in_dtensors_are_written_to_plain_tensors() -> None:
+    """A norm, a loss: what has no dims is one number on all ranks."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.tensor([1.0, 2.0, 3.0]), mesh, [Shard(0)])
+        plain: Any = torch.full((2,), 3.0)
+        known = plain
+        plain += x.sum()  # partial
+        plain.mul_(x[0])  # on one rank
+        plain /= x.max()
+        assert known is plain
+        assert plain.tolist() == [3.0, 3.0]
+        torch._foreach_mul_([plain], x[1])
+        assert plain.tolist() == [6.0, 6.0]
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0])
+def test_gradients_of_plain_and_distributed_parameters_are_clipped_together(
+    norm_type: float,
+) -> None:
+    def gradients(model: nn.Module, foreach: bool | None) -> list[Any]:
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 12).view(3, 4).double()
+        model(x).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type, foreach=foreach)
+        clipped = [norm, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+        return [*clipped, *[p.grad for p in model.parameters()]]
+
+    def model_of() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    plain = model_of()
+    expected = {foreach: gradients(plain, foreach) for foreach in (None, False, True)}
+    state = plain.state_dict()
+
+    def program(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        model.load_state_dict(state)
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
+        for foreach, wanted in expected.items():
+            found = gradients(model, foreach)
+            assert sum(isinstance(grad, DTensor) for grad in found) in (4, 5)
+            for got, want in zip(found, wanted, strict=True):
+                value = got.full_tensor() if isinstance(got, DTensor) else got
+                torch.testing.assert_close(value, want)
 
     run_ranks(2, program)

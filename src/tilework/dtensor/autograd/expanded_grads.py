@@ -21,7 +21,10 @@ from torch import Tensor
 
 from tilework.comm.world import current_world
 from tilework.dtensor.autograd.partial_grads import as_partial
-from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Replicate, Shard
 
@@ -69,35 +72,45 @@ def expanded_dims(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> In
 
 
 def shard_expanded(
-    local: Tensor, source: DTensorSpec, target: DTensorSpec, axes: Ints, dims: Ints
+    tensor: DTensorBase, target: DTensorSpec, axes: Ints, dims: Ints, operator: str
 ) -> Tensor:
     """The shard of an expanded local tensor, whose gradient is partial along ``axes``. Local.
 
     Args:
-        local: The local tensor, of layout ``source``.
-        source: Its layout.
+        tensor: The tensor.
         target: The layout of the shard.
         axes: The axes along which the shard's gradient comes in partial.
         dims: What :func:`expanded_dims` gave.
+        operator: The operator that takes it.
     """
-    result: Tensor = _ShardExpanded.apply(local, source, target, axes, dims)  # type: ignore[no-untyped-call]
+    of = Moved(digest_of(tensor), operator)
+    result: Tensor = _ShardExpanded.apply(  # type: ignore[no-untyped-call]
+        tensor._local_tensor, (tensor._spec, target), axes, dims, of
+    )
     return result
 
 
 class _ShardExpanded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, source: DTensorSpec, target: DTensorSpec, axes: Ints, dims: Ints
+        ctx: Any,
+        local: Tensor,
+        layouts: tuple[DTensorSpec, DTensorSpec],
+        axes: Ints,
+        dims: Ints,
+        of: Moved,
     ) -> Tensor:
-        ctx.source, ctx.target, ctx.axes, ctx.dims = source, target, axes, dims
+        ctx.source, ctx.target = source, target = layouts
+        ctx.axes, ctx.dims, ctx.of = axes, dims, of
         ctx.local, ctx.watched = weakref.ref(local), current_world().state(WatchedGrads)
-        return redistribute_local(local, source, target)
+        return redistribute_local(local, source, target, of=of)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         source, target = ctx.source.dual, as_partial(ctx.target.dual, ctx.axes)
         if torch.is_grad_enabled() or _is_watched(ctx.local(), ctx.watched):
-            return redistribute_local(grad, target, source), None, None, None, None
+            of = gradient_of(ctx.of, target, grad)
+            return redistribute_local(grad, target, source, of=of), None, None, None, None
         shape = [1 if dim in ctx.dims else size for dim, size in enumerate(source.shape)]
         row = spec_of(source.mesh, source.placements, shape, source.order)
         summed = [
@@ -107,9 +120,8 @@ class _ShardExpanded(torch.autograd.Function):
             )
             if had != has
         ]
-        sums = redistribute_local(
-            grad.sum(ctx.dims, keepdim=True), as_partial(row, tuple(summed)), row
-        )
+        sums, partial = grad.sum(ctx.dims, keepdim=True), as_partial(row, tuple(summed))
+        sums = redistribute_local(sums, partial, row, of=gradient_of(ctx.of, partial, sums))
         rows = sums.new_zeros(source.local_shape)
         rows[tuple(slice(1) if dim in ctx.dims else slice(None) for dim in range(rows.dim()))] = (
             sums

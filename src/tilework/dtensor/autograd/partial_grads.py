@@ -128,10 +128,10 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
 
 
 def redistribute_with_gradient(
-    local: Tensor, source: DTensorSpec, target: DTensorSpec, partial: DTensorSpec
+    local: Tensor, source: DTensorSpec, target: DTensorSpec, partial: DTensorSpec, of: Moved
 ) -> Tensor:
     """The local tensor in another layout, whose gradient comes in as ``partial``. Collective."""
-    result: Tensor = _RedistributeGrad.apply(local, source, target, partial)  # type: ignore[no-untyped-call]
+    result: Tensor = _RedistributeGrad.apply(local, (source, target, partial), of)  # type: ignore[no-untyped-call]
     return result
 
 

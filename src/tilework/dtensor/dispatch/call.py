@@ -13,6 +13,7 @@ A call has four parts:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from tilework.dtensor.dispatch.results import (
     result_outside,
     wrapped,
     write,
+    write_to_plain,
 )
 from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
@@ -163,9 +165,6 @@ class Operator:
         except TypeError:  # an argument without a hash: this call's sharding is not cached
             sharding, key = None, []
         if sharding is None:
-            if any(map(is_torch_dtensor, tensors)):  # of which no call is cached
-                args, kwargs = _from_torch(args, kwargs, tensors, self.in_place)
-                return func(*args, **kwargs)
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
         if self._overwrites:
             seeds[0] = 0  # of what is gone
@@ -207,6 +206,11 @@ class Operator:
 
     def _propagate(self, key: Sequence[Any], call: Call) -> OpSharding:
         """The sharding of a call, cached if it has a key. Local."""
+        func, args, _, tensors, *_ = call
+        if any(map(is_torch_dtensor, tensors)):
+            return OpSharding([], None, composed=partial(_call_from_torch, func, self.in_place))
+        if self.in_place and args and not isinstance(args[0], DTensor):
+            return OpSharding([], None, composed=partial(write_to_plain, self.name, func))
         sharding = self.propagator.propagate(call)
         sharding.digest = call_digest(
             self._title, self._parameters, call.args, call.kwargs, self._values_matter
@@ -357,15 +361,14 @@ def _own_memory(result: Tensor, tensor: Tensor) -> Tensor:
     return result.clone() if shared else result
 
 
-def _from_torch(args: Args, kwargs: Kwargs, tensors: Sequence[Tensor], in_place: bool) -> Any:
-    """The arguments of a call with torch's DTensors among them, which become DTensors."""
+def _call_from_torch(func: Any, in_place: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """The result of a call in which torch's DTensors become DTensors."""
+    tensors = tensors_in([*args, *kwargs.values()])
     if in_place:
         refuse_torch_dtensor(tensors[0], "an operator in place")
-    return with_tensors(
-        args,
-        kwargs,
-        iter([DTensor.from_torch(x) if is_torch_dtensor(x) else x for x in tensors]),
-    )
+    native = [DTensor.from_torch(x) if is_torch_dtensor(x) else x for x in tensors]
+    args_of_native, kwargs_of_native = with_tensors(args, kwargs, iter(native))
+    return func(*args_of_native, **kwargs_of_native)
 
 
 def _composed_in_place(

@@ -78,7 +78,7 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
         if target.__class__ is DTensor:
             continue
         for others in lists[1:]:
-            if at < len(others) and others[at].__class__ is DTensor:
+            if at < len(others) and others[at].__class__ is DTensor and others[at].dim():
                 refuse_to_write(name.removesuffix("_"), target)
 
 

@@ -51,7 +51,7 @@ def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints, operator: str) -> T
     if target is source or target == source:
         local = partial_grads.alias(tensor, axes)
     elif dims := _expanded_dims(tensor, target):
-        local = expanded_grads.shard_expanded(tensor._local_tensor, source, target, axes, dims)
+        local = expanded_grads.shard_expanded(tensor, target, axes, dims, operator)
     elif axes:
         local = partial_grads.redistribute_with_partial_grad(tensor, target, axes, operator)
     else:

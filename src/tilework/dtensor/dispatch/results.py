@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.propagation import Call, OpSharding
-from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in
+from tilework.dtensor.propagation.propagation import Call, OpSharding, refuse_to_write
+from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
 from tilework.dtensor.provenance.digests import digest_of, note_write, share_memory
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
@@ -121,6 +121,26 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: 
         )
     moved = redistribute_local(value, spec, target._spec, of=Moved(digest, name))
     target._local_tensor.copy_(moved)
+
+
+def write_to_plain(name: str, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operator that writes to a plain tensor, with DTensors of no dims.
+
+    These are numbers, the same on all ranks, as a norm that gradients are divided by. Collective.
+
+    Raises:
+        TypeError: A DTensor has dims; nothing is written.
+    """
+    tensors = tensors_in([*args, *kwargs.values()])
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            if tensor.dim():
+                refuse_to_write(name, args[0])
+            if not tensor._spec.takes_part:
+                return args[0]
+    numbers = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
+    args_of_numbers, kwargs_of_numbers = with_tensors(args, kwargs, iter(numbers))
+    return func(*args_of_numbers, **kwargs_of_numbers)
 
 
 def replicated_like(target: DTensor, full: Tensor) -> DTensor:

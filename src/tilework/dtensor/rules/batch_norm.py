@@ -19,7 +19,9 @@ from tilework.dtensor.autograd.partial_grads import (
 )
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.propagation.placed_call import DTensorArg
-from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.rules.norms import accumulated, present, unbiased, unshardable, update_running
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
@@ -97,7 +99,7 @@ def _over_ranks(
         x = replicated(x, _mesh_of(weight, bias, running_mean, running_var))
     if not x._spec.takes_part:
         return wrap(x._local_tensor, x._spec)
-    rows = _Rows(x._spec, eps)
+    rows = _Rows(x._spec, eps, Moved(digest_of(x), "batch_norm"))
     w, b = (None if each is None else _by_channels(each, rows.channels) for each in (weight, bias))
     out, mean, var = _Normalized.apply(local_graph.local_of(x), w, b, rows)  # type: ignore[no-untyped-call]
     if rows.count:
@@ -124,10 +126,12 @@ class _Rows:
     Args:
         spec: The input's layout.
         eps: What is added to the variance.
+        of: The input's provenance.
     """
 
     spec: DTensorSpec
     eps: float
+    of: Moved
 
     @cached_property
     def dims(self) -> Ints:
@@ -199,7 +203,7 @@ def _statistics(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
     shape = (len(rows.counts), 2 * width)
     source, target = rows.layout(Shard(0), shape), rows.layout(Replicate(), shape)
     own = torch.cat([mean, squares]).unsqueeze(0)
-    every = redistribute_with_gradient(own, source, target, as_partial(target, rows.axes))
+    every = redistribute_with_gradient(own, source, target, as_partial(target, rows.axes), rows.of)
     counts = rows.counts.to(x)
     means = every[:, :width]
     mean = (means * counts).sum(0) / max(1, rows.count)
@@ -247,7 +251,8 @@ class _Normalized(torch.autograd.Function):
         sums = torch.cat([grads.sum(rows.dims), (grads * standard).sum(rows.dims)])
         if rows.axes:
             partial = rows.layout(Partial(), tuple(sums.shape))
-            sums = redistribute_local(sums, partial, partial.dual)
+            of = gradient_of(rows.of, partial, sums)
+            sums = redistribute_local(sums, partial, partial.dual, of=of)
         of_bias, of_weight = torch.split(sums, x.shape[1])
         if weight is not None:
             scale = scale * weight
@@ -270,7 +275,7 @@ def _differentiable_gradients(grad: Tensor, *inputs: Any) -> list[Tensor | None]
         aliases = [
             None
             if parameter is None
-            else alias_local(parameter * 1, as_partial(whole, rows.axes), whole)
+            else alias_local(parameter * 1, as_partial(whole, rows.axes), whole, rows.of)
             for parameter in parameters
         ]
         out, _, _ = _composed(x, aliases[0], aliases[1], rows)
