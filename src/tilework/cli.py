@@ -1,4 +1,4 @@
-"""The command line: ``tilework run``, ``tilework doctor``, ``tilework explain``."""
+"""The command line: ``tilework run``, ``doctor``, ``explain`` and ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def dispatch(arguments: Sequence[str]) -> int:
         >>> dispatch(["run", "-n", "2", "train.py"])  # doctest: +SKIP
         0
     """
+    if arguments[:1] == ["checkpoint"]:
+        return _checkpoint(arguments[1:])  # its own options, which take importing torch
     options = _parser().parse_args(arguments)
     status: int = options.command(options)
     return status
@@ -280,11 +282,8 @@ def _doctor() -> int:
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "checkpoint", help="show, verify, compare and convert checkpoints", add_help=False
-    )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parser.set_defaults(command=lambda options: _checkpoint(options.arguments))
+    # For the list of commands: dispatch() hands the rest on.
+    commands.add_parser("checkpoint", help="show, verify, compare and convert checkpoints")
 
 
 def _checkpoint(arguments: Sequence[str]) -> int:

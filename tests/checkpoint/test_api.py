@@ -509,6 +509,18 @@ def test_short_missing_and_linked_files_are_told(tmp_path: Path) -> None:
         checkpoint.read(tmp_path)
 
 
+def test_files_are_looked_at_before_memory_is_taken(tmp_path: Path) -> None:
+    checkpoint.save({"a": {"x": numbers(10)}, "b": numbers(10)}, tmp_path, file_bytes=40)
+    first, second = data_files(tmp_path)
+    state = {"a": None, "b": torch.zeros(10)}
+    second.unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        checkpoint.load(tmp_path, into=state)
+    assert state["a"] is None
+    assert state["b"].tolist() == [0] * 10  # type: ignore[union-attr]
+    assert first.exists()
+
+
 @pytest.mark.parametrize("at", [10, 200, -4])
 def test_a_damaged_index_is_told(tmp_path: Path, at: int) -> None:
     checkpoint.save({"w": numbers(10), "n": 3}, tmp_path)

@@ -108,3 +108,11 @@ def test_what_cannot_be_done(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "a number of bytes, such as 500M or 5G, got 'many'" in capsys.readouterr().err
     with pytest.raises(CheckpointError):
         checkpoint.verify(tmp_path)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["show", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            run(*arguments)
+        assert caught.value.code == 0
+        assert "usage: tilework checkpoint" in capsys.readouterr().out

@@ -141,6 +141,8 @@ def _prepared(
     storage: Storage, state: Any, ranks: Ranks, options: LoadOptions
 ) -> tuple[Index, Filling, Callable[[], Any]]:
     made: list[Any] = []
+    # Before anybody takes memory for what the index says.
+    ranks.gather(lambda: check_files(storage) if ranks.is_first and not options.names else None)
 
     def look_up() -> tuple[int, list[str]]:
         index = read_index(storage)
@@ -168,6 +170,21 @@ def _prepared(
         )
     index, filling, finish = made
     return index, filling, finish
+
+
+def check_files(storage: Storage) -> None:
+    """Raise unless all files of a checkpoint are there, as long as the index says. Local.
+
+    Raises:
+        CheckpointError: It names the first that is not.
+    """
+    index = read_index(storage)
+    for name in index.files:
+        reader = PartReader(storage, index)
+        try:
+            reader.check_sizes([name])
+        finally:
+            reader.close()
 
 
 def _state_of(index: Index, storage: Storage) -> FlatState:
