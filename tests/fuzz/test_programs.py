@@ -36,6 +36,7 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = leaf('v0', (2, 2, 2), 57, 'S2')\nv1 = v0[-2, 1, 0]\n"
         "with torch.inference_mode(): write_local(v1, 0.0)",
         "v0 = leaf('v0', (4, 4), 83, 'S0')\nv2 = torch.nn.functional.layer_norm(v0.t(), (4,))",
+        "v0 = data((1,), 99, 'S0')\nv0[:] += 2.0\nv3 = v0.unfold(-1, 1, 2)",
     ],
 )
 def test_programs_that_went_wrong_once(program: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
@@ -64,7 +63,7 @@ def _set(input: Tensor, index: Any, value: Any) -> None:
     if items is not None:
         _set_range(input, items, value)
         return
-    if isinstance(value, DTensor) and memory_of(value) is memory_of(input):
+    if _shares_memory(input, value):
         value = value.clone()
     mask = _only_mask(input, index)
     if mask is not None and _is_scalar(value):
@@ -148,11 +147,10 @@ def _fill(target: Tensor, value: Any) -> None:
 
 
 def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """True if the local tensors lie in one storage."""
-    a, b = (local_graph.plain(each) for each in (tensor, other))
-    if a.is_meta or b.is_meta:
+    """True if one memory is shown by both: the same on all ranks, unlike that of local tensors."""
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return False
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.numel() > 0
+    return memory_of(tensor) is memory_of(other)
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:
