@@ -169,20 +169,24 @@ def collect(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]:
     """The parameters that no inner fully_shard has taken, each once, with their places."""
-    found: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]] = {}
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
-                first = found.setdefault(parameter, (f"{prefix}{name}", []))
-                first[1].append((module, name))
-        for name, child in module.named_children():
-            if not hasattr(child, "_fsdp_state"):
-                visit(child, f"{prefix}{name}.")
-
+    found: Found = {}
     for module in modules:
-        visit(module, "")
+        _collect_into(found, module, "", ignored)
     return [(name, places, parameter) for parameter, (name, places) in found.items()]
+
+
+#: For each parameter its first name, and the modules and attributes that hold it.
+Found = dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]
+
+
+def _collect_into(found: Found, module: nn.Module, prefix: str, ignored: set[nn.Parameter]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter not in ignored:
+            first = found.setdefault(parameter, (f"{prefix}{name}", []))
+            first[1].append((module, name))
+    for name, child in module.named_children():
+        if not hasattr(child, "_fsdp_state"):
+            _collect_into(found, child, f"{prefix}{name}.", ignored)
 
 
 def as_parameter(local: Tensor, param: ShardedParam) -> nn.Parameter:
