@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Any
 
 try:
     from tilework import _core
@@ -27,10 +28,14 @@ _ADVICE = (
 )
 
 
+#: What a thread's collectives are for, innermost first: the operator or method, "" if unknown; the
+#: tensor that moves, by its str(), None if unknown; and what is around.
+Purpose = tuple[str, object, Any]
+
+
 class _Carried(threading.local):
     digest = 0
-    #: Describes the tensor by its str().
-    meaning: object = None
+    purpose: Purpose | None = None
 
 
 _carried = _Carried()
@@ -51,12 +56,26 @@ set_digest = _set_digest if _core is None else _core.set_provenance
 digest = _digest if _core is None else _core.provenance
 
 
+def enter(digest: int, operator: str, tensor: object) -> int:
+    """Let this thread's collectives carry a digest from now on; :func:`leave` with the result."""
+    _carried.purpose = (operator, tensor, _carried.purpose)
+    return set_digest(digest)
+
+
+def leave(before: int) -> None:
+    """Let this thread's collectives carry what they did before the last :func:`enter`."""
+    set_digest(before)
+    purpose = _carried.purpose
+    _carried.purpose = None if purpose is None else purpose[2]
+
+
 class carrying:
     """Let this thread's collectives carry a digest meanwhile.
 
     Args:
         digest: The digest; the same on all ranks that are to call the same collectives.
-        meaning: Its str() names the tensor in errors.
+        operator: The operator or method that they are for, unless one around says so.
+        tensor: The tensor that moves; its str() names it in errors.
 
     Example:
         >>> import torch
@@ -64,7 +83,7 @@ class carrying:
         >>> from tilework.testing import run_ranks
         >>> def program(rank):
         ...     try:
-        ...         with carrying(rank + 1, "of mine"):
+        ...         with carrying(rank + 1):
         ...             dist.all_reduce(torch.zeros(1))
         ...     except dist.CollectiveMismatchError:
         ...         return "they mean different tensors"
@@ -72,14 +91,13 @@ class carrying:
         'they mean different tensors'
     """
 
-    __slots__ = ("before", "digest", "meaning", "meant")
+    __slots__ = ("before", "digest", "operator", "tensor")
 
-    def __init__(self, digest: int, meaning: object = None) -> None:
-        self.digest, self.meaning = digest, meaning
+    def __init__(self, digest: int, operator: str = "", tensor: object = None) -> None:
+        self.digest, self.operator, self.tensor = digest, operator, tensor
 
     def __enter__(self) -> None:
-        self.before, self.meant = set_digest(self.digest), _carried.meaning
-        _carried.meaning = self.meaning
+        self.before = enter(self.digest, self.operator, self.tensor)
 
     def __exit__(
         self,
@@ -87,19 +105,20 @@ class carrying:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        set_digest(self.before)
-        _carried.meaning = self.meant
-
-
-def meaning() -> object:
-    """The description of the tensor of this thread's collectives; None if there is none."""
-    return _carried.meaning
+        leave(self.before)
 
 
 def named(title: str) -> str:
-    """An operation's title, with the tensor that it is for."""
-    meaning = _carried.meaning
-    return title if meaning is None else f"{title} for {meaning}"
+    """An operation's title, with what it is for: the outermost operator, the innermost tensor."""
+    operator, tensor, purpose = "", None, _carried.purpose
+    if purpose is None:
+        return title
+    while purpose is not None:
+        operator = purpose[0] or operator
+        tensor = purpose[1] if tensor is None else tensor
+        purpose = purpose[2]
+    what = "" if tensor is None else f" {tensor}"
+    return f"{title} for {operator or 'an operator'} {OF_A_DTENSOR}{what}"
 
 
 def advice(text: str) -> str:

@@ -10,10 +10,12 @@ from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module, module_from_torch, module_to_torch
 from tilework.dtensor.propagation.register_rule import register_rule
+from tilework.dtensor.provenance.mode import verifying
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
 from tilework.dtensor.show import show
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.verify import verify
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 
@@ -47,6 +49,8 @@ __all__ = [
     "strict",
     "to_dtensor",
     "to_sharded",
+    "verify",
+    "verifying",
     "zeros",
 ]
 

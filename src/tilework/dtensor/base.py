@@ -50,7 +50,13 @@ class DTensorBase(TiledTensor):
     _handed_out: list[Any] | None = None
     #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
     _digest: int | None = None
-    #: The tensors that it shares memory with, itself among them.
+    #: Of a view: how it was made of what it shows, which then counts too.
+    _made: int | None = None
+    #: The digest of all writes to the memory, kept by the tensor that owns it.
+    _written: int = 0
+    #: Without one: the digest of what it holds, and what tells that it holds something else.
+    _content: tuple[Any, int] | None = None
+    #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
     _family: list[ref[DTensorBase]] | None = None
     #: Of a gradient: the backward passes that its digest knows of.
     _passes: int = 0

@@ -8,6 +8,7 @@ operator of every parameter. A hook that torch calls before each optimizer's ste
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from tilework.dtensor.provenance.digests import (
+    NUMBERS,
     digest_of,
     note_gradient,
     note_write,
@@ -74,7 +76,7 @@ def _keep_digests(optimizer: Optimizer) -> None:
     """Fix the digests of parameters that have those of their values, which the step changes."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.__class__ is DTensor and param._digest is None:
+            if param.__class__ is DTensor and param._digest is None and param._made is None:
                 param._digest = digest_of(param)
 
 
@@ -128,22 +130,26 @@ def _wrap_states(
 
 def _note_step(name: str, group: dict[str, Any]) -> None:
     """Mix a step into the digests of the parameters that it has changed."""
-    seeds = [hash(stable_digest(name))]
+    seeds: list[Any] = [_digest_of_name(name)]
     for option, value in group.items():
-        if option != "params":
+        if value.__class__ in NUMBERS:
+            seeds.append(value)
+        elif value is not None and option != "params":
             seeds_in(value, seeds)
     step = hash(tuple(seeds))
     for param in group["params"]:
-        if param.__class__ is not DTensor or param._local_tensor.grad is None:
+        if param.__class__ is not DTensor or (local := param._local_tensor.grad) is None:
             continue
         grad = param._grad
-        if grad is not None and grad._local_tensor is param._local_tensor.grad:
+        if grad is not None and grad._local_tensor is local:
             note_gradient(param, grad)
             gradient = grad._digest  # which knows what was written to it
         else:
             gradient = history_of(param._spec.mesh).passes
         note_write(param, hash((digest_of(param), gradient, step)))
 
+
+_digest_of_name = cache(stable_digest)
 
 register_optimizer_step_pre_hook(_step_on_twin)
 register_optimizer_step_post_hook(_keep_states)

@@ -380,7 +380,9 @@ class DTensor(DTensorBase):
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
         local = copy.deepcopy(local_graph.local_of(self), memo)
-        copied = memo[id(self)] = wrap(local, self._spec, self._digest)
+        copied = memo[id(self)] = wrap(
+            local, self._spec, self._digest if self._made is None else digest_of(self)
+        )
         for name, value in vars(self).items():
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))
@@ -405,7 +407,8 @@ class DTensor(DTensorBase):
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    *("_handed_out", "_made_without_grad", "_digest", "_family", "_passes"),
+    *("_handed_out", "_made_without_grad"),
+    *("_digest", "_made", "_written", "_content", "_family", "_passes"),
 }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +115,8 @@ def _with_gradients(tensors: Named) -> Named:
 
 # -- at optimizer steps ----------------------------------------------------------------------
 
-_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+#: The attribute of an optimizer that counts its steps.
+_COUNT = "_tilework_steps"
 
 
 def compare_after_step(optimizer: Optimizer) -> None:
@@ -128,41 +128,44 @@ def compare_after_step(optimizer: Optimizer) -> None:
     Raises:
         CollectiveMismatchError: Parameters have parted; on every rank.
     """
-    how = mode()
-    step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    how, state = mode(), optimizer.__dict__
+    step = state[_COUNT] = state.get(_COUNT, 0) + 1
     if how == "off" or (how == "sampled" and step > _STEPS and step % _STEPS):
         return
-    by_mesh: dict[DeviceMesh, list[tuple[str, DTensor]]] = {}
-    number = 0
+    by_mesh: dict[int, list[DTensor]] = {}
     for group in optimizer.param_groups:
-        names = group.get("param_names") or ()
-        for i, param in enumerate(group["params"]):
-            name = names[i] if i < len(names) else f"parameter {number}"
-            number += 1
+        for param in group["params"]:
             if param.__class__ is DTensor:
-                by_mesh.setdefault(param.device_mesh, []).append((name, param))
-    for mesh, params in by_mesh.items():
+                by_mesh.setdefault(id(param._spec.mesh), []).append(param)
+    for params in by_mesh.values():
+        mesh = params[0]._spec.mesh
         if mesh.here and mesh.size() > 1:
-            ranks = mesh.axes_group(range(mesh.ndim))
             with moving(step, f"the comparison after step {step} of {type(optimizer).__name__}"):
-                _compare_quickly(params, ranks, full=how == "full")
+                _compare_quickly(optimizer, params, how == "full")
 
 
-def _compare_quickly(tensors: Named, group: ProcessGroup, full: bool) -> None:
-    """Compare one hash of everything; only where that differs, each tensor. Collective."""
-    digest = hash(tuple([digest_of(tensor) for _, tensor in tensors]))
-    content = hash(
-        tuple([
-            hash_of(tensor._local_tensor, full)
-            for _, tensor in tensors
-            if tensor._spec.is_replicated
-        ])
-    )  # fmt: skip
+def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool) -> None:
+    """Compare one hash of everything; only where that differs, each parameter. Collective."""
+    mesh = params[0]._spec.mesh
+    group = mesh.axes_group(range(mesh.ndim))
+    digest = hash(tuple([digest_of(param) for param in params]))
+    contents = [hash_of(param._local_tensor, full) for param in params if param._spec.is_replicated]
+    content = hash(tuple(contents))
     row = torch.tensor([digest, content], device=device_of(group))
     rows = row.new_empty(group.size(), 2)
     all_gather_into_tensor(rows, row, group)
     if any(other != [digest, content] for other in rows.tolist()):
-        _compare_each(tensors, group, full)
+        _compare_each(_named_params(optimizer, params), group, full)
+
+
+def _named_params(optimizer: Optimizer, params: Sequence[DTensor]) -> Named:
+    """An optimizer's parameters with their names, else their numbers."""
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        known = group.get("param_names") or ()
+        for i, param in enumerate(group["params"]):
+            names[id(param)] = known[i] if i < len(known) else f"parameter {len(names)}"
+    return _with_gradients([(names[id(param)], param) for param in params])
 
 
 # -- each tensor -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor.debug import explain
 from tilework.dtensor.provenance.history import history_of
-from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.provenance.meaning import TensorText, moving
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, Ints
 
@@ -108,7 +108,7 @@ def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
     digest = hash((history.passing, *[grad.digest for grad in bucket]))
     history.note_gradient(digest)
     count = f"{len(bucket)} gradient{'s' * (len(bucket) != 1)}"
-    with moving(digest, f"the reduction of {count}", bucket[0].spec, first.dtype):
+    with moving(digest, f"the reduction of {count}", TensorText(bucket[0].spec, first.dtype)):
         all_reduce(flat, group=group)
     for pending, part in zip(bucket, torch.split(flat, sizes), strict=True):
         grad = part.view(pending.grad.shape)

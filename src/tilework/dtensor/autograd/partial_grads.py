@@ -177,20 +177,26 @@ class _ReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        of = _now(ctx.of)
         if ctx.leaf is not None and _may_wait(ctx.leaf):
-            pending = PendingGrad(ctx.leaf.variable, grad, ctx.partial, of.digest, ctx.number)
+            of = ctx.of
+            digest = of.digest if of.__class__ is Moved else _digest_now(of)
+            pending = PendingGrad(ctx.leaf.variable, grad, ctx.partial, digest, ctx.number)
             ctx.pending.add(pending)
             return None, None, None, None, None
-        return _reduced(grad, ctx.partial, ctx.reduced, of), None, None, None, None
+        return _reduced(grad, ctx.partial, ctx.reduced, _now(ctx.of)), None, None, None, None
+
+
+def _digest_now(leaf: ref[DTensorBase]) -> int:
+    """The digest of a leaf as it is now: its alias outlives writes to it."""
+    tensor = leaf()
+    if tensor is None:
+        return 0
+    return digest_of(tensor) if tensor._digest is None else tensor._digest
 
 
 def _now(of: Moved | ref[DTensorBase]) -> Moved:
-    """The provenance of a tensor: of a leaf as it is now, as its alias outlives writes to it."""
-    if isinstance(of, Moved):
-        return of
-    leaf = of()
-    return UNKNOWN if leaf is None else Moved(digest_of(leaf))
+    """The provenance of a tensor; of a leaf as it is now."""
+    return of if isinstance(of, Moved) else Moved(_digest_now(of))
 
 
 def _reduced(grad: Tensor, partial: DTensorSpec, reduced: DTensorSpec, of: Moved) -> Tensor:

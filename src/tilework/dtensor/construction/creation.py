@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.provenance.digests import stable_digest
-from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.provenance.meaning import TensorText, moving
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Normal, Uniform
 from tilework.dtensor.redistribution.redistribute import redistribute_local
@@ -231,7 +231,8 @@ def _drawn(
 ) -> DTensor:
     local = torch.empty(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
     what = stable_digest("drawn", distribution)
-    with moving(hash((what, spec.digest)), "a random creation function", spec, local.dtype):
+    text = TensorText(spec, local.dtype)
+    with moving(hash((what, spec.digest)), "a random creation function", text):
         key = next_key(spec.mesh)
     fill_local(local, key, distribution, spec)
     return _wrapped(local, spec, requires_grad, hash((what, key.seed)))

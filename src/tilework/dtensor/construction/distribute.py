@@ -12,7 +12,7 @@ from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.provenance.history import history_of
-from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.provenance.meaning import TensorText, moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
@@ -90,11 +90,11 @@ def distribute_tensor(
     if not spec.takes_part:
         return wrap(empty_local(tensor), spec)
     digest = None
-    if source is not None:  # else what it holds is what each rank gave
+    if src_data_rank is not None:  # else what it holds is what each rank gave
         history = history_of(mesh)
         history.creations += 1
         digest = hash((spec.digest, history.creations))
-    with moving(digest or 0, "distribute_tensor", spec, tensor.dtype):
+    with moving(digest or 0, "distribute_tensor", TensorText(spec, tensor.dtype)):
         local = _local_shard(tensor.detach(), spec, source, meta)
     return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
 

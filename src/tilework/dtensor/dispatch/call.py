@@ -29,15 +29,16 @@ from tilework.dtensor.dispatch.call_key import (
     in_order,
     mesh_of,
     parameter_names,
+    position_names,
 )
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import (
     call_with_out,
     came_from,
-    follow_base,
     reduced,
     replicated_like,
     result_outside,
+    show_base,
     wrapped,
     write,
     write_to_plain,
@@ -49,7 +50,14 @@ from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
-from tilework.dtensor.provenance.digests import NAN_SEED, call_digest, digest_of, note_write
+from tilework.dtensor.provenance.digests import (
+    NAN_SEED,
+    call_digest,
+    digest_of,
+    folded,
+    note_write,
+    seeds_in,
+)
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.tensor import DTensor
@@ -115,20 +123,20 @@ class Operator:
         self.entry, self.name, self.in_place = entry, entry.name, in_place
         self.propagator = ShardingPropagator(entry, in_place)
         self._values_matter = entry.values_matter
-        self._parameters = parameter_names(entry)
+        self._parameters, self._positions = parameter_names(entry), position_names(entry)
         self._overwrites = in_place and self.name in _OVERWRITE
         #: In errors and digests.
         self._title = self.name + "_" * in_place
 
-    # In one loop, since calls cost. As is: each tensor is a DTensor, and an argument by itself.
+    # In one loop, since calls cost. As is: each tensor is a DTensor, and an argument by itself. The
+    # seed is that of the result's provenance digest.
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:  # noqa: C901, PLR0912, PLR0915
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
         key: list[Any] = [func]
         tensors: list[Tensor] = []
-        seeds: list[Any] = []  # of the result's provenance digest
         local_args: list[Any] = []
-        as_is, graded, requires_grad = True, _grad_enabled(), False
+        as_is, graded, requires_grad, seed = True, _grad_enabled(), False, 0
         for arg in args:
             kind = arg.__class__
             if kind is DTensor:
@@ -140,8 +148,7 @@ class Operator:
                         local = local_graph.local_of(arg)
                     requires_grad = requires_grad or local.requires_grad
                 tensors.append(arg)
-                digest = arg._digest
-                seeds.append(digest_of(arg) if digest is None else digest)
+                seed = hash((seed, digest_of(arg) if (own := arg._digest) is None else own))
                 key.append(id(arg._spec))  # which the sharding keeps alive
                 key.append(local.dtype)
                 local_args.append(local)
@@ -150,14 +157,15 @@ class Operator:
                 if self._values_matter:
                     key.append(arg if arg and kind is not complex else repr(arg))
                 else:
-                    seeds.append(arg if arg == arg else NAN_SEED)
+                    seed = hash((seed, arg if arg == arg else NAN_SEED))
                 local_args.append(arg)
             else:
-                as_is = add_to_key(arg, key, tensors, seeds, self._values_matter) and as_is
+                has_none, seed = self._read_other(arg, key, tensors, seed)
+                as_is = as_is and has_none
                 local_args.append(arg)
         local_kwargs = kwargs
         if kwargs:
-            kwargs, local_kwargs, *named = self._read_named(kwargs, key, tensors, seeds)
+            kwargs, local_kwargs, seed, *named = self._read_named(kwargs, key, tensors, seed)
             as_is, requires_grad = as_is and named[0], requires_grad or named[1]
         mesh = tensors[0]._spec.mesh if as_is and len(tensors) == 1 else mesh_of(tensors)  # type: ignore[attr-defined]
         try:
@@ -166,9 +174,7 @@ class Operator:
             sharding, key = None, []
         if sharding is None:
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
-        if self._overwrites:
-            seeds[0] = 0  # of what is gone
-        digest = hash((sharding.digest, tuple(seeds)))
+        digest = hash((seed, sharding.digest))
         if as_is and (
             sharding.as_is or (sharding.as_is_without_grad and not (graded and requires_grad))
         ):
@@ -184,12 +190,21 @@ class Operator:
 
     # -- the key -----------------------------------------------------------------------------
 
+    def _read_other(
+        self, arg: Any, key: list[Any], tensors: list[Tensor], seed: int
+    ) -> tuple[bool, int]:
+        """True if an argument has no tensors; and the seed of the digest with it."""
+        seeds: list[Any] = []
+        has_none = add_to_key(arg, key, tensors, seeds, self._values_matter)
+        return has_none, folded(seed, seeds)
+
     def _read_named(
-        self, kwargs: Kwargs, key: list[Any], tensors: list[Tensor], seeds: list[Any]
-    ) -> tuple[Kwargs, Kwargs, bool, bool]:
-        """Named arguments in order, and with local tensors; if those may be used; if one requires a
-        gradient.
+        self, kwargs: Kwargs, key: list[Any], tensors: list[Tensor], seed: int
+    ) -> tuple[Kwargs, Kwargs, int, bool, bool]:
+        """Named arguments in order, and with local tensors; the seed of the digest with them; if
+        these may be used; if one requires a gradient.
         """
+        seeds: list[Any] = []
         if len(kwargs) > 1:
             kwargs = in_order(kwargs, self._parameters)
         local_kwargs, as_is, requires_grad = dict(kwargs), True, False
@@ -202,7 +217,7 @@ class Operator:
                 requires_grad = requires_grad or local.requires_grad
             else:
                 as_is = False
-        return kwargs, local_kwargs, as_is, requires_grad
+        return kwargs, local_kwargs, folded(seed, seeds), as_is, requires_grad
 
     def _propagate(self, key: Sequence[Any], call: Call) -> OpSharding:
         """The sharding of a call, cached if it has a key. Local."""
@@ -213,7 +228,7 @@ class Operator:
             return OpSharding([], None, composed=partial(write_to_plain, self.name, func))
         sharding = self.propagator.propagate(call)
         sharding.digest = call_digest(
-            self._title, self._parameters, call.args, call.kwargs, self._values_matter
+            self._title, self._positions, call.args, call.kwargs, self._values_matter
         )
         if key:
             cache = call.mesh.op_shardings
@@ -305,7 +320,11 @@ class Operator:
     def _result(self, sharding: OpSharding, result: Any, call: Call) -> Any:
         """The result of a call, from the local one."""
         if self.in_place and result is not None:
-            return self._written(sharding, call.args[0], result, call.digest)
+            digest = call.digest
+            if self._overwrites:
+                seeds = seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))
+                digest = hash(tuple(seeds))
+            return self._written(sharding, call.args[0], result, digest)
         outputs = sharding.outputs
         if sharding.reduces_nonlinearly:
             result, outputs = reduced(result, outputs)
@@ -318,12 +337,12 @@ class Operator:
                 result = result.detach()
             result = wrap_as(DTensor, result, outputs[0], call.digest)
             if sharding.may_copy_locally and result._local_tensor._base is None:
-                follow_base(result, call)
+                show_base(result, call.tensors[0])
                 return self._maybe_local_copy(sharding, result, call)
         else:
             result = wrapped(result, outputs, call.mesh, call.digest)
         if sharding.view:
-            follow_base(result, call)
+            show_base(result, call.tensors[0])
             base = call.args[0] if call.args else None
             if not sharding.copied and result.__class__ is DTensor and base.__class__ is DTensor:
                 view = base._view_of

@@ -87,6 +87,16 @@ def parameter_names(entry: OpEntry) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*names, "input", *aten_parameters(entry.name)]))
 
 
+def position_names(entry: OpEntry) -> tuple[str, ...]:
+    """The names of arguments by position, for digests: the same however an operator is called."""
+    for rule in (entry.dtensor_rule, entry.rule):
+        parameters = [] if rule is None else list(signature(rule).parameters.values())
+        if parameters and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+            return tuple(parameter.name for parameter in parameters)
+    names = dict.fromkeys(aten_parameters(entry.name))
+    return tuple("input" if name == "self" else name for name in names if name != "dtype")
+
+
 def in_order(kwargs: Kwargs, names: Sequence[str]) -> Kwargs:
     """Arguments in the order of ``names``, others last: rules count tensors by their place."""
     return {name: kwargs[name] for name in names if name in kwargs} | kwargs

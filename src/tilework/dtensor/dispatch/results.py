@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.propagation import Call, OpSharding, refuse_to_write
+from tilework.dtensor.propagation.propagation import OpSharding, refuse_to_write
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
-from tilework.dtensor.provenance.digests import digest_of, note_write, share_memory
+from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
@@ -68,19 +68,18 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
     """A result, its tensors with the digest of the call that made it; operands keep theirs."""
     for number, tensor in enumerate(tensors_in(result)):
         is_new = not any(tensor is operand for operand in operands)
-        if is_new and isinstance(tensor, DTensor) and tensor._family is None:
+        if is_new and isinstance(tensor, DTensor) and not (tensor._made or tensor._family):
             tensor._digest = hash((digest, number))
     return result
 
 
-def follow_base(result: Any, call: Call) -> None:
-    """Have views follow writes to the first tensor of the call, whose memory they share."""
-    base = call.tensors[0]
-    if not isinstance(base, DTensor):
+def show_base(result: Any, base: Tensor) -> None:
+    """Let the provenance of views of the call's first tensor be that of what they show, too."""
+    if base.__class__ is not DTensor:
         return
-    for number, tensor in enumerate(tensors_in(result)):
-        if isinstance(tensor, DTensor) and tensor is not base:
-            share_memory(tensor, base, hash((call.digest, number)))
+    for tensor in (result,) if result.__class__ is DTensor else tensors_in(result):
+        if tensor is not base and tensor.__class__ is DTensor:
+            tensor._made, tensor._digest = tensor._digest, None
 
 
 def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:

@@ -19,6 +19,7 @@ except ImportError:  # installed without the core
 _ALL_BYTES = 64 << 10
 _SAMPLES = 1024
 _HAVE_MEMORY = ("cpu", "cuda", "xpu", "mps")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def content_digest(tensor: Tensor) -> int:
@@ -27,9 +28,9 @@ def content_digest(tensor: Tensor) -> int:
     Tensors on accelerators are hashed in the full mode only: that waits for the device.
     """
     how = mode()
-    if how == "off" or (tensor.device.type != "cpu" and how != "full"):
+    if how == "off" or (not tensor.is_cpu and how != "full"):
         return 0
-    return hash_of(tensor, full=how == "full")
+    return hash_of(tensor, how == "full")
 
 
 def hash_of(tensor: Tensor, full: bool = True) -> int:
@@ -43,35 +44,38 @@ def hash_of(tensor: Tensor, full: bool = True) -> int:
         >>> hash_of(x) == hash_of(x.view(3, 2).T.clone().T), hash_of(x) == hash_of(x + 1)
         (True, False)
     """
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return _hash_of_other(tensor, full)
+    if tensor.__class__ not in _PLAIN or not tensor.is_cpu or _core is None:
+        return _hash_of_other(tensor, full)
+    nbytes = tensor.nbytes
+    if not full and nbytes > _ALL_BYTES:
+        shape, strides = tensor.shape, tensor.stride()
+        return _core.hash_samples(tensor.data_ptr(), shape, strides, tensor.itemsize, _SAMPLES)
+    if not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
+    return _core.hash_content(tensor.data_ptr(), nbytes)
+
+
+def _hash_of_other(tensor: Tensor, full: bool) -> int:
+    """The hash of a tensor that the core cannot read as it is."""
     if tensor.layout is not torch.strided or tensor.device.type not in _HAVE_MEMORY:
         return 0
     if not tensor.data_ptr():  # empty, or a wrapper of others, such as torch's DTensor
         return 0
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if not full and tensor.nbytes > _ALL_BYTES:
-        return _hash_of_sample(tensor)
-    return _hash_of_all(tensor)
-
-
-def _hash_of_all(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
     with torch.no_grad():
-        tensor = tensor.cpu().contiguous()
-    if _core is None:
-        # Not by way of numpy, after which the memory could not be resized any more.
-        raw = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
-    return _core.hash_content(tensor.data_ptr(), tensor.nbytes)
-
-
-def _hash_of_sample(tensor: Tensor) -> int:
-    if _core is not None and tensor.device.type == "cpu":
-        shape, strides = tensor.shape, tensor.stride()
-        return _core.hash_samples(tensor.data_ptr(), shape, strides, tensor.itemsize, _SAMPLES)
-    return _hash_of_all(sample(tensor, _SAMPLES))
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.__class__ not in _PLAIN:
+            tensor = tensor.as_subclass(Tensor)
+        if not full and tensor.nbytes > _ALL_BYTES and not (tensor.is_cpu and _core):
+            tensor = sample(tensor, _SAMPLES)
+        tensor = tensor.cpu()
+    if _core is not None:
+        return hash_of(tensor, full)
+    # Not by way of numpy, after which the memory could not be resized any more.
+    tensor = tensor.contiguous()
+    raw = ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+    return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance
-from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.base import DTensorBase, memory_of, version_of
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.mode import mode
 
-#: Tensors that share memory: writing to one changes the digests of all.
+#: Tensors of the same memory and layout, whose digests are one.
 Family = list["ref[DTensorBase]"]
 _FEW = 16
-_NUMBERS = frozenset({int, float, bool, complex})
+NUMBERS = frozenset({int, float, bool, complex})
 #: Stands for NaN, whose ``hash`` is that of the object. No float equals it.
 NAN_SEED = (1 << 60) + 1
 #: Arguments whose text says what they are, and nothing of this process.
@@ -47,11 +48,21 @@ def digest_of(tensor: DTensorBase) -> int:
     digest = tensor._digest
     if digest is not None:
         return digest
+    if tensor._made is not None:
+        return hash((tensor._made, memory_of(tensor)._written))
     spec = tensor._spec
-    if spec.is_replicated and spec.takes_part:
-        # Not kept: whoever has the local tensor may write to it.
-        return hash((spec.digest, content_digest(tensor._local_tensor)))
-    return hash((spec.digest, provenance.digest()))
+    if spec.mesh.size() == 1:
+        tensor._digest = 0
+        return 0
+    if not (spec.is_replicated and spec.takes_part):
+        return hash((spec.digest, provenance.digest()))
+    # Whoever has the local tensor may write to it.
+    local = tensor._local_tensor
+    version = version_of(local), local.data_ptr(), mode()
+    known = tensor._content
+    if known is None or known[0] != version:
+        known = tensor._content = version, hash((spec.digest, content_digest(local)))
+    return known[1]
 
 
 def plain_or_digest(tensor: Tensor) -> int:
@@ -59,19 +70,13 @@ def plain_or_digest(tensor: Tensor) -> int:
     return digest_of(tensor) if isinstance(tensor, DTensorBase) else content_digest(tensor)
 
 
-def share_memory(tensor: DTensorBase, base: DTensorBase, digest: int) -> None:
-    """Give a new tensor its digest, and have it follow writes to the tensor that it is a view of.
-
-    Args:
-        tensor: The new tensor.
-        base: What it shares memory with, or is kept equal to.
-        digest: How it came about.
-    """
-    tensor._digest = digest
+def follow(tensor: DTensorBase, base: DTensorBase) -> None:
+    """Have a tensor of the same memory and layout follow writes to another, and the other way."""
     family = base._family
     if family is None:
-        family = base._family = [ref(base)]
-    elif len(family) >= _FEW and not len(family) & (len(family) - 1):
+        base._family = tensor._family = [ref(base), ref(tensor)]
+        return
+    if len(family) >= _FEW and not len(family) & (len(family) - 1):
         family[:] = [member for member in family if member() is not None]
     family.append(ref(tensor))
     tensor._family = family
@@ -79,11 +84,19 @@ def share_memory(tensor: DTensorBase, base: DTensorBase, digest: int) -> None:
 
 def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of what was written to it, and mix it into those of its views."""
-    tensor._digest = digest
-    for member in tensor._family or ():
-        other = member()
-        if other is not None and other is not tensor:
-            other._digest = hash((digest_of(other), digest))
+    owner = memory_of(tensor)
+    owner._written = hash((owner._written, digest))
+    if tensor._made is not None:
+        tensor._made = digest
+        tensor = owner
+        tensor._digest = digest = hash((digest_of(tensor), digest))
+    else:
+        tensor._digest = digest
+    if tensor._family is not None:
+        for member in tensor._family:
+            other = member()
+            if other is not None and other is not tensor:
+                other._digest = digest
 
 
 def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> None:
@@ -122,7 +135,7 @@ def _facts(value: Any, values: bool) -> Any:
     if isinstance(value, Tensor):
         return "plain", tuple(value.shape), str(value.dtype)
     kind = value.__class__
-    if kind in _NUMBERS:
+    if kind in NUMBERS:
         return repr(value) if values else kind.__name__
     if isinstance(value, (list, tuple)):
         return [_facts(item, values) for item in value]
@@ -133,11 +146,18 @@ def _facts(value: Any, values: bool) -> Any:
     return repr(value) if isinstance(value, _PLAIN) else kind.__qualname__
 
 
+def folded(seed: int, seeds: Sequence[Any]) -> int:
+    """A seed with others, one after the other: the same wherever in a call they stand."""
+    for each in seeds:
+        seed = hash((seed, each))
+    return seed
+
+
 def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
     """Digests of the tensors, and the numbers, among the arguments of a call."""
     if isinstance(value, Tensor):
         seeds.append(plain_or_digest(value))
-    elif value.__class__ in _NUMBERS:
+    elif value.__class__ in NUMBERS:
         seeds.append(value if value == value else NAN_SEED)
     elif isinstance(value, (list, tuple)):
         for item in value:

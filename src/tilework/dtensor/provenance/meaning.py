@@ -2,80 +2,71 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from tilework.comm import provenance
-from tilework.comm.provenance import OF_A_DTENSOR, carrying
+from tilework.comm.provenance import carrying
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.spec import DTensorSpec
 
 
-class Meaning:
-    """The operator that a collective is for, as the program knows it, and the tensor that moves."""
+class TensorText:
+    """A tensor that moves, as text once that is asked for.
 
-    operator: str
+    Args:
+        spec: Its layout.
+        dtype: Its dtype.
+        target: The layout afterwards; None: unknown.
+    """
 
-    __slots__ = ("dtype", "operator", "spec", "target")
+    __slots__ = ("dtype", "spec", "target")
 
     def __init__(
-        self,
-        operator: str,
-        spec: DTensorSpec | None = None,
-        dtype: torch.dtype | None = None,
-        target: DTensorSpec | None = None,
+        self, spec: DTensorSpec, dtype: torch.dtype, target: DTensorSpec | None = None
     ) -> None:
-        outer = provenance.meaning()
-        if isinstance(outer, Meaning) and outer.operator:
-            operator = outer.operator
-        self.operator, self.spec, self.dtype, self.target = operator, spec, dtype, target
+        self.spec, self.dtype, self.target = spec, dtype, target
 
     def __str__(self) -> str:
-        text = f"{self.operator or 'an operator'} {OF_A_DTENSOR}"
-        if self.spec is not None and self.dtype is not None:
-            text += f" {layout_text(self.spec, self.dtype)}"
-            if self.target is not None:
-                text += f" to {layout_text(self.target, self.dtype)}"
-        return text
+        text = layout_text(self.spec, self.dtype)
+        return text if self.target is None else f"{text} to {layout_text(self.target, self.dtype)}"
 
 
-def moving(
-    digest: int,
-    operator: str,
-    spec: DTensorSpec | None = None,
-    dtype: torch.dtype | None = None,
-    target: DTensorSpec | None = None,
-) -> carrying:
+def carried(digest: int) -> int:
+    """The digest for collectives: that of a tensor, and of the operator around; 0 if off."""
+    return 0 if mode() == "off" else hash((digest, provenance.digest()))
+
+
+def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carrying:
     """Let collectives meanwhile carry a digest, mixed with that of the operator around them.
 
     Args:
         digest: That of the tensor, and of where it goes.
         operator: The operator or method, unless one is known already.
-        spec: The layout of the tensor.
-        dtype: Its dtype.
-        target: The layout afterwards.
+        tensor: The tensor.
     """
-    carried = 0 if mode() == "off" else hash((digest, provenance.digest()))
-    return carrying(carried, Meaning(operator, spec, dtype, target))
+    return carrying(carried(digest), operator, tensor)
 
 
 def named_for(method: str) -> carrying:
     """Let errors meanwhile name a method that the program has called."""
-    return carrying(provenance.digest(), Meaning(method))
+    return carrying(provenance.digest(), method)
 
 
-class Moved(NamedTuple):
-    """A tensor that is about to move, as its local tensor does not tell."""
+class Moved:
+    """A tensor that is about to move, as its local tensor does not tell.
 
-    #: The provenance digest.
-    digest: int = 0
-    #: What it moves for: an operator or a method.
-    operator: str = ""
-    #: True if the program gets the result, maybe as a plain tensor: its gradient then comes from
-    #: who knows where, and is in no operator's partial form.
-    handed_out: bool = False
+    Args:
+        digest: The provenance digest.
+        operator: The operator or method that it moves for.
+        handed_out: True if the program gets the result, maybe as a plain tensor: its gradient then
+            comes from who knows where, and is in no operator's partial form.
+    """
+
+    __slots__ = ("digest", "handed_out", "operator")
+
+    def __init__(self, digest: int = 0, operator: str = "", handed_out: bool = False) -> None:
+        self.digest, self.operator, self.handed_out = digest, operator, handed_out
 
     def as_gradient(self, passing: int) -> Moved:
         """Its gradient, in a backward pass of a digest."""

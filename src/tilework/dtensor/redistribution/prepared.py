@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance
 from tilework.comm.contract import Work
 from tilework.comm.functional.running import AT_ONCE_BYTES
-from tilework.comm.provenance import carrying
-from tilework.dtensor.provenance.meaning import Moved, moving
+from tilework.dtensor.provenance.meaning import Moved, TensorText, carried, moving
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step
 from tilework.dtensor.spec import DTensorSpec
@@ -27,30 +27,30 @@ from tilework.layout.cost import DEFAULT_COST
 class PreparedRedistribution:
     """The steps from one layout to another, ready to run on this rank's tensors of one dtype."""
 
-    __slots__ = ("__dict__", "run_steps", "source", "steps", "target")
+    __slots__ = ("__dict__", "run_steps", "source", "steps", "target", "text")
 
-    def __init__(
-        self, source: DTensorSpec, target: DTensorSpec, steps: Steps, run_steps: list[RunStep]
-    ) -> None:
-        self.source, self.target, self.steps, self.run_steps = source, target, steps, run_steps
+    def __init__(self, text: TensorText, steps: Steps, run_steps: list[RunStep]) -> None:
+        assert text.target is not None
+        self.source, self.target, self.text = text.spec, text.target, text
+        self.steps, self.run_steps = steps, run_steps
 
     def run(self, x: Tensor, of: Moved) -> Tensor:
         """The local tensor afterwards. Collective; blocks."""
         if not self.communicates:
             return _run_all(self.run_steps, x)
-        with self._moving(x, of):
+        digest = carried(hash((of.digest, self.digest)))
+        before = provenance.enter(digest, of.operator, self.text)
+        try:
             return _run_all(self.run_steps, x)
+        finally:
+            provenance.leave(before)
 
     def start(self, x: Tensor, of: Moved) -> tuple[Tensor, Work | None]:
         """The same, of which the last step may still be in flight."""
         if x.nbytes <= AT_ONCE_BYTES:
             return self.run(x, of), None
-        with self._moving(x, of):
+        with moving(hash((of.digest, self.digest)), of.operator, self.text):
             return self.run_steps[-1](_run_all(self.run_steps[:-1], x), True)
-
-    def _moving(self, x: Tensor, of: Moved) -> carrying:
-        digest = hash((of.digest, self.digest))
-        return moving(digest, of.operator, self.source, x.dtype, self.target)
 
     @cached_property
     def communicates(self) -> bool:
@@ -106,7 +106,7 @@ def prepare(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Prepared
             if step.kind not in LOCAL_STEPS:
                 source.mesh.axes_group(step.axes)
         run_steps.extend(_prepare_steps(steps, source, target, dtype))
-    redistribution = PreparedRedistribution(source, target, steps, run_steps)
+    redistribution = PreparedRedistribution(TensorText(source, dtype, target), steps, run_steps)
     return prepared_from(source).setdefault((target, dtype), redistribution)
 
 

@@ -206,7 +206,7 @@ def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
     history = history_of(spec.mesh)
     gradient = of.as_gradient(history.passing)
     if of.handed_out and spec.is_replicated:
-        gradient = gradient._replace(digest=hash((gradient.digest, content_digest(grad))))
+        gradient.digest = hash((gradient.digest, content_digest(grad)))
     history.note_gradient(gradient.digest)
     return gradient
 

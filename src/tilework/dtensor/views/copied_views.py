@@ -28,7 +28,7 @@ from tilework.dtensor.base import (
     version_of,
     wrap_as,
 )
-from tilework.dtensor.provenance.digests import digest_of, share_memory
+from tilework.dtensor.provenance.digests import digest_of, follow
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
 
@@ -118,8 +118,8 @@ def same_memory(
         redo: Makes it of the tensor.
         apart: As for :class:`~tilework.dtensor.base.View`.
     """
-    result = wrap_as(type(tensor), local, tensor._spec)
-    share_memory(result, tensor, digest_of(tensor))
+    result = wrap_as(type(tensor), local, tensor._spec, digest_of(tensor))
+    follow(result, tensor)
     view = tensor._view_of
     if view is None or view is WATCHED:
         result._view_of, result._viewed = view, (tensor, tensor._spec, None, (), {})
