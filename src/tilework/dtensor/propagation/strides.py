@@ -108,8 +108,9 @@ def composed_strides(
 def input_strides(tensors: Sequence[Tensor]) -> list[Ints]:
     """The strides of full tensors."""
     return [
-        spec.strides if (spec := getattr(tensor, "_spec", None)) is not None else strides_of(tensor)
+        spec.strides if isinstance(spec, DTensorSpec) else strides_of(tensor)
         for tensor in tensors
+        for spec in [getattr(tensor, "_spec", None)]  # of torch's DTensors: something else
     ]
 
 
