@@ -121,7 +121,7 @@ def _alone(asked: Place) -> bool:
 
 
 def _say_alone() -> None:
-    """One line on stderr, the first time in this process."""
+    """Print a line on stderr, the first time in this process."""
     if os.getpid() not in _said_alone:
         _said_alone.add(os.getpid())
         program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "PROGRAM"
