@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import memory_of
+from tilework.dtensor.dispatch.results import call_with_out
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.spec import Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
@@ -121,6 +122,8 @@ def _local_start(input: DTensor) -> int | None:
 
 @dtensor_handler("as_strided_copy")
 def _as_strided_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
+    if kwargs.get("out") is not None:
+        return call_with_out("as_strided_copy", func, args, dict(kwargs))  # type: ignore[no-any-return]
     return _as_strided(torch.as_strided, args, kwargs).clone(memory_format=torch.contiguous_format)
 
 
