@@ -125,7 +125,7 @@ def test_from_another_thread(tmp_path: Path) -> None:
 
 def test_function_that_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match=r'must be picklable: .* or use start="fork"'):
-        spawn(lambda rank: None)
+        spawn(threading.Lock().acquire)
 
 
 def test_function_that_can_only_be_forked() -> None:

@@ -176,6 +176,15 @@ def test_products(data: st.DataObject) -> None:
         assert isinstance(found, NotLocal)
 
 
+def test_rows_times_columns_are_not_local() -> None:
+    """Each rank would have but its diagonal block."""
+    row, column = Box((0, 0), (1, 3)), Box((0, 0), (3, 1))
+    left = Tiling.of_tiles((2, 3), [Tile(row, (0,)), Tile(Box((1, 0), (1, 3)), (1,))])
+    right = Tiling.of_tiles((3, 2), [Tile(column, (0,)), Tile(Box((0, 1), (3, 1)), (1,))])
+    mapped = Pattern.parse("i k, k j -> i j").of([(2, 3), (3, 2)])
+    assert propagate_boxes(mapped, [left, right]) == NotLocal(Obstacle.MISMATCHED, 1, None)
+
+
 def test_outer_product_of_rows() -> None:
     rows = Tiling.of_tiles((4,), [Tile(Box((0,), (3,)), (0,)), Tile(Box((3,), (1,)), (1,))])
     all_of_it = Box((0,), (2,))

@@ -175,7 +175,21 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
             return NotLocal(Obstacle.MISMATCHED, number, None)
     if len(inputs) > 1 and not _fits(mapped.inputs[0], inputs[0], tiles):
         return NotLocal(Obstacle.MISMATCHED, 0, None)
-    return LocalOp(mapped, inputs, tuple(tiles))
+    local = LocalOp(mapped, inputs, tuple(tiles))
+    if len(inputs) > 1 and not _covers(local):
+        return NotLocal(Obstacle.MISMATCHED, len(inputs) - 1, None)
+    return local
+
+
+def _covers(local: LocalOp) -> bool:
+    """True if the tiles' results are all of the results.
+
+    Rows of one input and columns of another give but the diagonal blocks of a product.
+    """
+    return all(
+        sum([box.volume for box in local.boxes(number)]) == math.prod(shape_of(dims))
+        for number, dims in enumerate(local.map.outputs)
+    )
 
 
 def _restrict(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from tilework.comm import provenance
 from tilework.dtensor.dispatch.results import came_from
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
-from tilework.dtensor.provenance.digests import note_write, seeds_in, stable_digest
+from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in, stable_digest
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
+from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import Handler
 
 #: Random fills, which leave nothing of the values before.
@@ -34,15 +38,41 @@ def tracked(name: str, handler: Handler) -> Handler:
     first = int(name in _OVERWRITE)
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        seeds = seeds_in(kwargs, seeds_in(args[first:], [own]))
+        operands = tensors_in((args, [*kwargs.values()]))
+        by_mesh = _digests_by_mesh(own, operands)
+        seeds = [own] if by_mesh else seeds_in(kwargs, seeds_in(args[first:], [own]))
         with moving(hash(tuple(seeds)), name):
             result = handler(func, args, kwargs)
             digest = provenance.digest()  # with the keys of random numbers that it drew
         if writes:
             for number, tensor in enumerate(tensors_in(args[0] if args else ())):
                 if isinstance(tensor, DTensor):
+                    digest = by_mesh.get(tensor.device_mesh, digest)
                     note_write(tensor, hash((digest, number)))
             return result
-        return came_from(result, tensors_in((args, [*kwargs.values()])), digest)
+        if not by_mesh:
+            return came_from(result, operands, digest)
+        for number, tensor in enumerate(tensors_in(result)):
+            if isinstance(tensor, DTensor):
+                came_from(tensor, operands, hash((by_mesh.get(tensor.device_mesh, digest), number)))
+        return result
 
     return run
+
+
+def _digests_by_mesh(own: int, operands: Sequence[Tensor]) -> dict[DeviceMesh, int]:
+    """The digest of the operands on each mesh; empty where there is but one mesh.
+
+    Ranks may be in parts of a mesh, as the rows of data parallelism are: what is on another rank's
+    part is not theirs to know.
+    """
+    distributed = [tensor for tensor in operands if isinstance(tensor, DTensor)]
+    if not distributed:
+        return {}
+    mesh = distributed[0].device_mesh
+    if all(tensor.device_mesh is mesh for tensor in distributed):
+        return {}
+    seeds: dict[DeviceMesh, list[int]] = {}
+    for tensor in distributed:
+        seeds.setdefault(tensor.device_mesh, [own]).append(digest_of(tensor))
+    return {each: hash(tuple(its)) for each, its in seeds.items()} if len(seeds) > 1 else {}

@@ -236,7 +236,7 @@ class TimeoutSuite(GroupSuite):
 
         def body(rank: int) -> None:
             for call in calls:
-                group = dist.new_group(timeout=timedelta(milliseconds=60))
+                group = dist.new_group(timeout=timedelta(milliseconds=200))
                 if rank == 0:
                     error = failure_of(functools.partial(call, inside(group)))
                     assert error.kind is CollectiveTimeoutError
@@ -247,7 +247,7 @@ class TimeoutSuite(GroupSuite):
 
     def test_recv_from_any_has_a_timeout(self) -> None:
         def body(rank: int) -> None:
-            group = dist.new_group(timeout=timedelta(milliseconds=60))
+            group = dist.new_group(timeout=timedelta(milliseconds=200))
             if rank == 0:
                 error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
                 assert error.kind is CollectiveTimeoutError
