@@ -34,7 +34,7 @@ help:
 # One rank for each core, but at least 4, for both axes of the example's mesh to have several, and no
 # more than the sequences in its default batch.
 demo: $(VENV)/.installed
-	@ranks=$(RANKS); ranks=$${ranks:-$$($(bin)/python -c 'from tilework.launch.cores import usable_cores; \
+	@ranks=$(RANKS); ranks=$${ranks:-$$($(bin)/python -c 'from tilework.cores import usable_cores; \
 	    print(max(4, min(usable_cores(), 16)))')}; \
 	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
 

@@ -52,7 +52,7 @@ from measuring import work
 from rich.console import Console
 
 import tilework
-from tilework.launch.cores import usable_cores
+from tilework.cores import usable_cores
 
 #: In a fresh process, since MPI must not be started in this one.
 ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; \

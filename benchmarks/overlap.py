@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tilework.distributed as dist
-from tilework.launch.cores import usable_cores
+from tilework.cores import usable_cores
 from tilework.testing import run_ranks
 
 MIB = 1 << 20

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tilework.cores import usable_cores
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from tilework.launch.cores import usable_cores
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,

@@ -9,8 +9,8 @@ import pytest
 import tilework
 from tilework.cli import dispatch
 from tilework.comm.backend import Backend, is_backend_available
+from tilework.cores import usable_cores
 from tilework.launch import doctor
-from tilework.launch.cores import usable_cores
 from tilework.launch.doctor import Finding
 from tilework.launch.settings import KNOWN_BACKENDS, LaunchSettings
 

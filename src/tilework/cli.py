@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from tilework import __version__
-from tilework.launch.cores import usable_cores
+from tilework.cores import usable_cores
 from tilework.launch.explain import explain
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run

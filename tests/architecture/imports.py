@@ -17,6 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (
     "_core",
     "errors",
+    "cores",
     "layout",
     "store",
     "rendezvous",

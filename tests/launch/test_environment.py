@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Launch
-from tilework.launch.cores import cpu_quota, threads_per_rank, usable_cores
+from tilework.cores import cpu_quota, threads_per_rank, usable_cores
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.settings import LaunchSettings
 

@@ -19,7 +19,7 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backend import core_error, is_backend_available
-from tilework.launch.cores import cpu_quota, usable_cores
+from tilework.cores import cpu_quota, usable_cores
 from tilework.testing import run_ranks
 
 _TEST_RANKS: Final = 2

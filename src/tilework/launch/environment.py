@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
-from tilework.launch.cores import THREAD_VARIABLES, threads_per_rank
+from tilework.cores import THREAD_VARIABLES, threads_per_rank
 from tilework.launch.settings import LaunchSettings
 
 #: What another launcher may have left behind; a rank must not take it for its own.

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE
-from tilework.launch.cores import threads_per_rank
+from tilework.cores import threads_per_rank
 from tilework.launch.environment import thread_environment
 from tilework.launch.failure_text import failure_text, other_failures_text
 from tilework.launch.flight_folder import FlightFolder

@@ -11,9 +11,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, overload
 
+from tilework.cores import threads_per_rank
 from tilework.errors import RankFailedError
 from tilework.launch import termination
-from tilework.launch.cores import threads_per_rank
 from tilework.launch.failure_text import failure_text
 from tilework.launch.job import Job
 from tilework.launch.notebook import CellOutput, in_notebook

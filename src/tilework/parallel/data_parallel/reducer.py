@@ -2,11 +2,11 @@
 
 Each parameter's post-accumulate hook marks its gradient ready. When all gradients of a bucket are
 ready, and all buckets before it were started, the bucket is started: its memory, which by then has
-all of them, is averaged on the core's thread; the last one, with nothing left to compute beside it,
-at once. At the end of the backward pass what is left is started with zeros, everything is waited
-for, and the averages become the gradients. So all ranks start the same buckets in the same order in
-every pass, and none waits for another that has fewer gradients; whether they had the same is
-compared afterwards.
+all of them, is averaged on the core's thread; at once the last one, with nothing left to compute
+beside it, and all of them where no processor is idle. At the end of the backward pass what is left
+is started with zeros, everything is waited for, and the averages become the gradients. So all ranks
+start the same buckets in the same order in every pass, and none waits for another that has fewer
+gradients; whether they had the same is compared afterwards.
 
 The scheme is that of S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training*, VLDB 2020.
@@ -27,6 +27,7 @@ from tilework.comm.collectives import all_reduce, broadcast
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.sparse import all_reduce_sparse
+from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
 from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
@@ -113,6 +114,10 @@ class Reducer:
         self._pending: list[int] = []
         #: The nodes that accumulate gradients.
         self._nodes: list[Any] = []
+        #: Without a core of its own the core's thread takes turns with backward, and is woken for
+        #: each bucket: reducing at once is quicker then. Not where ranks' graphs may differ: a rank
+        #: would wait for a bucket that another starts at its end.
+        self._overlaps = options.find_unused or has_spare_core(group.size())
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
         self._assign(first_step_plan(self._tensors(), self._sparse(), options.bucket_bytes))
         self._reset()
@@ -333,9 +338,10 @@ class Reducer:
             else ()
         )
         is_last = bucket.index == len(self.buckets) - 1
+        at_once = is_last or not self._overlaps
         if self.hook is None:
-            bucket.work = self._average(memory.flat, async_op=not is_last)
-            if is_last:
+            bucket.work = self._average(memory.flat, async_op=not at_once)
+            if at_once:
                 self._clock.blocked += time.perf_counter() - bucket.times.started
             return
         state, hook = self.hook

@@ -30,6 +30,16 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
+def has_spare_core(ranks: int) -> bool:
+    """True if each of this host's ranks could have a core besides that on which it computes.
+
+    Args:
+        ranks: The ranks of this host, where no launcher told their number.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return usable_cores() >= 2 * (int(told) if told.isdecimal() else ranks)
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Cores' worth of time that the control group grants; None without a limit."""
     limits = [limit for folder in _cgroup_folders(root) if (limit := _limit_in(folder)) is not None]
