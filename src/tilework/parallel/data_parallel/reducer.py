@@ -342,7 +342,8 @@ class Reducer:
         if self.hook is None:
             bucket.work = self._average(memory.flat, async_op=not at_once)
             if at_once:
-                self._clock.blocked += time.perf_counter() - bucket.times.started
+                bucket.times.reduced = time.perf_counter()
+                self._clock.blocked += bucket.times.reduced - bucket.times.started
             return
         state, hook = self.hook
         grads = GradBucket(bucket.index, memory.flat, memory.views, memory.tensors, is_last)
@@ -438,6 +439,8 @@ class Reducer:
                 flat.copy_(result.reshape(flat.shape))
         elif bucket.work is not None:
             bucket.work.wait()
+        elif bucket.memory is not None:
+            return  # reduced at once
         bucket.times.reduced = time.perf_counter()
 
     def _reduce_sparse(self, bucket: _Bucket) -> None:

@@ -75,7 +75,7 @@ class StepReport:
     Attributes:
         buckets: One entry for each bucket, in the order of reduction.
         backward_ms: Milliseconds until all gradients were computed.
-        waited_ms: Milliseconds for which backward, at its end, waited for reductions.
+        waited_ms: Milliseconds for which backward waited for reductions, mostly at its end.
         rebuilt: True if buckets are in the order in which gradients came.
     """
 
@@ -88,15 +88,14 @@ class StepReport:
     def hidden(self) -> float:
         """The share of communication that ran beside backward, from 0 to 1.
 
-        That is, of the time from the start of the first reduction to the end of the last.
-
-        1 if backward never waited for a reduction; 0 if nothing was overlapped.
+        That is, of the time in which some bucket was being reduced. 1 if backward never waited for
+        a reduction; 0 if nothing was overlapped, as where no processor is idle.
         """
-        if not self.buckets:
-            return 1.0
-        first = min(bucket.started_ms for bucket in self.buckets)
-        total = self.backward_ms + self.waited_ms - first
-        return 1.0 if total <= 0 else max(0.0, self.backward_ms - first) / total
+        total, end = 0.0, 0.0
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.started_ms):
+            total += max(0.0, bucket.reduced_ms - max(bucket.started_ms, end))
+            end = max(end, bucket.reduced_ms)
+        return 1.0 if total <= 0 else max(0.0, 1.0 - self.waited_ms / total)
 
     def __str__(self) -> str:
         from rich.console import Console
