@@ -26,10 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as reference
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh as their_mesh
 from torch.distributed.tensor import DTensor as TheirDTensor
 from torch.distributed.tensor import Replicate as TheirReplicate
@@ -51,13 +54,19 @@ PLAIN, OURS, DCP, SAFETENSORS = "plain files", "tilework", "DCP", "safetensors"
 Call = Callable[[], object]
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor."""
+    elements: Any = tensor.numpy()
+    return memoryview(elements).cast("B")
+
+
 class Contest:
     """One rank's states and calls."""
 
     def __init__(self, rank: int, ranks: int, folder: Path, mib: int, cold: bool) -> None:
         self.rank, self.ranks, self.folder, self.cold = rank, ranks, folder, cold
         torch.set_num_threads(1)
-        store = reference.FileStore(str(folder / "store"), ranks)
+        store = FileStore(str(folder / "store"), ranks)
         reference.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
         self.mesh = init_device_mesh("cpu", (ranks,))
         self.their_mesh = their_mesh("cpu", (ranks,))
@@ -97,7 +106,7 @@ class Contest:
             (self.folder / "plain").mkdir(exist_ok=True)
             with open(self.folder / "plain" / f"{self.rank}.part", "wb", buffering=0) as file:
                 for x in self.locals:
-                    view = memoryview(x.numpy()).cast("B")
+                    view = bytes_of(x)
                     while view.nbytes:
                         view = view[file.write(view) :]
                 os.fsync(file.fileno())
@@ -115,7 +124,7 @@ class Contest:
             checkpoint.save(ours, self.folder / "ours")
 
         def theirs_() -> None:
-            dcp.save(theirs, storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
+            save_dcp(theirs, storage_writer=FileSystemWriter(self.folder / "dcp"))
 
         return {PLAIN: plain, OURS: ours_, DCP: theirs_, SAFETENSORS: safetensors}
 
@@ -128,7 +137,7 @@ class Contest:
         files = range(self.ranks) if dim is None else [self.rank]
 
         def plain() -> None:
-            views = [memoryview(x.numpy()).cast("B") for x in memory]
+            views = [bytes_of(x) for x in memory]
             each = views[0].nbytes // len(files)
             for number, rank in enumerate(files):
                 with open(self.folder / "plain" / str(rank), "rb", buffering=0) as file:
@@ -141,7 +150,7 @@ class Contest:
             checkpoint.load(self.folder / "ours", into=ours)
 
         def theirs_() -> None:
-            dcp.load(theirs, storage_reader=dcp.FileSystemReader(self.folder / "dcp"))
+            load_dcp(theirs, storage_reader=FileSystemReader(self.folder / "dcp"))
 
         return {PLAIN: plain, OURS: ours_, DCP: theirs_}
 

@@ -127,7 +127,8 @@ def measure(rank: int, model: str, way: str, folder: str) -> None:
     steps = loop.run(10**9)
     for _ in range(3):
         next(steps)
-    alone, copied = [], []
+    alone: list[float] = []
+    copied: list[float] = []
     for _ in range(TURNS):
         for times, step in (
             (alone, lambda: train_step(state, model)),
