@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def test_misuse() -> None:
             DistributedDataParallel(nn.Linear(1, 1), device_ids=[0])
         with pytest.raises(ValueError, match="device_ids can only be None or contain a single"):
             DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
+        for wrong in ("25", [25]):
+            with pytest.raises(TypeError, match="bucket_cap_mb must be a number"):
+                DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=wrong)  # type: ignore[arg-type]
+        for size in (math.inf, math.nan):
+            with pytest.raises(ValueError, match="positive and finite"):
+                DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=size)
         with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
             DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=-1)
         mesh = init_device_mesh("cpu", (1, 1))

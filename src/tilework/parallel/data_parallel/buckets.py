@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,12 +160,15 @@ def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
     """The size limit of a bucket in bytes, from a user's setting in MiB.
 
     Raises:
-        ValueError: It is not positive.
+        TypeError: It is no number.
+        ValueError: It is not positive, or without end.
     """
     if bucket_cap_mb is None:
         return DEFAULT_BUCKET_BYTES
-    if bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb}")
+    if not isinstance(bucket_cap_mb, int | float):
+        raise TypeError(f"bucket_cap_mb must be a number (MiB) or None, got {bucket_cap_mb!r}")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be positive and finite (MiB), got {bucket_cap_mb}")
     return max(1, int(bucket_cap_mb * (1 << 20)))
 
 
