@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Display, Parser, launch_myself, launched_ranks, stdlib_files, whole_number
+from common import Display, Parser, launch_myself, ranks_asked, stdlib_files, whole_number
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -136,17 +136,12 @@ def make_parser() -> Parser:
 def parse_options(parser: Parser) -> Options:
     """Read the command line; end the program with one clear message where it is wrong."""
     given = parser.parse_args()
-    launched = launched_ranks()
-    if launched is not None and given.ranks not in (None, launched):
-        parser.error(
-            f"--ranks {given.ranks}, but the launcher started {launched}: "
-            "leave --ranks out, or tell the launcher"
-        )
+    given.ranks = ranks_asked(parser, given.ranks)
     if given.width % HEAD_WIDTH:
         parser.error(f"--width {given.width} is not a multiple of {HEAD_WIDTH}")
     heads = given.width // HEAD_WIDTH
     check_ways(parser, given)
-    set_mesh(given, launched, heads)
+    set_mesh(given, heads)
     if given.dp * given.tp != given.ranks:
         parser.error(
             f"--dp {given.dp} times --tp {given.tp} is not the number of ranks, {given.ranks}"
@@ -181,9 +176,9 @@ def check_ways(parser: Parser, given: argparse.Namespace) -> None:
         )
 
 
-def set_mesh(given: argparse.Namespace, launched: int | None, heads: int) -> None:
+def set_mesh(given: argparse.Namespace, heads: int) -> None:
     """Complete ``--ranks``, ``--dp``, ``--tp`` and ``--parallel``, so that ranks = dp * tp."""
-    ranks = given.ranks or launched
+    ranks = given.ranks
     if ranks is None:
         if given.dp is None and given.tp is None:
             ranks = max(4, min(usable_cores(), given.batch))

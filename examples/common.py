@@ -53,6 +53,17 @@ def launched_ranks() -> int | None:
     return int(size) if size else None
 
 
+def ranks_asked(parser: Parser, asked: int | None) -> int | None:
+    """The number of ranks by ``--ranks`` or a launcher, None by neither; ends where they differ."""
+    launched = launched_ranks()
+    if launched is not None and asked not in (None, launched):
+        parser.error(
+            f"--ranks {asked}, but the launcher started {launched}: "
+            "leave --ranks out, or tell the launcher"
+        )
+    return asked or launched
+
+
 def launch_myself(ranks: int, options: Sequence[str] = ()) -> NoReturn:
     """Become ``tilework run``, which starts this script again, once for each rank."""
     # Rank 0 alone prints here, so its lines need no "[0]" in front.

@@ -29,7 +29,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from common import Parser, launch_myself, launched_ranks, whole_number
+from common import Parser, launch_myself, ranks_asked, whole_number
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -83,13 +83,7 @@ def make_parser() -> Parser:
 def parse_options(parser: Parser) -> Options:
     """Read the command line; end the program with one clear message where it is wrong."""
     given = parser.parse_args()
-    launched = launched_ranks()
-    if launched is not None and given.ranks not in (None, launched):
-        parser.error(
-            f"--ranks {given.ranks}, but the launcher started {launched}: "
-            "leave --ranks out, or tell the launcher"
-        )
-    given.ranks = given.ranks or launched or 4
+    given.ranks = ranks_asked(parser, given.ranks) or 4
     most = (1797 - TEST_IMAGES) // (4 * given.batch)
     if given.ranks > max(1, most):
         parser.error(

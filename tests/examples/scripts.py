@@ -6,8 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 from tests.warm_python import run_warm
 
@@ -25,6 +29,28 @@ def load(script: Path) -> ModuleType:
     sys.modules[script.stem] = module  # dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
+
+
+def options_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function of flags that gives the script's checked options, as without a launcher."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def parse(*flags: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
+        return module.parse_options(module.make_parser())
+
+    return parse
+
+
+def check_refused(
+    options: Callable[..., Any], capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    """Fail unless these flags end the script with this message, said once."""
+    with pytest.raises(SystemExit) as stopped:
+        options(*flags.split())
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count(message) == 1
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.scripts import FOLDER, load, run
+from tests.examples.scripts import FOLDER, check_refused, load, options_of, run
 from tilework.dtensor import DTensor, init_device_mesh, strict
 from tilework.testing import run_ranks
 
@@ -28,14 +27,7 @@ def example() -> ModuleType:
 def options(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Any:  # a function of flags, which gives the example's Options
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def parse(*flags: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["byte_gpt.py", *flags])
-        return example.parse_options(example.make_parser())
-
-    return parse
+    return options_of(example, monkeypatch)
 
 
 @pytest.fixture
@@ -77,10 +69,7 @@ def text(tmp_path: Path) -> str:
 def test_a_wrong_flag_gets_one_clear_error(
     options: Any, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        options(*flags.split())
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count(message) == 1
+    check_refused(options, capsys, flags, message)
 
 
 def test_the_launcher_decides_the_number_of_ranks(

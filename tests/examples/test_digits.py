@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.examples.scripts import FOLDER, load, run
+from tests.examples.scripts import FOLDER, check_refused, load, options_of, run
 from tilework.testing import run_ranks
 
 pytest.importorskip("sklearn", reason="scikit-learn is in the extras dev and examples")
@@ -23,14 +23,7 @@ EXAMPLE = load(SCRIPT)
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> Any:  # a function of flags, gives Options
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def parse(*flags: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["digits.py", *flags])
-        return EXAMPLE.parse_options(EXAMPLE.make_parser())
-
-    return parse
+    return options_of(EXAMPLE, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +39,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Any:  # a function of flags, giv
 def test_a_wrong_flag_gets_one_clear_error(
     options: Any, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        options(*flags.split())
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count(message) == 1
+    check_refused(options, capsys, flags, message)
 
 
 def test_a_missing_package_is_named_with_the_command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.scripts import FOLDER, load, run
+from tests.examples.scripts import FOLDER, check_refused, load, options_of, run
 
 SCRIPT = FOLDER / "sharded_embedding.py"
 SMALL = ["--steps", "6", "--batch", "20", "--width", "8", "--words", "150"]
@@ -23,14 +22,7 @@ EXAMPLE = load(SCRIPT)
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> Any:  # a function of flags, gives Options
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def parse(*flags: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["sharded_embedding.py", *flags])
-        return EXAMPLE.parse_options(EXAMPLE.make_parser())
-
-    return parse
+    return options_of(EXAMPLE, monkeypatch)
 
 
 @pytest.fixture
@@ -59,10 +51,7 @@ def text(tmp_path: Path) -> str:
 def test_a_wrong_flag_gets_one_clear_error(
     options: Any, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        options(*flags.split())
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count(message) == 1
+    check_refused(options, capsys, flags, message)
 
 
 def test_the_launcher_decides_the_number_of_ranks(
