@@ -5,6 +5,7 @@
 # make fuzz       garbage in the core's memory    make clean   remove what was built
 # make fuzz-programs   random programs on DTensors and on plain tensors, compared
 # make wheel      dist/*.whl for this Python, tested where there is no compiler
+# make docs       the documentation as a site with search, in build/site
 #
 # The first call makes .venv and installs torch and tilework into it; later ones start at once.
 # PYTHON=python3.12 chooses the interpreter, ARGS="--steps 100" is handed to the program.
@@ -25,7 +26,7 @@ core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wi
 cpp := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sanitize chaos fuzz fuzz-programs lint format wheel install core clean
+.PHONY: help demo test check bench sanitize chaos fuzz fuzz-programs lint format docs wheel install core clean
 .DELETE_ON_ERROR:
 
 help:
@@ -79,6 +80,11 @@ format: install
 	@$(bin)/ruff format .
 	@$(bin)/clang-format -i $(cpp)
 
+# The build fails where a link leads nowhere. The search needs a server.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet $(ARGS)
+	@echo "built build/site; to read it: $(bin)/python -m http.server -b 127.0.0.1 -d build/site"
+
 # auditwheel checks what the wheel needs from its system, and names the wheel after that.
 wheel: install
 	@rm -rf build/wheel && mkdir -p build/wheel
@@ -110,6 +116,7 @@ $(VENV)/.made:
 	    echo "    dnf install gcc-c++        (Fedora)"; \
 	    echo "or do without the core: make $(MAKECMDGOALS) TILEWORK_NO_CORE=1"; exit 1; } >&2;; \
 	esac
+	@echo "making $(VENV) with $$($(PYTHON) -V), and what builds the core" >&2
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Python could not make $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
@@ -121,6 +128,7 @@ $(VENV)/.made:
 # which is there by now, needs besides.
 $(VENV)/.installed: $(VENV)/.made $(core_sources)
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.torch core
+	@echo "installing what tilework uses besides" >&2
 	@$(pip) tilework
 	@$(compile) src/tilework
 	@touch $@
@@ -129,7 +137,7 @@ $(VENV)/.installed: $(VENV)/.made $(core_sources)
 # Without numpy, torch warns whenever it is imported. Of its thousands of modules, those that an import needs
 # are compiled to bytecode here, the others with what tests use: compiling takes longer than unpacking.
 $(VENV)/.torch: $(VENV)/.made
-	@echo "installing $(TORCH) into $(VENV)" >&2
+	@echo "installing $(TORCH) into $(VENV): the longest step, a minute or so" >&2
 	@$(pip) --no-compile '$(TORCH)' numpy
 	@$(writing) -c 'import torch'
 	@touch $@
@@ -137,7 +145,7 @@ $(VENV)/.torch: $(VENV)/.made
 # It is built in place (cmake/editable), so that an edit in csrc/ recompiles one file. What CMake
 # remembers of an interpreter goes, as each environment may have another.
 core:
-	@echo "building tilework's core" >&2
+	@echo "building tilework's core with the C++ compiler" >&2
 	@rm -f cmake/editable/CMakeCache.txt
 	@$(pip) --no-build-isolation --no-deps --config-settings cmake.define.TILEWORK_WERROR=ON --editable .
 
@@ -145,6 +153,11 @@ $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what tests and linters use into $(VENV)" >&2
 	@$(pip) 'tilework[dev]'
 	@$(compile) $(VENV) || true  # of packages with files for other Pythons
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	@echo "installing what builds the site into $(VENV)" >&2
+	@$(pip) 'tilework[docs]'
 	@touch $@
 
 clean:

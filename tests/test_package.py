@@ -21,6 +21,7 @@ import tilework.distributed
 #: The packages that users import from.
 PUBLIC = (
     "tilework.checkpoint",
+    "tilework.data",
     "tilework.distributed",
     "tilework.dtensor",
     "tilework.errors",

@@ -120,7 +120,7 @@ def rpc_sync(
         timeout: Seconds or a timedelta; 0 means no limit.
 
     Raises:
-        What ``func`` raised, with its traceback there in the message.
+        Exception: The one that ``func`` raised, with its traceback there in the message.
         RemoteError: If that cannot be rebuilt here.
         RpcTimeoutError: There was no answer in time. The function may be running still.
         PeerLostError: The worker died or left; noticed within a second.

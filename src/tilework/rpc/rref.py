@@ -90,7 +90,7 @@ class RRef(Generic[T]):
         """A copy of the value; on the owner, the value itself. Blocks until it is there.
 
         Raises:
-            What made the value fail; or what rpc_sync raises.
+            Exception: The one that made the value fail; or one that rpc_sync raises.
         """
         if isinstance(self._entry, Owned):
             return self.local_value()
@@ -104,7 +104,7 @@ class RRef(Generic[T]):
 
         Raises:
             RuntimeError: This rank is not the owner.
-            What made the value fail.
+            Exception: The one that made the value fail.
         """
         if not isinstance(self._entry, Owned):
             raise RuntimeError(

@@ -73,9 +73,10 @@ def run_ranks(
         return_exceptions: Put what a rank raised in its place instead of raising.
 
     Raises:
-        The first rank's exception (the earliest, so the cause rather than its followers), with
-        a note that names the rank; RankFailedError for a process that died; TimeoutError,
-        with the stacks of ranks that are stuck.
+        Exception: The one that a rank raised first (so the cause rather than what followed), with
+            a note that names the rank.
+        RankFailedError: A process died.
+        TimeoutError: With the stacks of the ranks that are stuck.
 
     Example:
         >>> import tilework.distributed as dist
