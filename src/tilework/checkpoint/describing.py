@@ -29,10 +29,17 @@ Facts = tuple[Any, ...]
 
 @dataclass
 class Description:
-    """The description of one rank's state, for the others."""
+    """The description of one rank's state, for the others.
+
+    Args:
+        leaves: The leaves.
+        containers: The kinds of what holds them.
+        contents: Of tensors that only some ranks hold, CRC-32s of this rank's tiles with elements.
+    """
 
     leaves: dict[Path, Facts] = field(default_factory=dict)
     containers: dict[Path, str] = field(default_factory=dict)
+    contents: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,12 +69,12 @@ def settle(flat: FlatState) -> None:
                 flat.leaves[path] = detached.redistribute(placements=placements)
 
 
-def describe(flat: FlatState, is_alone: bool = False) -> Description:
+def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
     """This rank's description. Local.
 
     Args:
         flat: Its state.
-        is_alone: True to leave out what is only compared with other ranks.
+        ranks: Those that save together. What is only compared is left out where there is one.
 
     Raises:
         TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
@@ -75,7 +82,10 @@ def describe(flat: FlatState, is_alone: bool = False) -> Description:
     description = Description(containers=dict(flat.containers))
     seen: dict[Any, Path] = {}
     for path, leaf in flat.leaves.items():
-        description.leaves[path] = _facts(path, leaf, seen, is_alone)
+        description.leaves[path] = _facts(path, leaf, seen, len(ranks) == 1)
+        if isinstance(leaf, TiledTensor) and not _owners_of(leaf).issuperset(ranks):
+            tiles = [tile for tile in leaf.local_tiles() if tile.numel()]
+            description.contents[path] = tuple(full_crc32(tile) for tile in tiles)
     return description
 
 
@@ -100,6 +110,10 @@ def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:
     """The boxes with elements and their owners, as plain data; all if there are none such."""
     tiles = [tile for tile in tensor.tiling.tiles if not tile.box.empty]
     return tuple((t.box.offsets, t.box.sizes, t.owners) for t in tiles or tensor.tiling.tiles)
+
+
+def _owners_of(tensor: TiledTensor) -> set[int]:
+    return {rank for tile in tensor.tiling.tiles for rank in tile.owners}
 
 
 def layout_text(tensor: TiledTensor) -> str:
@@ -129,14 +143,56 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
     for path, variants in by_path.items():
         if path in containers:
             raise ValueError(f"{dotted(path)} is a container on some ranks and a value on others")
+        found = [(descriptions[each[0]].leaves[path], each) for each in variants.values()]
+        found = _copies_as_one(path, found, descriptions, ranks)
         leaves = []
-        for numbers in variants.values():
+        for facts, numbers in found:
             owners = tuple([ranks[number] for number in numbers])
-            suffix = f"@{owners[0]}" if len(variants) > 1 else ""
-            facts = descriptions[numbers[0]].leaves[path]
+            suffix = f"@{owners[0]}" if len(found) > 1 else ""
             leaves.append((owners, merger.leaf(path, facts, owners, suffix)))
         merger.state.flat.leaves[path] = PerRank(tuple(leaves)) if len(leaves) > 1 else leaves[0][1]
     return merger.state
+
+
+def _copies_as_one(
+    path: Path,
+    variants: list[tuple[Facts, list[int]]],
+    descriptions: Sequence[Description],
+    ranks: Sequence[int],
+) -> list[tuple[Facts, list[int]]]:
+    """One variant where all are one tensor, in the same tiles, with the same contents.
+
+    So a model that is tensor-parallel on each of several meshes, and replicated over them, is saved
+    once. The ranks that hold a tile then write it in turn, as they do within one mesh.
+
+    Args:
+        path: Of the tensor.
+        variants: Its facts, and the indexes of the ranks that told them.
+        descriptions: Of each rank.
+        ranks: Their numbers.
+    """
+    if len(variants) == 1 or any(facts[0] != "tiles" for facts, _ in variants):
+        return variants
+    kind, dtype, shape, tiles, layout = variants[0][0]
+    owners: dict[Any, list[int]] = {(offsets, sizes): [] for offsets, sizes, _ in tiles}
+    contents: dict[Any, int] = {}
+    for (_, other_dtype, other_shape, others, _), numbers in variants:
+        boxes = {(offsets, sizes): held for offsets, sizes, held in others}
+        if (other_dtype, other_shape, boxes.keys()) != (dtype, shape, owners.keys()):
+            return variants
+        for box, held in boxes.items():
+            owners[box] += held
+        for number in numbers:
+            own = [box for box, held in boxes.items() if ranks[number] in held and all(box[1])]
+            checksums = descriptions[number].contents.get(path, ())
+            if len(own) != len(checksums):
+                return variants
+            for box, checksum in zip(own, checksums, strict=True):
+                if contents.setdefault(box, checksum) != checksum:
+                    return variants
+    merged = tuple((*box, tuple(held)) for box, held in owners.items())
+    together = sorted(number for _, numbers in variants for number in numbers)
+    return [((kind, dtype, shape, merged, layout), together)]
 
 
 class _Merger:

@@ -106,7 +106,7 @@ def prepare(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) ->
     settle(flat)
     token, release = _take(storage, ranks, options)
     try:
-        descriptions = ranks.gather(lambda: _as_plain(describe(flat, len(ranks.all) == 1)))
+        descriptions = ranks.gather(lambda: _as_plain(describe(flat, ranks.all)))
         merged = merge([_from_plain(each) for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
         prefix = f"{token}-rank{ranks.here:05}"
@@ -118,7 +118,7 @@ def prepare(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) ->
 
 
 def _as_plain(description: Description) -> Any:
-    return description.leaves, description.containers
+    return description.leaves, description.containers, description.contents
 
 
 def _from_plain(data: Any) -> Description:

@@ -22,7 +22,7 @@ class StateSource(Source):
 
     def __init__(self, state: Any) -> None:
         flat = flatten(state)
-        merged = merge([describe(flat, is_alone=True)], [0])
+        merged = merge([describe(flat, [0])], [0])
         self._aliases = merged.aliases
         self._leaves = [flat.leaves[path] for path, _ in merged.sources]
         self.tensors, self.flat, self.meta = merged.tensors, merged.flat, {}
