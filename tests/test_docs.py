@@ -27,6 +27,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#\s]+)")
+VARIABLE = re.compile(r"\bTILEWORK_[A-Z_]*[A-Z]")
 OTHER_LANGUAGES = {"bash", "console", "cpp", "json", "make", "text", "toml"}
 
 
@@ -107,6 +108,14 @@ def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
     command = ["-m", "tilework", "run", "-n", str(block.ranks), str(program)]
     done = run_warm(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_variable_of_the_environment_is_listed() -> None:
+    """Those that the sources name, but for the compiler's and a mode's parts."""
+    sources = (ROOT / "src/tilework").rglob("*.py")
+    named = {name for path in sources for name in VARIABLE.findall(path.read_text())}
+    listed = set(VARIABLE.findall((ROOT / "docs/environment.md").read_text()))
+    assert named == listed
 
 
 def test_every_block_says_what_it_is() -> None:
