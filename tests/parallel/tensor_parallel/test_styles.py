@@ -210,6 +210,22 @@ def test_layouts_that_do_not_fit() -> None:
     alone(program)
 
 
+@pytest.mark.parametrize("columns", [4, 3])
+def test_an_input_with_other_features_is_told(columns: int) -> None:
+    """As where the layer before it is not in the plan, so that each rank has all features."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        layer = parallelize_module(nn.Linear(4, 2), mesh, RowwiseParallel())
+        with pytest.raises(ValueError, match=f"takes 4 features.* gave {2 * columns}: .*Replicate"):
+            layer(torch.ones(5, columns))
+        with pytest.raises(ValueError, match="has 6 features, and the layer takes 4"):
+            layer(cut(torch.ones(5, 6), mesh, [Shard(1)]))
+        assert layer(torch.ones(5, 2)).shape == (5, 2)
+
+    run_ranks(2, program)
+
+
 def test_a_style_of_your_own() -> None:
     """A convolution whose output channels are cut."""
 

@@ -60,6 +60,8 @@ class _ShardedLayer(ParallelStyle):
                 return None  # the layer itself says what is missing
             value = kwargs["input"] if key else inputs[0]
             tensor = axis.annotate(value, self.input_layouts, f"the input of {name}", extent)
+            if extent is not None and tensor.ndim and tensor.shape[-1] != extent:
+                raise ValueError(_other_features(name, extent, tensor, value, self.input_layouts))
             tensor = axis.move_input(tensor, desired)
             if key:
                 return inputs, {**kwargs, key: tensor}
@@ -77,6 +79,17 @@ class _ShardedLayer(ParallelStyle):
             f"{type(self).__name__}(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
         )
+
+
+def _other_features(name: str, extent: int, tensor: DTensor, given: Any, layout: Placement) -> str:
+    if given is tensor:
+        return f"the input of {name} has {tensor.shape[-1]} features, and the layer takes {extent}"
+    return (
+        f"{name} takes {extent} features, and the ranks together gave {tensor.shape[-1]}: a plain "
+        f"input, here {list(given.shape)}, is taken as this rank's part by {layout}. Where each "
+        f"rank has all features, say input_layouts=Replicate(); else let the layer before it be "
+        f"ColwiseParallel"
+    )
 
 
 class ColwiseParallel(_ShardedLayer):
