@@ -16,7 +16,9 @@ from pathlib import Path
 
 from tilework import __version__
 from tilework.cores import usable_cores
+from tilework.errors import DistNetworkError, DistStoreError
 from tilework.launch.explain import explain
+from tilework.launch.nodes import NodesError
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
@@ -30,6 +32,8 @@ Options of tilework come before SCRIPT; what follows it is the script's own.
   tilework run train.py --lr 0.1          one rank per core
   tilework run -n 4 -m package.train      a module
   tilework run -n 2 --tcp train.py        for scripts that use torch.distributed
+  tilework run -n 8 --nnodes 2 --node-rank 0 --rdzv host-a:29500 train.py    on host-a; and on
+                                          the other host the same with --node-rank 1
 
 The exit status is 0, or that of the rank that failed first (128 + number for a signal),
 or 130 after Ctrl-C.
@@ -98,6 +102,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--restarts", type=_count, default=0, metavar="R", help=_RESTARTS_HELP)
     add("--elastic", type=_elastic, metavar="MIN:MAX", help=_ELASTIC_HELP)
     add("--grace", type=_timeout, default=timedelta(seconds=2), metavar="S", help=_GRACE_HELP)
+    add("--nnodes", type=_nodes, default=1, metavar="N", help=_NNODES_HELP)
+    add("--node-rank", "--node_rank", type=int, default=0, metavar="K", help=_NODE_RANK_HELP)
+    add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
     add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
@@ -110,6 +117,10 @@ _TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS_HELP = "start ranks that die again, alone, R times in all (see docs/how-to/elastic.md)"
 _ELASTIC_HELP = "go on with at least MIN ranks when some die; MAX is the number at the start"
 _GRACE_HELP = "seconds from Ctrl-C or SIGTERM to SIGKILL (default: 2)"
+_NNODES_HELP = "number of hosts on each of which this command is run (default: 1)"
+_NODE_RANK_HELP = "this host's number, from 0"
+_RDZV_HELP = "an address of node 0 that the others reach, and a free port there"
+_TORCHRUN_RDZV = ("--rdzv-endpoint", "--rdzv_endpoint")
 _START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
 _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
 
@@ -129,6 +140,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except OSError as error:
         where = f" {error.filename!r}" if error.filename is not None else ""
         print(f"tilework run: cannot start:{where} {error.strerror or error}", file=sys.stderr)
+        return 1
+    except (NodesError, DistNetworkError, DistStoreError) as error:  # before any rank was started
+        print(f"tilework run: {error}", file=sys.stderr)
         return 1
 
 
@@ -153,6 +167,9 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
         restarts=options.restarts,
         elastic=options.elastic,
         grace=options.grace,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        rdzv=options.rdzv,
     )
 
 
@@ -225,6 +242,22 @@ def _count(text: str) -> int:
             f"the number of restarts is a whole number from 0 on, got {text!r}"
         )
     return int(text)
+
+
+def _nodes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of nodes is at least 1, got {text!r}")
+    return int(text)
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(
+            f"give an address of node 0 and a port, such as host-a:29500, got {text!r}"
+        )
+    return host, int(port)
 
 
 def _elastic(text: str) -> tuple[int, int]:

@@ -131,11 +131,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
-def wait_for_files(folder: Path, pattern: str, count: int) -> list[str]:
+def wait_for_files(folder: Path, pattern: str, count: int, seconds: float = 10.0) -> list[str]:
     """The contents of ``count`` files that ranks write, once they are all there and not empty."""
 
     def contents() -> list[str]:
         return [text for path in sorted(folder.glob(pattern)) if (text := path.read_text())]
 
-    assert wait_until(lambda: len(contents()) == count), f"got {contents()}"
+    assert wait_until(lambda: len(contents()) == count, seconds), f"got {contents()}"
     return contents()

@@ -99,6 +99,25 @@ def test_tcp_leaves_the_port_to_rank_0(launch: Launch) -> None:
     assert (done.lines, done.err) == (["[0] 127.0.0.1", "[1] 127.0.0.1"], "")
 
 
+def test_ranks_that_may_be_started_again_meet_at_the_launcher_s_store(launch: Launch) -> None:
+    """And a port is there for torch's own groups."""
+    done = launch(
+        """
+        import os
+        from tilework.rendezvous import rendezvous
+        from tilework.store import UnixStore
+        master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        assert master == os.environ["TILEWORK_MASTER"]
+        store, rank, size = next(rendezvous("env://"))
+        assert isinstance(store, UnixStore), store
+        print(rank, size)
+        store.close()
+        """,
+        *("--tcp", "--restarts", "1"),
+    )
+    assert (done.lines, done.err) == (["[0] 0 2", "[1] 1 2"], "")
+
+
 def test_master_port_is_the_one_asked_for(launch: Launch) -> None:
     done = launch("import os; print(os.environ['MASTER_PORT'])", "--master-port", "29511")
     assert done.lines == ["[0] 29511", "[1] 29511"]

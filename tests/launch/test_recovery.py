@@ -85,7 +85,6 @@ def test_the_report_is_in_order_of_time() -> None:
         ({"restarts": -1}, "restarts must be at least 0, got -1"),
         ({"elastic": (3, 2)}, "MIN:MAX with 1 <= MIN <= MAX, got 3:2"),
         ({"elastic": (1, 2)}, "4 ranks are not between the 1 and 2 of elastic"),
-        ({"restarts": 1, "master_port": 0}, "leave --tcp and --master-port out"),
         ({"grace": timedelta(0)}, "the grace must be longer than 0 s"),
     ],
 )

@@ -9,12 +9,13 @@ from typing import Final
 
 from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
 from tilework.cores import THREAD_VARIABLES, threads_per_rank
+from tilework.launch.nodes import NodePlace
 from tilework.launch.settings import LaunchSettings
 
 #: What another launcher may have left behind; a rank must not take it for its own.
 _FOREIGN: Final = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
-    *("TILEWORK_STORE", REJOIN_VARIABLE, MIN_RANKS_VARIABLE),
+    *("TILEWORK_STORE", "TILEWORK_MASTER", "TILEWORK_SECRET", REJOIN_VARIABLE, MIN_RANKS_VARIABLE),
 )
 
 
@@ -23,9 +24,10 @@ class Rendezvous:
     """The meeting point of a launch's ranks: a private socket, or a TCP port if asked."""
 
     secret: str = field(repr=False)
-    """Hexadecimal; whoever holds it belongs to this job."""
+    """Hexadecimal; whoever holds it belongs to this job. Empty: anybody does."""
     store: str | None = None
-    """``unix:@name`` or ``unix:/path`` of the launcher's store; None with ``master``."""
+    """``unix:@name``, ``unix:/path`` or ``tcp://host:port`` of the launcher's store; None: rank 0
+    serves at ``master``."""
     master: tuple[str, int] | None = None
     """Host and port that rank 0 is to listen on; None without TCP."""
 
@@ -35,6 +37,7 @@ def rank_environment(
     rank: int,
     rendezvous: Rendezvous,
     base: Mapping[str, str] | None = None,
+    place: NodePlace | None = None,
 ) -> dict[str, str]:
     """All of ``rank``'s environment: ``base`` (default: this process's) and what is its own.
 
@@ -43,23 +46,27 @@ def rank_environment(
     """
     inherited = os.environ if base is None else base
     kept = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN)}
-    size = str(settings.nprocs)
+    place = NodePlace.alone(settings.nprocs) if place is None else place
+    size = str(place.world_size)
     own = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank - place.first_rank),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(settings.nprocs),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
-        "TILEWORK_SECRET": rendezvous.secret,
     }
+    if rendezvous.secret:
+        own["TILEWORK_SECRET"] = rendezvous.secret
     if rendezvous.store is not None:
         own["TILEWORK_STORE"] = rendezvous.store
     if rendezvous.master is not None:
         own["MASTER_ADDR"], own["MASTER_PORT"] = rendezvous.master[0], str(rendezvous.master[1])
+        if rendezvous.store is not None:  # tilework's own ranks meet there all the same
+            own["TILEWORK_MASTER"] = f"{rendezvous.master[0]}:{rendezvous.master[1]}"
     if settings.backend is not None:
         own["TILEWORK_BACKEND"] = settings.backend
     if settings.timeout is not None:

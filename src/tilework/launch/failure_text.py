@@ -27,7 +27,11 @@ def headline(failure: Failure) -> str:
         >>> headline(Failure(rank=1, time=0.0, code=3))
         'rank 1 failed: exit code 3'
     """
-    return f"rank {failure.rank} failed: {_how(failure)}"
+    if failure.lost_node:
+        return f"{failure.lost_node} failed: {_how(failure)}"
+    where = f" on {failure.node}" if failure.node else ""
+    there = failure.node and failure.report is not None and failure.report.summary
+    return f"rank {failure.rank} failed{where}: {_how(failure)}{'; see there' if there else ''}"
 
 
 def cause(failure: Failure) -> str:
@@ -70,6 +74,8 @@ def _class(failure: Failure) -> str:
 
 
 def _how(failure: Failure) -> str:
+    if failure.lost_node:
+        return f"{failure.node} is gone: its launcher was killed, or the link to it is cut"
     if failure.report is not None and failure.report.summary:
         return f"{failure.report.summary} ({_ending(failure)})"
     how = _ending(failure)

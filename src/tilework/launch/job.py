@@ -25,6 +25,7 @@ from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.guardian import Guardian
+from tilework.launch.nodes import NodePlace, Nodes
 from tilework.launch.notebook import CellOutput
 from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import RankProcess
@@ -66,6 +67,7 @@ class Job:
         threads: torch's threads for each; None leaves it to the user's environment.
         frontend: See above.
         cell: The notebook's cell that ranks print to; None: they share this process's stdio.
+        nodes: The launchers on other hosts, which start more of the ranks.
     """
 
     def __init__(
@@ -75,12 +77,15 @@ class Job:
         threads: int | None,
         frontend: Frontend | None = None,
         cell: CellOutput | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self._settings = settings
         self._program = program
         self._threads = threads
         self._frontend = frontend
         self._cell = cell
+        self._nodes = nodes
+        self._place = NodePlace.alone(settings.nprocs) if nodes is None else nodes.place
         self._ranks: list[RankProcess] = []
         self._supervisor: Supervisor | None = None
         self._server: StoreServer | None = None
@@ -159,7 +164,8 @@ class Job:
         if self._frontend is not None:
             self._adopting = linux.adopt_orphans()
         with contextlib.closing(self._starter(rendezvous)) as starter:
-            for rank in range(self._settings.nprocs):
+            for local_rank in range(self._settings.nprocs):
+                rank = self._place.first_rank + local_rank
                 self._start_rank(self._plan(rank, rendezvous), starter)
         self._supervisor = Supervisor(self._ranks, self._endpoints())
         # Only now: a thread must not exist while forking.
@@ -212,17 +218,21 @@ class Job:
 
     def _prepare_rendezvous(self) -> Rendezvous:
         """Make the place where ranks meet; its server does not serve yet."""
+        if self._nodes is not None:
+            return Rendezvous(self._nodes.secret, self._nodes.store_url, self._nodes.master)
         secret = secrets.token_bytes(_SECRET_BYTES)
+        master = None
         if self._settings.master_port is not None:
-            port = self._settings.master_port or _free_port()
-            return Rendezvous(secret.hex(), master=("127.0.0.1", port))
+            master = "127.0.0.1", self._settings.master_port or _free_port()
+            if not self._settings.outlives_ranks:
+                return Rendezvous(secret.hex(), master=master)
         if sys.platform == "linux":
             address = f"@tilework-{secrets.token_hex(8)}"
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="tilework-"))  # 0700
             address = str(self._folder / "store")
         self._server = StoreServer.listen_unix(address, secret)
-        return Rendezvous(secret.hex(), store=f"unix:{address}")
+        return Rendezvous(secret.hex(), f"unix:{address}", master)
 
     def _starter(self, rendezvous: Rendezvous) -> Starter:
         if self._settings.start == "fork":
@@ -232,7 +242,7 @@ class Job:
     def _plan(self, rank: int, rendezvous: Rendezvous) -> RankPlan:
         return RankPlan(
             rank=rank,
-            environment=rank_environment(self._settings, rank, rendezvous),
+            environment=rank_environment(self._settings, rank, rendezvous, place=self._place),
             report_fd=-1,
             launcher=os.getpid(),
             # The kernel watches the starting thread; only the main one surely lives on.
@@ -276,6 +286,8 @@ class Job:
             self._guardian.forget_in_child()
         for rank in self._ranks:
             rank.forget_in_child()
+        if self._nodes is not None:
+            self._nodes.link.forget_in_child()
         if self._frontend is not None:
             self._frontend.output.close()
             self._frontend.stdin.close()
@@ -299,6 +311,7 @@ class Job:
             self._members,
             self._settings.grace.total_seconds(),
             own_children,
+            None if self._nodes is None else self._nodes.link,
         )
 
     # Ending

@@ -282,7 +282,7 @@ class Output:
     def _prefix(self, rank: int, colour: bool) -> bytes:
         mode = self._settings.prefix
         if mode == "auto":
-            mode = "all" if self._settings.nprocs > 1 else "none"
+            mode = "all" if self._settings.nprocs * self._settings.nnodes > 1 else "none"
         wanted = mode == "all" or (mode == "others" and rank > 0)
         return prefix_for(rank, colour) if wanted else b""
 

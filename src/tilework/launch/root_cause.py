@@ -46,6 +46,10 @@ class Failure:
     """Its report; None after a signal or ``os._exit``."""
     crash_trace: str = ""
     """faulthandler's trace of a crash in native code."""
+    node: str = ""
+    """The node that it ran on, in words, if that is another one: there its traceback is printed."""
+    lost_node: str = ""
+    """The ranks in words, if their whole node is gone, and ``rank`` is but the first of them."""
 
     @property
     def exit_status(self) -> int:

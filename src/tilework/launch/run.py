@@ -13,6 +13,7 @@ from tilework.launch.environment import thread_environment
 from tilework.launch.failure_text import failure_text, other_failures_text
 from tilework.launch.flight_folder import FlightFolder
 from tilework.launch.job import Frontend, Job
+from tilework.launch.nodes import Nodes, join_nodes
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
 from tilework.launch.recovery import Recovery
@@ -41,19 +42,32 @@ def run(settings: LaunchSettings, program: Program) -> int:
 
     Raises:
         OSError: The log folder cannot be written, or ranks cannot be started.
+        NodesError, DistNetworkError: The launchers of several hosts did not find each other.
     """
     die_quietly()
     _occupy_standard_descriptors()
     threads = threads_per_rank(settings.nprocs, os.environ)
     # Before torch is loaded: its threads are counted out then.
     os.environ.update(thread_environment(settings.nprocs, os.environ))
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if settings.nnodes > 1:
+            nodes = join_nodes(settings)
+            stack.callback(nodes.close)
+        return _run_here(settings, program, threads, nodes)
+
+
+def _run_here(
+    settings: LaunchSettings, program: Program, threads: int | None, nodes: Nodes | None
+) -> int:
+    """Run this host's ranks."""
     if settings.start == "fork":
         _preload()
     flight = FlightFolder.choose(settings.log_dir, os.environ)
     os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # the ranks' environment is made of ours
     output = Output(settings)
     with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
-        return _run(settings, program, threads, _Parts(output, stdin, flight))
+        return _run(settings, program, threads, _Parts(output, stdin, flight, nodes))
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,7 @@ class _Parts:
     output: Output
     stdin: StandardInput
     flight: FlightFolder
+    nodes: Nodes | None = None
 
     def print_failure(self, failure: Failure) -> None:
         """Print the root failure, after what that rank wrote before it."""
@@ -107,7 +122,7 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
         front = Frontend(
             parts.output, parts.stdin, inbox, parts.print_failure, parts.print_flight_folder
         )
-        with Job(settings, program, threads, front) as job:
+        with Job(settings, program, threads, front, nodes=parts.nodes) as job:
             outcome = job.supervise()
     # From here on there is nothing to clean up, and a signal ends this process at once again,
     # even if nobody reads what is still to be written.

@@ -50,6 +50,12 @@ class LaunchSettings:
     """The fewest and the most ranks that the job may go on with; None: it ends with any."""
     grace: timedelta = timedelta(seconds=2)
     """The time that ranks have to end, when the user ends the job, before SIGKILL."""
+    nnodes: int = 1
+    """The number of hosts whose launchers start the job's ranks together, ``nprocs`` each."""
+    node_rank: int = 0
+    """This host's number among them."""
+    rdzv: tuple[str, int] | None = None
+    """Host and port at which the launchers meet; the launcher of node 0 serves there."""
 
     @property
     def outlives_ranks(self) -> bool:
@@ -59,6 +65,7 @@ class LaunchSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         self._check_elastic()
+        self._check_nodes()
         if self.nprocs < 1:
             raise ValueError(f"the number of ranks must be at least 1, got {self.nprocs}")
         if self.start not in get_args(StartMethod):
@@ -83,11 +90,24 @@ class LaunchSettings:
                 raise ValueError(
                     f"{self.nprocs} ranks are not between the {least} and {most} of elastic"
                 )
-        if self.outlives_ranks and self.master_port is not None:
+
+    def _check_nodes(self) -> None:
+        if self.nnodes < 1:
+            raise ValueError(f"the number of nodes must be at least 1, got {self.nnodes}")
+        if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
-                "restarts and elastic need the launcher's own store, which outlives every rank: "
-                "leave --tcp and --master-port out"
+                f"the node's rank is 0 to {self.nnodes - 1} with {self.nnodes} nodes, got "
+                f"{self.node_rank}"
             )
+        if self.nnodes == 1:
+            return
+        if self.rdzv is None:
+            raise ValueError(
+                f"{self.nnodes} nodes need a place to meet: give each --rdzv HOST:PORT, an address "
+                f"of node 0 and a free port there"
+            )
+        if self.outlives_ranks:
+            raise ValueError("restarts and elastic are for the ranks of one host: leave out nnodes")
 
 
 def check_backend(spec: str) -> None:

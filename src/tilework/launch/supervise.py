@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tilework.comm.flight import watch
-from tilework.launch import linux, orphans, termination
+from tilework.launch import linux, node_link, orphans, termination
+from tilework.launch.failure_report import FailureReport
+from tilework.launch.node_link import Message, NodeLink
 from tilework.launch.output import Output
 from tilework.launch.process import RankProcess
 from tilework.launch.recovery import Answer, Recovery
@@ -77,6 +79,8 @@ class Endpoints:
     """Seconds from the user's signal to SIGKILL."""
     own_children: Callable[[], Sequence[int]] | None = None
     """Given if orphans of ranks become this process's children: those that are none."""
+    link: NodeLink | None = None
+    """Given if other launchers start ranks of the job on other hosts."""
 
 
 @dataclass(eq=False)
@@ -92,17 +96,19 @@ class Supervisor:
     _steps: list[Step] = field(default_factory=list)
     _stop_began: float | None = None
     _reap_at: float = 0.0
+    _told_end: bool = False
     #: Failures that the job outlives.
     _outlived: dict[int, Failure] = field(default_factory=dict)
 
     def run(self, seconds: float | None = None) -> bool:
         """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while any(rank.alive for rank in self.ranks) or self._undecided:
+        while any(rank.alive for rank in self.ranks) or self._undecided or self._others_need_us():
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             self._serve(deadline)
             self._note_lost_output()
+            self._hear_others()
             self._note_failures()
             self._decide()
             self._end_outsiders()
@@ -163,6 +169,8 @@ class Supervisor:
             callbacks[0] = stdin.pass_on
         if inbox is not None:
             callbacks[inbox.fileno()] = self._take_signals
+        if self.around.link is not None:
+            callbacks.update(self.around.link.readers())
         return callbacks
 
     def _writers(self) -> dict[int, Callable[[], object]]:
@@ -217,6 +225,7 @@ class Supervisor:
         else:
             self._interrupted = number
             self.stop(termination.after_signal(number, self.around.grace))
+            self._tell_others(node_link.INTERRUPTED, signal=number)
 
     def _suspend(self) -> None:
         """Ctrl-Z: the ranks are not in our group, so stop them too, and wake them with us."""
@@ -235,6 +244,7 @@ class Supervisor:
         if broken and self._stop_began is None:
             self._lost_output = broken[0]
             self.stop(termination.after_signal(signal.SIGTERM))
+            self._tell_others(node_link.INTERRUPTED, signal=signal.SIGTERM)
 
     def _note_failures(self) -> None:
         """Add ranks that have failed by themselves since the last look."""
@@ -247,7 +257,60 @@ class Supervisor:
                 if not self._failures and watch.LAUNCHER_SIGNAL is not None:
                     # While they are still where the failure found them.
                     self._dump_flight_records(watch.LAUNCHER_SIGNAL)
-                self._failures[rank.rank] = _failure(rank)
+                known = rank.rank in self._failures
+                failure = self._failures[rank.rank] = _failure(rank)
+                if not known:
+                    self._tell_others(node_link.FAILED, **_told(failure))
+
+    # Other hosts
+
+    def _others_need_us(self) -> bool:
+        """True while all is well and others still run; tells them when this node has ended."""
+        link = self.around.link
+        if link is None or self._stop_began is not None or self._failures:
+            return False
+        if not self._told_end and not any(rank.alive for rank in self.ranks):
+            self._told_end = True
+            link.tell(node_link.FINISHED)
+        return link.awaits_others
+
+    def _tell_others(self, kind: str, **facts: object) -> None:
+        if self.around.link is not None:
+            self.around.link.tell(kind, **facts)
+
+    def _hear_others(self) -> None:
+        """Note what other nodes' launchers have told."""
+        for message in self.around.link.take() if self.around.link is not None else ():
+            kind = message["kind"]
+            if kind == node_link.INTERRUPTED and self._stop_began is None:
+                self._interrupted = int(message["signal"])
+                self.stop(termination.after_signal(self._interrupted, self.around.grace))
+            elif kind == node_link.FAILED:
+                self._failures.setdefault(int(message["rank"]), self._failure_there(message))
+            elif kind == node_link.LOST and self._stop_began is None:
+                lost = self._node_lost(message)
+                self._failures.setdefault(lost.rank, lost)
+
+    def _failure_there(self, message: Message) -> Failure:
+        """The failure of a rank on another node."""
+        assert self.around.link is not None
+        report, now = None, time.monotonic()
+        if message["classes"]:
+            classes = tuple(message["classes"])
+            report = FailureReport(now, classes, message["summary"], "", message["code"])
+        node = self.around.link.place_of(message["node"])
+        return Failure(int(message["rank"]), now, int(message["code"]), report, node=node)
+
+    def _node_lost(self, message: Message) -> Failure:
+        link, node = self.around.link, int(message["node"])
+        assert link is not None
+        return Failure(
+            link.first_rank(node),
+            time.monotonic(),
+            1,
+            node=link.place_of(node),
+            lost_node=link.ranks_of(node),
+        )
 
     def _outlives(self, rank: RankProcess) -> bool:
         """True if the job goes on although this rank has failed, or while it is about to end."""
@@ -320,6 +383,17 @@ class Supervisor:
             return
         rank.signal(number)
         rank.signal(signal.SIGCONT)  # one that was stopped could not obey
+
+
+def _told(failure: Failure) -> Message:
+    """A failure as other nodes' launchers hear of it."""
+    report = failure.report
+    return {
+        "rank": failure.rank,
+        "code": failure.code,
+        "classes": [] if report is None else list(report.classes),
+        "summary": "" if report is None else report.summary,
+    }
 
 
 def _failure(rank: RankProcess) -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -175,13 +176,13 @@ def _not_set(name: str) -> str:
 def _env_store(
     place: Place, settings: Settings | None, timeout: timedelta, secret: bytes | None
 ) -> Store:
-    if os.environ.get("MASTER_ADDR"):
+    if os.environ.get("MASTER_ADDR") and not _launcher_serves():
         host, port = os.environ["MASTER_ADDR"], _master_port()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _torchrun_store(host, port, timeout)
         return _tcp_store(host, port, place.rank == 0, timeout, secret)
     if os.environ.get("TILEWORK_STORE"):
-        return UnixStore(_launcher_address(), timeout=timeout, secret=secret)
+        return _launcher_store(timeout, secret)
     if settings is not None and settings.job:
         if settings.single_host:
             return _unix_store(_job_address(settings.job), place.rank == 0, timeout, secret)
@@ -200,15 +201,26 @@ def _master_port() -> int:
     return port
 
 
-def _launcher_address() -> str:
+def _launcher_serves() -> bool:
+    """True if MASTER_ADDR is there for torch's own programs: the launcher has a store as well."""
+    master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return bool(os.environ.get("TILEWORK_STORE")) and os.environ.get("TILEWORK_MASTER") == master
+
+
+def _launcher_store(timeout: timedelta, secret: bytes | None) -> Store:
     text = os.environ["TILEWORK_STORE"]
     scheme, _, address = text.partition(":")
-    if scheme != "unix" or not address.startswith(("@", "/")):
-        raise ValueError(
-            f"TILEWORK_STORE must be unix:@name or unix:/path, as `tilework run` sets it, "
-            f"got {text!r}"
-        )
-    return address
+    if scheme == "unix" and address.startswith(("@", "/")):
+        return UnixStore(address, timeout=timeout, secret=secret)
+    if text.startswith("tcp://"):
+        parts = split_url(text)
+        with contextlib.suppress(ValueError):
+            if parts.hostname and parts.port:
+                return TCPStore(parts.hostname, parts.port, timeout=timeout, secret=secret)
+    raise ValueError(
+        f"TILEWORK_STORE must be unix:@name or unix:/path, or tcp://host:port, as `tilework run` "
+        f"sets it, got {text!r}"
+    )
 
 
 def _secret() -> bytes | None:

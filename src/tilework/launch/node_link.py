@@ -1,0 +1,135 @@
+"""Connections between the launchers of a job on several hosts: short messages, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+#: A link that is cut without a word is noticed after about so many seconds of silence.
+_KEEP_ALIVE: Final = (
+    ("TCP_KEEPIDLE", 5),
+    ("TCP_KEEPINTVL", 2),
+    ("TCP_KEEPCNT", 4),
+    ("TCP_USER_TIMEOUT", 13_000),
+)
+_MAX_LINE_BYTES: Final = 1 << 16
+_SEND_SECONDS: Final = 5.0
+
+#: Kinds of messages.
+FAILED, INTERRUPTED, FINISHED, LOST = "failed", "interrupted", "finished", "lost"
+Message = dict[str, Any]
+
+
+class NodeLink:
+    """This launcher's connections: node 0's to all others, theirs to node 0, which passes on.
+
+    Args:
+        node: This node.
+        hosts: The name of each node's host.
+        ranks: The number of ranks that each node starts.
+    """
+
+    def __init__(self, node: int, hosts: Sequence[str], ranks: Sequence[int]) -> None:
+        self._node, self._hosts, self._ranks = node, list(hosts), list(ranks)
+        self._peers: dict[int, socket.socket] = {}
+        self._pieces: dict[int, bytes] = {}
+        self._finished: set[int] = set()
+        self._news: list[Message] = []
+        self._closed = False
+
+    @property
+    def connected(self) -> set[int]:
+        """The nodes that there is a connection to."""
+        return set(self._peers)
+
+    @property
+    def awaits_others(self) -> bool:
+        """True while another node, which needs this one's store, has not ended."""
+        return bool(self._node == 0 and set(self._peers) - self._finished)
+
+    def place_of(self, node: int) -> str:
+        """A node in words."""
+        return f"node {node} ({self._hosts[node]})"
+
+    def first_rank(self, node: int) -> int:
+        """The first rank that a node starts."""
+        return sum(self._ranks[:node])
+
+    def ranks_of(self, node: int) -> str:
+        """A node's ranks in words."""
+        first, count = self.first_rank(node), self._ranks[node]
+        return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+
+    def add(self, node: int, peer: socket.socket) -> None:
+        """Take over a connection to a node."""
+        peer.settimeout(_SEND_SECONDS)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE:
+            with contextlib.suppress(AttributeError, OSError):  # each system has its own
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        before = self._peers.pop(node, None)
+        if before is not None:
+            before.close()
+        self._peers[node], self._pieces[node] = peer, b""
+
+    def readers(self) -> dict[int, Callable[[], None]]:
+        """Descriptors to wait for until they are readable, with what to do then."""
+        return {peer.fileno(): partial(self._read, node) for node, peer in self._peers.items()}
+
+    def take(self) -> list[Message]:
+        """The messages that have come since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Send a message to all other nodes."""
+        self._send({"kind": kind, "node": self._node, **facts}, but=self._node)
+
+    def forget_in_child(self) -> None:
+        """Close a forked child's copies."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers = {}
+
+    def close(self) -> None:
+        """End the connections. Idempotent."""
+        self.forget_in_child()
+
+    def _send(self, message: Message, but: int) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        for node, peer in list(self._peers.items()):
+            if node != but:
+                with contextlib.suppress(OSError):  # its end is noticed by reading
+                    peer.sendall(data)
+
+    def _read(self, node: int) -> None:
+        peer = self._peers[node]
+        try:
+            data = peer.recv(1 << 16)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        if not data or len(self._pieces[node]) > _MAX_LINE_BYTES:
+            self._lose(node)
+            return
+        *lines, self._pieces[node] = (self._pieces[node] + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                self._hear(node, json.loads(line))
+
+    def _hear(self, node: int, message: Message) -> None:
+        if message["kind"] == FINISHED:
+            self._finished.add(message["node"])
+        self._news.append(message)
+        if self._node == 0:
+            self._send(message, but=node)
+
+    def _lose(self, node: int) -> None:
+        self._peers.pop(node).close()
+        if node not in self._finished:
+            self._hear(node, {"kind": LOST, "node": node})

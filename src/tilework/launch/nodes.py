@@ -1,0 +1,281 @@
+"""Several hosts: the launchers of one job meet, number their ranks, and hear of each other's ends.
+
+The launcher of node 0 serves the job's store at the address that all are given. There each writes
+how many ranks it starts, and reads how many the others do. Then each keeps a connection to node 0,
+whose launcher passes on what it hears: which rank has failed, that the user ended the job, and, by
+the connection's end, that a launcher is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from tilework.errors import DistNetworkError, DistStoreError
+from tilework.launch.node_link import NodeLink
+from tilework.launch.settings import LaunchSettings
+from tilework.store import PrefixStore, Store, StoreServer, TCPStore
+
+#: The time that launchers wait for each other, unless ``--timeout`` says otherwise.
+_PATIENCE: Final = timedelta(minutes=10)
+#: Seconds until the first line about who is awaited; each further one takes twice as long.
+_FIRST_WORD_SECONDS: Final = 3.0
+_POLL_SECONDS: Final = 0.05
+_ANSWER_SECONDS: Final = 30.0
+#: The time in which others read why the job does not begin.
+_HEARD: Final = timedelta(seconds=2)
+
+
+class NodesError(Exception):
+    """The launchers did not find each other, or do not fit together."""
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """The part of a job's ranks that one launcher starts."""
+
+    node: int
+    nodes: int
+    first_rank: int
+    world_size: int
+
+    @classmethod
+    def alone(cls, ranks: int) -> NodePlace:
+        """The only node's, which starts all ranks."""
+        return cls(0, 1, 0, ranks)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This launcher's place among the others, and what connects them. Owns all of it."""
+
+    place: NodePlace
+    #: The address of the job's store, as ``TILEWORK_STORE`` has it.
+    store_url: str
+    #: Hexadecimal; empty if the user has set none.
+    secret: str
+    #: Host and port for programs that look for MASTER_ADDR; None if nobody asked.
+    master: tuple[str, int] | None
+    link: NodeLink
+    _server: StoreServer | None = None
+
+    def close(self) -> None:
+        """Close the connections, and on node 0 the store. Idempotent."""
+        self.link.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def join_nodes(settings: LaunchSettings) -> Nodes:
+    """Meet the other launchers; blocks until all are there. With Ctrl-C as the caller has it.
+
+    Raises:
+        NodesError: They did not come in time, or differ in what must be the same.
+        DistNetworkError: The address cannot be listened on, or nobody serves there.
+    """
+    return _Meeting(settings).join()
+
+
+class _Meeting:
+    """A launcher's part in finding the others."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        assert settings.rdzv is not None
+        self._settings = settings
+        self._host, self._port = settings.rdzv
+        self._me = settings.node_rank
+        self._secret = os.environ.get("TILEWORK_SECRET", "")
+        self._patience = settings.timeout or _PATIENCE
+        self._deadline = time.monotonic() + self._patience.total_seconds()
+        self._stack = contextlib.ExitStack()
+
+    def join(self) -> Nodes:
+        secret = _secret_bytes(self._secret)
+        with self._stack:
+            server = None
+            if self._me == 0:
+                server = StoreServer.listen_tcp(self._host, self._port, secret)
+                self._stack.callback(server.close)
+                server.start()
+            else:
+                self._say("waits for node 0 (tilework run --node-rank 0) there", after=0.0)
+            client = TCPStore(self._host, self._port, timeout=self._patience, secret=secret)
+            with contextlib.closing(client):
+                nodes = self._meet(PrefixStore("tilework/nodes", client), server)
+            self._stack.pop_all()
+            return nodes
+
+    def _meet(self, store: Store, server: StoreServer | None) -> Nodes:
+        self._introduce(store)
+        table = self._gather(store) if self._me == 0 else self._table(store)
+        counts: list[int] = table["ranks"]
+        place = NodePlace(self._me, len(counts), sum(counts[: self._me]), sum(counts))
+        link = NodeLink(place.node, table["hosts"], counts)
+        self._stack.callback(link.close)
+        if self._me == 0:
+            self._listen(store, link, table)
+        else:
+            self._connect(store, link)
+        master = (self._host, table["master"]) if table["master"] else None
+        bracketed = f"[{self._host}]" if ":" in self._host else self._host
+        url = f"tcp://{bracketed}:{self._port}"
+        return Nodes(place, url, self._secret, master, link, server)
+
+    def _introduce(self, store: Store) -> None:
+        """Say who this is; nobody else may be it."""
+        settings = self._settings
+        token = secrets.token_hex(8)
+        mine = {
+            "token": token,
+            "nodes": settings.nnodes,
+            "ranks": settings.nprocs,
+            "host": socket.gethostname(),
+        }
+        text = store.compare_set(f"node/{self._me}", "", json.dumps(mine))
+        first = json.loads(text)
+        if first["token"] != token:
+            raise NodesError(
+                f"two launchers say that they are node {self._me}: this one, and one on "
+                f"{first['host']}; give each its own --node-rank, from 0 to "
+                f"{settings.nnodes - 1}, and each job its own port"
+            )
+
+    def _gather(self, store: Store) -> dict[str, Any]:
+        """Node 0's: all nodes' words, once they are there."""
+        keys = [f"node/{node}" for node in range(self._settings.nnodes)]
+
+        def missing() -> list[int]:
+            return [node for node, key in enumerate(keys) if not store.check([key])]
+
+        self._wait_until(lambda: not missing(), lambda: f"waits for {_named(missing())}")
+        words = [json.loads(store.get(key)) for key in keys]
+        said = {word["nodes"] for word in words}
+        if said != {self._settings.nnodes}:
+            text = ", ".join(f"node {n} {word['nodes']}" for n, word in enumerate(words))
+            error = f"the launchers differ in --nnodes: {text}"
+            store.set("table", json.dumps({"error": error}))
+            with contextlib.suppress(DistStoreError):  # this node's store goes with this process
+                store.wait([f"heard/{node}" for node in range(1, len(words))], _HEARD)
+            raise NodesError(error)
+        wants_master = self._settings.master_port is not None
+        return {
+            "ranks": [word["ranks"] for word in words],
+            "hosts": [word["host"] for word in words],
+            "master": (self._settings.master_port or _free_port(self._host)) if wants_master else 0,
+        }
+
+    def _table(self, store: Store) -> dict[str, Any]:
+        """The others': what node 0 has gathered."""
+        waits = "waits for node 0, which waits for other nodes"
+        self._wait_until(lambda: store.check(["table"]), lambda: waits)
+        table: dict[str, Any] = json.loads(store.get("table"))
+        if "error" in table:
+            store.set(f"heard/{self._me}", "")
+            raise NodesError(table["error"])
+        if self._me >= len(table["ranks"]):
+            raise NodesError(f"node 0 expects {len(table['ranks'])} nodes, this is {self._me}")
+        return table
+
+    def _listen(self, store: Store, link: NodeLink, table: dict[str, Any]) -> None:
+        """Node 0's: take the other launchers' connections."""
+        family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((self._host, 0), family=family) as listener:
+            token = secrets.token_hex(16)
+            store.set("link", json.dumps({"port": listener.getsockname()[1], "token": token}))
+            store.set("table", json.dumps(table))
+            listener.settimeout(_ANSWER_SECONDS)
+            while len(link.connected) < len(table["ranks"]) - 1:
+                try:
+                    peer, _ = listener.accept()
+                except TimeoutError:
+                    missing = set(range(1, len(table["ranks"]))).difference(link.connected)
+                    raise NodesError(f"{_named(sorted(missing))} did not connect") from None
+                greeting = _first_line(peer).partition(" ")
+                if greeting[0] == token and greeting[2].isdecimal():
+                    link.add(int(greeting[2]), peer)
+                else:
+                    peer.close()  # a stranger
+
+    def _connect(self, store: Store, link: NodeLink) -> None:
+        where = json.loads(store.get("link"))
+        try:
+            peer = socket.create_connection((self._host, where["port"]), _ANSWER_SECONDS)
+            peer.sendall(f"{where['token']} {self._me}\n".encode())
+        except OSError as error:
+            raise DistNetworkError(
+                f"cannot connect to node 0 at {self._host}:{where['port']}: "
+                f"{error.strerror or error}. The ports between the hosts must be open"
+            ) from error
+        link.add(0, peer)
+
+    def _wait_until(self, condition: Any, waits: Any) -> None:
+        word_at, gap = time.monotonic() + _FIRST_WORD_SECONDS, _FIRST_WORD_SECONDS
+        while not condition():
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise NodesError(
+                    f"node {self._me} {waits()}, and gives up after "
+                    f"{self._patience.total_seconds():g} s (--timeout)"
+                )
+            if now >= word_at:
+                self._say(waits(), after=self._patience.total_seconds())
+                word_at, gap = now + 2 * gap, 2 * gap
+            time.sleep(_POLL_SECONDS)
+
+    def _say(self, what: str, after: float) -> None:
+        if after or not _answers(self._host, self._port):
+            print(
+                f"tilework: node {self._me} at {self._host}:{self._port} {what}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _first_line(peer: socket.socket) -> str:
+    """The first line that a connection sends; empty if none comes soon."""
+    peer.settimeout(2.0)
+    data = b""
+    with contextlib.suppress(OSError):
+        while b"\n" not in data and len(data) < 256:
+            piece = peer.recv(64)
+            if not piece:
+                return ""
+            data += piece
+    return data.partition(b"\n")[0].decode(errors="replace") if b"\n" in data else ""
+
+
+def _named(nodes: list[int]) -> str:
+    numbers = ", ".join(map(str, nodes))
+    return f"node{'s' if len(nodes) != 1 else ''} {numbers}"
+
+
+def _free_port(host: str) -> int:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _secret_bytes(text: str) -> bytes | None:
+    try:
+        return bytes.fromhex(text) or None
+    except ValueError:
+        raise NodesError(
+            "TILEWORK_SECRET must be an even number of hexadecimal digits, the same on all nodes"
+        ) from None
