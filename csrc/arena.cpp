@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <system_error>
 
 #include "platform.h"
@@ -110,6 +111,22 @@ bool Arena::locate(const char* data, size_t bytes, uint64_t& offset) const {
   if (!mapping_ || data < mapping_->base() || data >= mapping_->base() + bytes_) return false;
   offset = static_cast<uint64_t>(data - mapping_->base());
   return bytes <= bytes_ - offset;
+}
+
+void Arena::detach(const char* data, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!mapping_ || bytes == 0 || generation_ != fork_generation()) return;
+  const size_t begin = static_cast<size_t>(data - mapping_->base());
+  const size_t first = begin / kPage * kPage;
+  const size_t last = std::min(bytes_, round_up(begin + bytes, kPage));
+  char* const pages = mapping_->base() + first;
+  if (mmap(pages, last - first, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+           fd_, static_cast<off_t>(offset_ + first)) == MAP_FAILED)
+    return;  // no room for one mapping more: nothing can be done about a peer that comes late
+  // A page that was not written yet still shows the file's. Writing what it holds, atomically since
+  // another thread may write to it, has the kernel copy it.
+  for (size_t at = 0; at < last - first; at += kPage)
+    __atomic_fetch_or(pages + at, char{0}, __ATOMIC_RELAXED);
 }
 
 }  // namespace tilework

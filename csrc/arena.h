@@ -43,6 +43,10 @@ class Arena {
   /// True if [data, data + bytes) lies in the arena, with its offset.
   bool locate(const char* data, size_t bytes, uint64_t& offset) const;
 
+  /// Replace the pages of [data, data + bytes) by private copies: what a peer still writes goes to
+  /// the file, which nobody reads any more. Other threads may use the memory meanwhile.
+  void detach(const char* data, size_t bytes);
+
  private:
   void punch_hole(size_t from, size_t to);
 

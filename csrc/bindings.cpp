@@ -54,6 +54,8 @@ void bind_group(nb::module_& m) {
       .def("irecv", &PyGroup::irecv, "src"_a, "address"_a, "nbytes"_a, "dtype"_a, "tag"_a,
            "timeout"_a)
       .def("headers", &PyGroup::headers)
+      .def("lost_ranks", [](const PyGroup& self) { return self.core().lost_ranks(); })
+      .def("blocked_ranks", [](const PyGroup& self) { return self.core().blocked_ranks(); })
       .def("sequence", [](const PyGroup& self) { return self.core().sequence(); })
       .def("report_failure", &PyGroup::report_failure, "text"_a)
       .def("failure_reports", &PyGroup::failure_reports, "timeout"_a)

@@ -165,7 +165,9 @@ void move_data(Exchange& x) {
   } while (offset < x.longest_bytes() && !in_place);
   if (in_place) read_in_place(x, routes, offset);
   copy_own(x, routes, offset, SIZE_MAX);
-  if (in_place) x.round();  // peers have now read what this rank may change next
+  if (!in_place) return;
+  x.round();  // peers have now read what this rank may change next
+  x.check_stopped();
 }
 
 // ---- operations that reduce ------------------------------------------------------------------
@@ -192,6 +194,7 @@ void reduce_scatter_in_place(Exchange& x, size_t offset) {
                             : x.input_of(peer, x.rank * output.bytes + offset, rest.bytes);
   reduce_blocks(x, rest.data, nullptr, rest.bytes);
   x.round();
+  x.check_stopped();
 }
 
 void reduce_scatter(Exchange& x) {
@@ -269,6 +272,7 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
 /// `output` is null on ranks that do not want the result.
 void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
   ReductionChunks plan(input.bytes, x.size, x.slot_bytes);
+  bool in_place = false;
   for (size_t t = 0; t <= plan.chunks; ++t) {
     for (int owner = 0; t < plan.chunks && owner < x.size; ++owner) {
       const Buffer part = plan.of(input.data, t, owner);
@@ -284,6 +288,7 @@ void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
       if (plan.chunks > 1 && x.operation.kind == OpKind::kAllReduce && x.all_in_place()) {
         reduce_rest_in_place(x, plan.chunk);
         plan.chunks = 1;
+        in_place = true;
       }
     }
     for (int i = 1; t > 0 && output && i < x.size; ++i) {
@@ -292,6 +297,7 @@ void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
       copy(part.data, x.slot_of(owner) + owner * plan.cell, part.bytes);
     }
   }
+  if (in_place) x.check_stopped();
 }
 
 /// all_reduce and reduce.
@@ -335,13 +341,21 @@ void Collectives::execute(const Operation& operation, const WaitOptions& options
     run(exchange);
   } catch (const Fault& fault) {
     cause_ = fault;
+    detach_outputs(operation);
     throw;
   } catch (const Interrupted&) {
     cause_ = Fault("aborted", {context_.rank}, "a signal interrupted an operation of this rank");
+    detach_outputs(operation);
     throw;
   }
   context_.operations.fetch_add(1, std::memory_order_relaxed);
   context_.bytes.fetch_add(payload_bytes(operation), std::memory_order_relaxed);
+}
+
+/// A peer that is late may yet write to the outputs, which are the caller's again.
+void Collectives::detach_outputs(const Operation& operation) {
+  for (int i = 0; operation.kind == OpKind::kAllReduce && i < operation.outputs.count; ++i)
+    context_.segment.detach(operation.outputs[i].data, operation.outputs[i].bytes);
 }
 
 void Collectives::cancel() {

@@ -21,6 +21,8 @@ class Collectives {
   void cancel();
 
  private:
+  void detach_outputs(const Operation& operation);
+
   RankContext& context_;
   RoundState state_;
   std::atomic<bool> cancelled_{false};

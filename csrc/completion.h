@@ -14,6 +14,8 @@ namespace tilework {
 
 class Completion {
  public:
+  /// `number`: of the collective, in its group; 0 for a message.
+  explicit Completion(uint64_t number_ = 0) : number(number_) {}
   bool done() const { return state_.load() == kDone; }
 
   /// Wait until done; false once options.deadline has passed. Throws Interrupted.
@@ -29,6 +31,8 @@ class Completion {
 
   /// Complete; once only. Runs the callbacks, so hold no lock.
   void complete(std::optional<Fault> fault, int source = -1);
+
+  const uint64_t number;
 
  private:
   enum : uint32_t { kPending, kAwaited, kDone };  // kAwaited: a thread may be asleep

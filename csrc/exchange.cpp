@@ -43,6 +43,10 @@ void Exchange::await() {
   if (state_.step == first_step_) longest_bytes_ = agree(segment_, rank, parity(0), state_.peers);
 }
 
+void Exchange::check_stopped() const {
+  if (auto fault = context_.stop_fault()) throw *fault;
+}
+
 void Exchange::check_deadline() const {
   if (auto fault = fault_while_waiting(false)) throw *fault;
 }
@@ -58,6 +62,7 @@ std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
   std::vector<int> missing;
   for (int peer = 0; peer < size; ++peer)
     if (!arrived(peer)) missing.push_back(peer);
+  context_.note_blocked(operation.sequence);
   if (auto fault = context_.lost_peers_fault(missing, check_processes)) return fault;
   if (now_ns() >= options_.deadline) return timeout_fault(missing);
   return std::nullopt;

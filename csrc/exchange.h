@@ -48,6 +48,9 @@ class Exchange {
     await();
   }
 
+  /// Throw if the group has stopped. At the end of an operation in which peers read this rank's
+  /// memory: one that raised may have changed its own before all had read it.
+  void check_stopped() const;
   /// Throw if the group has stopped or the deadline has passed, even if no wait is needed.
   void check_deadline() const;
 

@@ -14,7 +14,8 @@ struct Group::QueuedOperation {
       : inputs(operation_.inputs.items, operation_.inputs.items + operation_.inputs.count),
         outputs(operation_.outputs.items, operation_.outputs.items + operation_.outputs.count),
         operation(operation_),
-        timeout(timeout_) {
+        timeout(timeout_),
+        completion(std::make_shared<Completion>(operation_.sequence)) {
     operation.inputs.items = inputs.data();
     operation.outputs.items = outputs.data();
   }
@@ -22,7 +23,7 @@ struct Group::QueuedOperation {
   std::vector<Buffer> inputs, outputs;
   Operation operation;
   double timeout;
-  std::shared_ptr<Completion> completion = std::make_shared<Completion>();
+  std::shared_ptr<Completion> completion;
 };
 
 /// A thread's call of a method of a group, during which the segment stays mapped.
@@ -225,7 +226,7 @@ void Group::execute_queued_until(const Completion& completion, SignalCheck signa
       std::lock_guard<std::mutex> lock(order_);
       next = take_oldest();
     }
-    if (!next) return;
+    if (!next) return engine_->context.note_blocked(completion.number);
     execute(*next, signals, pace());
   }
 }
@@ -287,6 +288,23 @@ std::vector<std::pair<Call, int>> Group::calls() {
     result.emplace_back(call, peer.pid.load());
   }
   return result;
+}
+
+std::vector<int> Group::lost_ranks() {
+  ActiveCall active(*this);
+  std::vector<int> lost;
+  Liveness& liveness = engine_->context.liveness;
+  for (int rank = 0; rank < size_; ++rank)
+    if (rank != rank_ && (liveness.departed(rank) || liveness.dead(rank))) lost.push_back(rank);
+  return lost;
+}
+
+std::vector<int> Group::blocked_ranks() {
+  ActiveCall active(*this);
+  std::vector<int> blocked;
+  for (int rank = 0; rank < size_; ++rank)
+    if (control(rank).blocked.load() > sequence()) blocked.push_back(rank);
+  return blocked;
 }
 
 Statistics Group::statistics() {

@@ -49,6 +49,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Arena> arena();
 
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
+  /// The ranks whose processes have ended, or that have left.
+  std::vector<int> lost_ranks();
+  /// The ranks whose own threads wait in an operation that this rank has not entered.
+  std::vector<int> blocked_ranks();
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   void report_failure(const std::string& text);
   std::vector<std::optional<std::string>> failure_reports(double timeout, SignalCheck signals);

@@ -1,6 +1,7 @@
 #include "liveness.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,14 +59,40 @@ bool gone(int pid, uint64_t start_time) {
   return !now.exists || now.state == 'Z' || now.state == 'X' || another;
 }
 
+struct flock byte_lock(int rank) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
+/// A descriptor of the memory file's that is this rank's alone, with its byte locked; -1 where the
+/// kernel refuses.
+int take_lock(int file, int rank) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+  const int fd = ::open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return -1;
+  struct flock lock = byte_lock(rank);
+  if (fcntl(fd, F_OFD_SETLK, &lock) == 0) {
+    close_in_children(fd);
+    return fd;
+  }
+  close(fd);
+  return -1;
+}
+
 }  // namespace
 
-void register_process(RankControl& mine, int rank) {
+void register_process(RankControl& mine, int rank, bool held) {
   mine.pid_namespace.store(pid_namespace());
   mine.start_time.store(read_stat(getpid()).start_time);
   uint64_t cores[kCoreWords];
   read_usable_cores(cores);
   for (int i = 0; i < kCoreWords; ++i) mine.cores[i].store(cores[i]);
+  mine.held.store(held);
   int32_t nobody = 0;
   if (!mine.pid.compare_exchange_strong(nobody, getpid()))
     throw std::invalid_argument("rank " + std::to_string(rank) + " is already taken, by process " +
@@ -73,11 +100,16 @@ void register_process(RankControl& mine, int rank) {
 }
 
 Liveness::Liveness(const Segment& segment, int rank)
-    : segment_(segment), peers_(segment.size()), namespace_(pid_namespace()) {
+    : segment_(segment),
+      rank_(rank),
+      lock_fd_(take_lock(segment.fd(), rank)),
+      peers_(segment.size()),
+      namespace_(pid_namespace()) {
   peers_[rank].state = State::kUnwatchable;
 }
 
 Liveness::~Liveness() {
+  if (lock_fd_ >= 0) close_everywhere(lock_fd_);
   for (Peer& peer : peers_)
     if (peer.pidfd >= 0) close(peer.pidfd);
 }
@@ -97,10 +129,18 @@ void Liveness::open(Peer& peer, const RankControl& control) const {
     peer.state = peer.pidfd >= 0 ? State::kWatched : State::kPolled;
 }
 
+/// True if `rank` held its lock, and does not any more.
+bool Liveness::released(int rank) const {
+  if (rank == rank_ || segment_.control(rank).held.load() == 0) return false;
+  struct flock lock = byte_lock(rank);
+  return fcntl(segment_.fd(), F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
 bool Liveness::dead(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
   Peer& peer = peers_[rank];
   const RankControl& control = segment_.control(rank);
+  if (peer.state != State::kDead && released(rank)) peer.state = State::kDead;
   if (peer.state == State::kUnknown) open(peer, control);
   if (peer.state == State::kWatched) {
     pollfd watched{peer.pidfd, POLLIN, 0};

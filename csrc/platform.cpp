@@ -10,11 +10,32 @@
 
 #include <climits>
 #include <mutex>
+#include <set>
 
 namespace tilework {
 namespace {
 
 std::atomic<unsigned> generation{0};
+
+/// Descriptors that must not live on in a forked child. Never destroyed: a fork may come at exit.
+struct OwnDescriptors {
+  std::mutex mutex;
+  std::set<int> all;
+};
+OwnDescriptors& own_descriptors() {
+  static auto* own = new OwnDescriptors();
+  return *own;
+}
+
+void before_fork() { own_descriptors().mutex.lock(); }
+void after_fork() { own_descriptors().mutex.unlock(); }
+void in_forked_child() {
+  generation.fetch_add(1);
+  OwnDescriptors& own = own_descriptors();
+  for (const int fd : own.all) close(fd);
+  own.all.clear();
+  own.mutex.unlock();
+}
 
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is a plain 32-bit word");
@@ -63,7 +84,17 @@ unsigned fork_generation() { return generation.load(std::memory_order_relaxed); 
 
 void watch_forks() {
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); }); });
+  std::call_once(once, [] { pthread_atfork(before_fork, after_fork, in_forked_child); });
+}
+
+void close_in_children(int fd) {
+  std::lock_guard<std::mutex> lock(own_descriptors().mutex);
+  own_descriptors().all.insert(fd);
+}
+
+void close_everywhere(int fd) {
+  std::lock_guard<std::mutex> lock(own_descriptors().mutex);
+  if (own_descriptors().all.erase(fd) > 0) close(fd);  // not if this is a child, which did
 }
 
 }  // namespace tilework

@@ -42,4 +42,8 @@ void read_usable_cores(uint64_t (&words)[kCoreWords]);
 unsigned fork_generation();
 void watch_forks();
 
+/// Have a descriptor closed in forked children, from now on until it is closed here.
+void close_in_children(int fd);
+void close_everywhere(int fd);
+
 }  // namespace tilework

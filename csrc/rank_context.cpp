@@ -8,7 +8,7 @@ namespace tilework {
 
 RankContext::RankContext(int fd, int rank_, int size_, const std::string& nonce)
     : segment(fd, size_, nonce), rank(rank_), size(size_), liveness(segment, rank_) {
-  register_process(segment.control(rank), rank);
+  register_process(segment.control(rank), rank, liveness.held());
 }
 
 int RankContext::cores() {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "fault.h"
 #include "liveness.h"
@@ -34,12 +35,19 @@ struct RankContext {
   /// A fault naming those of `peers` that left or, with `check_processes` (system calls), died.
   std::optional<Fault> lost_peers_fault(const std::vector<int>& peers, bool check_processes);
 
+  /// Note that the calling thread waits in an operation, if it is the rank's own: then nothing else
+  /// that the rank has to do is done meanwhile. Cheap, but not for the fast path.
+  void note_blocked(uint64_t sequence) {
+    if (std::this_thread::get_id() == owner) segment.control(rank).blocked.store(sequence);
+  }
+
   /// The number of cores that the ranks may run on together: each may be bound to its own.
   int cores();
 
   Segment segment;
   const int rank;
   const int size;
+  const std::thread::id owner = std::this_thread::get_id();
   Liveness liveness;
   std::atomic<bool> closing{false};
   std::atomic<int> known_cores{0};

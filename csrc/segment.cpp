@@ -144,6 +144,10 @@ uint64_t Segment::own_arena_position(const char* data, size_t bytes) const {
   return own_arena_->locate(data, bytes, offset) ? offset + 1 : 0;
 }
 
+void Segment::detach(const char* data, size_t bytes) const {
+  if (own_arena_position(data, bytes) != 0) own_arena_->detach(data, bytes);
+}
+
 char* Segment::in_arena(int rank, uint64_t offset, size_t bytes) const {
   if (offset > layout_.arena_bytes || bytes > layout_.arena_bytes - offset)
     throw std::out_of_range("beyond the arena");

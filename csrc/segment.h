@@ -27,7 +27,7 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 4;
+constexpr uint32_t kAbi = 5;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
@@ -79,10 +79,12 @@ struct alignas(4096) RankControl {
   alignas(128) EventCount message_event;    // a channel moved
   alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined
   std::atomic<uint32_t> departed;
+  std::atomic<uint32_t> held;  // 1 once the rank holds its lock; see Liveness
   std::atomic<uint64_t> pid_namespace;
   std::atomic<uint64_t> start_time;         // of the process, to see through a reused pid
   std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
   std::atomic<uint64_t> entered;            // the step whose parity says which header is current
+  std::atomic<uint64_t> blocked;  // operation that the rank's own thread waits in, and stays
   alignas(128) OperationHeader headers[2];
   alignas(128) FailureReport report;
 };
@@ -175,6 +177,11 @@ class Segment {
   char* ring(int source, int destination) const {
     return base_ + layout_.channels + channel(source, destination) * kRingBytes;
   }
+  /// The memory file; it stays open.
+  int fd() const { return fd_.fd; }
+  /// Give up what peers may write to of [data, data + bytes), if it lies in this rank's arena: it
+  /// keeps its contents and its place, in memory that no peer can reach.
+  void detach(const char* data, size_t bytes) const;
   /// This rank's own arena; made on first use.
   std::shared_ptr<Arena> own_arena(int rank) const;
   /// The position of a buffer in it, plus 1; 0 if it lies elsewhere. Cheap while there is no arena.

@@ -217,6 +217,12 @@ class Group:
         self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
     ) -> Completion:
         """src == -1 receives from any rank."""
+    def lost_ranks(self) -> list[int]:
+        """The ranks whose processes have ended or become other programs, or that left the group."""
+
+    def blocked_ranks(self) -> list[int]:
+        """The ranks whose own threads wait in an operation that this rank has not entered."""
+
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
         """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,
         bytes, pid). Sequence number 0: none yet."""
