@@ -63,6 +63,7 @@ std::optional<Fault> RankContext::lost_peers_fault(const std::vector<int>& peers
     if (dead || liveness.departed(peer)) gone.push_back(peer);
   }
   if (gone.empty()) return std::nullopt;
+  if (auto fault = stop_fault()) return fault;  // why they left, if the group was aborted since
   return peer_lost_fault(died, gone);
 }
 

@@ -1,0 +1,95 @@
+// The memory that ranks share, as C++ sees it.
+//
+// An atomic variable there keeps its last stores. A load may return any of them that the memory
+// model lets it return, so an order that is too weak shows as a value that is too old. Plain memory,
+// there and in the callers' buffers, is watched for races: two accesses, one of them a write, of
+// which neither happened before the other. Values need not be wrong for that, nor need the two come
+// close to each other in the run.
+//
+// Sequentially consistent operations take effect in the order in which the schedule runs them.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "clocks.h"
+#include "schedule.h"
+
+namespace tilework::simulation {
+
+class Memory {
+ public:
+  /// Watch a range for races; with `keeps_stores` also what atomic loads may see there. `name` is
+  /// for messages.
+  void watch(const void* begin, size_t bytes, bool keeps_stores, std::string name);
+  void unwatch(const void* begin);
+  bool watched(const void* address) const { return range_of(address) != nullptr; }
+  /// The name of the range that an address lies in, with the offset; "" if it is not watched.
+  std::string place(const void* address) const;
+
+  /// A plain access; fails the schedule if it is a race.
+  void access(const void* address, size_t bytes, bool is_write, const void* code);
+
+  uint64_t load(const void* address, uint64_t newest, std::memory_order order);
+  /// Before a store, or with `reads` a read-modify-write, of `value`.
+  void store(const void* address, uint64_t old, uint64_t value, std::memory_order order,
+             bool reads);
+  void fence(std::memory_order order);
+
+  /// What one fiber did before `release` happens before what another does after `acquire`.
+  void release(const void* address);
+  void acquire(const void* address);
+  /// All that a fiber has done happens before what the current one does next.
+  void join(const Fiber& ended);
+
+ private:
+  struct Range {
+    const char *begin, *end;
+    bool keeps_stores;
+    std::string name;
+  };
+  struct Store {
+    uint64_t value;
+    Epoch epoch;
+    bool sequential;
+    bool releases;
+    Clock released;  // what an acquiring load of this gets to know
+  };
+  struct Variable {
+    uint64_t first = 0;  // the number of stores[0]
+    std::vector<Store> stores;
+    uint64_t seen[kMostFibers] = {};  // the newest that each fiber has seen
+  };
+  /// The last accesses to a few bytes.
+  struct Cell {
+    static constexpr int kReads = 4;
+    Epoch write{0, 0};
+    Epoch reads[kReads] = {};
+    const void* write_code = nullptr;
+    const void* read_codes[kReads] = {};
+  };
+
+  const Range* range_of(const void* address) const;
+  Variable& variable(const void* address, uint64_t value);
+  void report_race(const char* address, bool is_write, const void* code, Epoch other,
+                   bool other_is_write, const void* other_code);
+  void check_cell(Cell& cell, const char* address, bool is_write, const void* code);
+
+  std::vector<Range> ranges_;
+  const char *low_ = nullptr, *high_ = nullptr;  // of all ranges
+  std::unordered_map<uintptr_t, std::vector<Cell>> pages_;
+  std::unordered_map<const void*, Variable> variables_;
+  std::unordered_map<const void*, Clock> released_;  // of locks, and of atomics elsewhere
+  Clock fences_;                                     // of sequentially consistent fences
+};
+
+/// The memory of the trial that is running.
+Memory& memory();
+/// Forget everything, for a new trial.
+void reset_memory();
+
+}  // namespace tilework::simulation

@@ -1,0 +1,385 @@
+#include "system.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <unordered_map>
+
+#include "memory.h"
+#include "names.h"
+
+#define CODE __builtin_return_address(0)
+
+namespace tilework::simulation {
+namespace {
+
+constexpr int kFirstProcess = 1'000'000;
+constexpr int kFirstPidfd = 2'000'000;
+constexpr int64_t kNoMoment = INT64_MAX;
+constexpr int64_t kSecond = 1'000'000'000;
+
+int machine_cores = 2;
+size_t machine_bytes = 4 << 20;
+
+/// Ranks that are threads of this process map a file once, as processes map the same pages.
+struct Mapped {
+  dev_t device;
+  ino_t inode;
+  off_t offset;
+  void* address;
+  size_t bytes;
+  int users;
+};
+std::vector<Mapped> mapped;
+
+std::unordered_map<const void*, Fiber*> owners;  // of locks
+
+int rank_of(int process) { return process - kFirstProcess; }
+
+/// True if a rank has died; then all that it did lies in the past.
+bool seen_dead(int rank) {
+  Schedule& schedule = *Schedule::running();
+  if (!schedule.dead(rank)) return false;
+  for (const auto& fiber : schedule.fibers())
+    if (fiber->rank == rank) memory().join(*fiber);
+  return true;
+}
+
+int64_t moment(const timespec& time) { return time.tv_sec * kSecond + time.tv_nsec; }
+
+int fail_with(int reason) {
+  errno = reason;
+  return -1;
+}
+
+int futex(uint32_t* word, int operation, uint32_t value, const timespec* timeout,
+          const void* code) {
+  Schedule& schedule = *Schedule::running();
+  schedule.point();
+  const int command = operation & FUTEX_CMD_MASK;
+  if (command == FUTEX_WAKE || command == FUTEX_WAKE_BITSET) {
+    schedule.record("wake", word, value, code);
+    schedule.wake(word, value > 1);
+    return 1;
+  }
+  if (command != FUTEX_WAIT && command != FUTEX_WAIT_BITSET) return fail_with(ENOSYS);
+  schedule.record("sleep", word, value, code);
+  if (*word != value) return fail_with(EAGAIN);
+  int64_t until = kNoMoment;
+  if (timeout) until = moment(*timeout) + (command == FUTEX_WAIT ? schedule.now() : 0);
+  if (schedule.wait({word, until, false})) return 0;
+  schedule.record("slept in vain", word, value, code);
+  return fail_with(ETIMEDOUT);
+}
+
+ssize_t read_memory(int process, const iovec* local, unsigned long locals, const iovec* remote,
+                    unsigned long remotes, bool writes, const void* code) {
+  Schedule& schedule = *Schedule::running();
+  schedule.point();
+  if (seen_dead(rank_of(process))) return fail_with(ESRCH);
+  schedule.record(writes ? "process_vm_writev" : "process_vm_readv", remote[0].iov_base,
+                  remote[0].iov_len, code);
+  size_t done = 0, here = 0, there = 0, here_at = 0, there_at = 0;
+  while (here < locals && there < remotes) {
+    const size_t bytes = std::min(local[here].iov_len - here_at, remote[there].iov_len - there_at);
+    char* own = static_cast<char*>(local[here].iov_base) + here_at;
+    char* other = static_cast<char*>(remote[there].iov_base) + there_at;
+    memory().access(own, bytes, !writes, code);
+    memory().access(other, bytes, writes, code);
+    memcpy(writes ? other : own, writes ? own : other, bytes);
+    done += bytes;
+    here_at += bytes;
+    there_at += bytes;
+    if (here_at == local[here].iov_len) ++here, here_at = 0;
+    if (there_at == remote[there].iov_len) ++there, there_at = 0;
+  }
+  return static_cast<ssize_t>(done);
+}
+
+void lock(const void* mutex, const void* code) {
+  Schedule& schedule = *Schedule::running();
+  schedule.point();
+  while (owners.count(mutex)) schedule.wait({mutex, kNoMoment, true});
+  owners[mutex] = &schedule.current();
+  memory().acquire(mutex);
+  schedule.record("lock", mutex, 0, code);
+}
+
+void unlock(const void* mutex) {
+  memory().release(mutex);
+  owners.erase(mutex);
+  Schedule::running()->wake(mutex, false);
+}
+
+/// A wait on a condition variable; `until` is of the virtual clock.
+int wait_on(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until, const void* code) {
+  Schedule& schedule = *Schedule::running();
+  schedule.record("wait", condition, 0, code);
+  unlock(mutex);
+  const bool woken = schedule.wait({condition, until, false});
+  lock(mutex, code);
+  return woken ? 0 : ETIMEDOUT;
+}
+
+void wake(pthread_cond_t* condition, bool all, const void* code) {
+  Schedule& schedule = *Schedule::running();
+  schedule.point();
+  schedule.record("notify", condition, all, code);
+  schedule.wake(condition, all);
+}
+
+void sleep_for(int64_t ns) {
+  Schedule& schedule = *Schedule::running();
+  schedule.wait({nullptr, schedule.now() + ns, true});
+}
+
+}  // namespace
+
+int process_id(int rank) { return kFirstProcess + rank; }
+
+void set_machine(int cores, size_t memory_bytes) {
+  machine_cores = cores;
+  machine_bytes = memory_bytes;
+}
+
+extern "C" {
+
+void* __real_mmap(void*, size_t, int, int, int, off_t);
+int __real_munmap(void*, size_t);
+long __real_syscall(long, ...);
+pid_t __real_getpid();
+int __real_poll(pollfd*, nfds_t, int);
+int __real_close(int);
+FILE* __real_fopen(const char*, const char*);
+long __real_sysconf(int);
+int __real_sched_getaffinity(pid_t, size_t, cpu_set_t*);
+pthread_t __real_pthread_self();
+ssize_t __real_process_vm_readv(pid_t, const iovec*, unsigned long, const iovec*, unsigned long,
+                                unsigned long);
+
+// ---- memory ----------------------------------------------------------------------------------
+
+void* __wrap_mmap(void* hint, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  struct stat status;
+  if (!(flags & MAP_SHARED) || (flags & MAP_FIXED) || fstat(fd, &status) != 0)
+    return __real_mmap(hint, bytes, protection, flags, fd, offset);
+  for (Mapped& part : mapped)
+    if (part.inode == status.st_ino && part.device == status.st_dev && part.offset == offset) {
+      ++part.users;
+      return part.address;
+    }
+  void* address = __real_mmap(hint, bytes, protection, flags, fd, offset);
+  if (address == MAP_FAILED) return address;
+  mapped.push_back({status.st_dev, status.st_ino, offset, address, bytes, 1});
+  memory().watch(address, bytes, true, name_mapping(status.st_ino, address, offset));
+  return address;
+}
+
+int __wrap_munmap(void* address, size_t bytes) {
+  for (size_t i = 0; i < mapped.size(); ++i) {
+    if (mapped[i].address != address) continue;
+    if (--mapped[i].users > 0) return 0;
+    memory().unwatch(address);
+    mapped.erase(mapped.begin() + i);
+    break;
+  }
+  return __real_munmap(address, bytes);
+}
+
+ssize_t __wrap_process_vm_readv(pid_t process, const iovec* local, unsigned long locals,
+                                const iovec* remote, unsigned long remotes, unsigned long flags) {
+  if (!Schedule::running())
+    return __real_process_vm_readv(process, local, locals, remote, remotes, flags);
+  return read_memory(process, local, locals, remote, remotes, false, CODE);
+}
+
+// ---- processes -------------------------------------------------------------------------------
+
+pid_t __wrap_getpid() {
+  Schedule* schedule = Schedule::running();
+  return schedule ? process_id(schedule->current().rank) : __real_getpid();
+}
+
+int __wrap_poll(pollfd* files, nfds_t count, int timeout) {
+  Schedule* schedule = Schedule::running();
+  if (!schedule) return __real_poll(files, count, timeout);
+  schedule->point();
+  if (timeout != 0) schedule->fail("poll() with a timeout is not simulated");
+  int ready = 0;
+  for (nfds_t i = 0; i < count; ++i) {
+    if (files[i].fd >= kFirstPidfd)
+      files[i].revents = seen_dead(files[i].fd - kFirstPidfd) ? POLLIN : 0;
+    else
+      __real_poll(&files[i], 1, 0);
+    ready += files[i].revents != 0;
+  }
+  return ready;
+}
+
+int __wrap_close(int fd) { return fd >= kFirstPidfd ? 0 : __real_close(fd); }
+
+/// Of /proc/PID/stat, what is read.
+FILE* __wrap_fopen(const char* path, const char* mode) {
+  int process = 0;
+  Schedule* schedule = Schedule::running();
+  if (!schedule || sscanf(path, "/proc/%d/stat", &process) != 1 || process < kFirstProcess)
+    return __real_fopen(path, mode);
+  static char text[128];
+  const int bytes =
+      snprintf(text, sizeof text, "%d (rank) %c 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 %d", process,
+               seen_dead(rank_of(process)) ? 'Z' : 'S', process);
+  return fmemopen(text, bytes, mode);
+}
+
+long __wrap_sysconf(int name) {
+  if (name == _SC_PHYS_PAGES)
+    return static_cast<long>(machine_bytes / __real_sysconf(_SC_PAGESIZE));
+  return __real_sysconf(name);
+}
+
+int __wrap_sched_getaffinity(pid_t process, size_t bytes, cpu_set_t* set) {
+  if (!Schedule::running()) return __real_sched_getaffinity(process, bytes, set);
+  memset(set, 0, bytes);
+  for (int core = 0; core < machine_cores; ++core) CPU_SET(core, set);
+  return 0;
+}
+
+long __wrap_syscall(long number, ...) {
+  va_list list;
+  va_start(list, number);
+  long argument[6];
+  for (long& one : argument) one = va_arg(list, long);
+  va_end(list);
+  if (Schedule::running()) switch (number) {
+      case SYS_futex:
+        return futex(reinterpret_cast<uint32_t*>(argument[0]), static_cast<int>(argument[1]),
+                     static_cast<uint32_t>(argument[2]),
+                     reinterpret_cast<const timespec*>(argument[3]), CODE);
+      case SYS_pidfd_open:
+        if (seen_dead(rank_of(static_cast<int>(argument[0])))) return fail_with(ESRCH);
+        return kFirstPidfd + rank_of(static_cast<int>(argument[0]));
+      case SYS_process_vm_readv:
+      case SYS_process_vm_writev:
+        return read_memory(static_cast<int>(argument[0]),
+                           reinterpret_cast<const iovec*>(argument[1]), argument[2],
+                           reinterpret_cast<const iovec*>(argument[3]), argument[4],
+                           number == SYS_process_vm_writev, CODE);
+      default: break;
+    }
+  return __real_syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4],
+                        argument[5]);
+}
+
+// ---- time ------------------------------------------------------------------------------------
+
+// libstdc++ calls this too, so it takes the library's place altogether.
+int clock_gettime(clockid_t clock, timespec* time) noexcept {
+  Schedule* schedule = Schedule::running();
+  if (!schedule) return static_cast<int>(__real_syscall(SYS_clock_gettime, clock, time));
+  schedule->point();
+  const int64_t now = schedule->look_at_clock();
+  *time = {static_cast<time_t>(now / kSecond), static_cast<long>(now % kSecond)};
+  return 0;
+}
+
+int __wrap_sched_yield() {
+  if (Schedule* schedule = Schedule::running()) schedule->yield();
+  return 0;
+}
+
+int __wrap_usleep(useconds_t microseconds) {
+  sleep_for(int64_t{microseconds} * 1000);
+  return 0;
+}
+
+int __wrap_nanosleep(const timespec* time, timespec*) {
+  sleep_for(moment(*time));
+  return 0;
+}
+
+// ---- threads ---------------------------------------------------------------------------------
+// These take the library's place altogether: libstdc++ starts, joins and notifies threads by them.
+
+int pthread_create(pthread_t* thread, const pthread_attr_t*, void* (*start)(void*),
+                   void* argument) noexcept {
+  Schedule& schedule = *Schedule::running();
+  const int rank = schedule.current().rank;
+  *thread = schedule.spawn(rank, [=] { start(argument); }).number + 1;
+  return 0;
+}
+
+int pthread_join(pthread_t thread, void**) {
+  Schedule& schedule = *Schedule::running();
+  Fiber& fiber = *schedule.fibers()[thread - 1];
+  schedule.point();
+  while (fiber.state != Fiber::State::kDone) schedule.wait({&fiber, kNoMoment, true});
+  memory().join(fiber);
+  return 0;
+}
+
+int pthread_detach(pthread_t) noexcept { return 0; }
+
+pthread_t __wrap_pthread_self() {
+  Schedule* schedule = Schedule::running();
+  return schedule ? static_cast<pthread_t>(schedule->current().number + 1) : __real_pthread_self();
+}
+
+int pthread_mutex_lock(pthread_mutex_t* mutex) noexcept {
+  if (Schedule::running()) lock(mutex, CODE);
+  return 0;
+}
+
+int pthread_mutex_trylock(pthread_mutex_t* mutex) noexcept {
+  if (!Schedule::running()) return 0;
+  Schedule::running()->point();
+  if (owners.count(mutex)) return EBUSY;
+  lock(mutex, CODE);
+  return 0;
+}
+
+int pthread_mutex_unlock(pthread_mutex_t* mutex) noexcept {
+  if (Schedule::running()) unlock(mutex);
+  return 0;
+}
+
+int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) {
+  return wait_on(condition, mutex, kNoMoment, CODE);
+}
+int pthread_cond_timedwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
+                           const timespec* until) {
+  return wait_on(condition, mutex, moment(*until), CODE);
+}
+int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t,
+                           const timespec* until) {
+  return wait_on(condition, mutex, moment(*until), CODE);
+}
+int pthread_cond_signal(pthread_cond_t* condition) noexcept {
+  if (Schedule::running()) wake(condition, false, CODE);
+  return 0;
+}
+int pthread_cond_broadcast(pthread_cond_t* condition) noexcept {
+  if (Schedule::running()) wake(condition, true, CODE);
+  return 0;
+}
+
+}  // extern "C"
+
+void unmap_leftovers() {
+  for (const Mapped& part : mapped) __real_munmap(part.address, part.bytes);
+  mapped.clear();
+  owners.clear();
+}
+
+}  // namespace tilework::simulation

@@ -1,0 +1,18 @@
+// The system that simulated ranks run on. The functions of the C library that the core calls are
+// defined here anew: those of threads and of time go to the schedule, those of processes answer for
+// ranks, whose process ids are made up. A function that blocks and is not here would stop all ranks:
+// tests/csrc/test_simulation.py lists what may be called.
+#pragma once
+
+#include <cstddef>
+
+namespace tilework::simulation {
+
+/// The process id of a rank.
+int process_id(int rank);
+/// Of the machine: cores that each rank may run on, and bytes of memory.
+void set_machine(int cores, size_t memory_bytes);
+/// Unmap what dead ranks have left mapped.
+void unmap_leftovers();
+
+}  // namespace tilework::simulation
