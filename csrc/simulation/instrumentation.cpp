@@ -28,7 +28,7 @@ T load(const volatile void* address, int order, const void* code) {
   if (!schedule) return *at;
   schedule->point();
   const T value = static_cast<T>(memory().load(at, bits(*at), order_of(order)));
-  schedule->record("load", at, bits(value), code);
+  schedule->record("load", memory().place_of(at), bits(value), code);
   return value;
 }
 
@@ -38,7 +38,7 @@ void store(volatile void* address, T value, int order, const void* code) {
   if (Schedule* schedule = Schedule::running()) {
     schedule->point();
     memory().store(at, bits(*at), bits(value), order_of(order), false);
-    schedule->record("store", at, bits(value), code);
+    schedule->record("store", memory().place_of(at), bits(value), code);
   }
   *at = value;
 }
@@ -53,7 +53,7 @@ T exchange(volatile void* address, int order, const void* code, Update&& update)
   const T after = update(before);
   if (schedule) {
     memory().store(at, bits(before), bits(after), order_of(order), true);
-    schedule->record("update", at, bits(after), code);
+    schedule->record("update", memory().place_of(at), bits(after), code);
   }
   *at = after;
   return before;
@@ -72,7 +72,7 @@ int compare_exchange(volatile void* address, T* expected, T desired, int order, 
   } else if (schedule) {
     memory().load(at, bits(before), order_of(failed_order));
   }
-  if (schedule) schedule->record("compare and update", at, bits(*at), code);
+  if (schedule) schedule->record("compare and update", memory().place_of(at), bits(*at), code);
   const bool done = before == *expected;
   *expected = before;
   return done;
@@ -86,10 +86,11 @@ void access(const void* address, size_t bytes, bool is_write, const void* code) 
 void copying(const void* to, const void* from, size_t bytes, const void* code) {
   Schedule* schedule = Schedule::running();
   if (!schedule || bytes == 0) return;
-  if (bytes >= kLongCopyBytes && (memory().watched(to) || (from && memory().watched(from)))) {
+  const Place target = memory().place_of(to), source = from ? memory().place_of(from) : 0;
+  if (bytes >= kLongCopyBytes && (target || source)) {
     schedule->point();
-    schedule->record(from ? "copy to" : "fill", to, bytes, code);
-    if (from) schedule->record("copy from", from, bytes, code);
+    if (source) schedule->record("copy from", source, bytes, code);
+    if (target) schedule->record(from ? "copy to" : "fill", target, bytes, code);
   }
   if (from) memory().access(from, bytes, false, code);
   memory().access(to, bytes, true, code);
@@ -182,7 +183,7 @@ void __tsan_atomic_thread_fence(int order) {
   if (Schedule* schedule = Schedule::running()) {
     schedule->point();
     memory().fence(order_of(order));
-    schedule->record("fence", nullptr, static_cast<uint64_t>(order), CODE);
+    schedule->record("fence", 0, static_cast<uint64_t>(order), CODE);
   }
 }
 void __tsan_atomic_signal_fence(int) {}

@@ -48,7 +48,7 @@ void print_events(const Schedule& schedule, size_t most) {
     const Event& event = events[i];
     printf("%8llu %9.3f ms  rank %d, thread %-2d %-18s %s = %lld  (%s)\n",
            static_cast<unsigned long long>(event.point), (event.now - 1e9) / 1e6, event.rank,
-           event.fiber, event.what, event.address ? name_of(event.address).c_str() : "",
+           event.fiber, event.what, name_of(event.place).c_str(),
            static_cast<long long>(event.value), code_place(event.code).c_str());
   }
 }
@@ -67,8 +67,8 @@ bool run_trial(uint64_t seed, const Options& options, Totals& totals) {
   const Plan& plan = trial.plan;
   if (options.replay) printf("%s\n", plan.text().c_str());
   reset_memory();
-  forget_names();
-  set_machine(plan.cores, kMachineBytes);
+  forget_places();
+  set_machine(plan.cores, kMachineBytes, plan.mishap == Mishap::kExec);
   for (const auto& members : plan.groups)
     trial.segments.push_back(create_segment(static_cast<int>(members.size()), kSlotBytes, "nonce"));
   trial.entered.resize(plan.steps.size());

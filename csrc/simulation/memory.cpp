@@ -9,7 +9,7 @@ namespace tilework::simulation {
 namespace {
 
 constexpr size_t kCellBytes = 4;
-constexpr size_t kPageBytes = 4096;
+constexpr size_t kCellsOfPage = 1024;
 constexpr size_t kStoresKept = 6;
 
 std::unique_ptr<Memory> current = std::make_unique<Memory>();
@@ -48,69 +48,56 @@ void learn(const Clock& clock) {
 Memory& memory() { return *current; }
 void reset_memory() { current = std::make_unique<Memory>(); }
 
-// ---- ranges ----------------------------------------------------------------------------------
+// ---- mappings --------------------------------------------------------------------------------
 
-void Memory::watch(const void* begin, size_t bytes, bool keeps_stores, std::string name) {
+void Memory::watch(const void* begin, size_t bytes, Place place) {
   const auto* first = static_cast<const char*>(begin);
-  ranges_.push_back({first, first + bytes, keeps_stores, std::move(name)});
+  ranges_.push_back({first, first + bytes, place});
   low_ = low_ ? std::min(low_, first) : first;
   high_ = std::max(high_, first + bytes);
 }
 
-/// What is mapped there next has no past.
-void Memory::unwatch(const void* begin) {
-  const Range* found = range_of(begin);
-  if (!found) return;
-  const auto first = reinterpret_cast<uintptr_t>(found->begin) / kPageBytes;
-  const auto last = reinterpret_cast<uintptr_t>(found->end - 1) / kPageBytes;
-  for (uintptr_t page = first; page <= last; ++page) pages_.erase(page);
-  for (auto at = variables_.begin(); at != variables_.end();)
-    at = at->first >= found->begin && at->first < found->end ? variables_.erase(at) : next(at);
+void Memory::unwatch(const void* begin, size_t bytes) {
+  const auto* first = static_cast<const char*>(begin);
   ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(),
-                               [&](const Range& range) { return range.begin == begin; }),
+                               [&](const Range& range) {
+                                 return range.begin >= first && range.end <= first + bytes;
+                               }),
                 ranges_.end());
 }
 
-const Memory::Range* Memory::range_of(const void* address) const {
+Place Memory::place_of(const void* address) const {
   const auto* at = static_cast<const char*>(address);
-  if (at < low_ || at >= high_) return nullptr;
-  for (const Range& range : ranges_)
-    if (at >= range.begin && at < range.end) return &range;
-  return nullptr;
-}
-
-std::string Memory::place(const void* address) const {
-  const Range* range = range_of(address);
-  if (!range) return "";
-  return range->name + "+" + std::to_string(static_cast<const char*>(address) - range->begin);
+  if (at < low_ || at >= high_) return 0;
+  for (auto range = ranges_.rbegin(); range != ranges_.rend(); ++range)
+    if (at >= range->begin && at < range->end) return range->place + (at - range->begin);
+  return 0;
 }
 
 // ---- plain memory ----------------------------------------------------------------------------
 
 void Memory::access(const void* address, size_t bytes, bool is_write, const void* code) {
-  if (bytes == 0 || !range_of(address)) return;
-  const auto begin = reinterpret_cast<uintptr_t>(address) / kCellBytes;
-  const auto end = (reinterpret_cast<uintptr_t>(address) + bytes - 1) / kCellBytes + 1;
-  constexpr size_t kCellsOfPage = kPageBytes / kCellBytes;
-  for (uintptr_t cell = begin; cell < end;) {
+  const Place place = bytes == 0 ? 0 : place_of(address);
+  if (place == 0) return;
+  const Place end = (place + bytes - 1) / kCellBytes + 1;
+  for (Place cell = place / kCellBytes; cell < end;) {
     auto& page = pages_[cell / kCellsOfPage];
     if (page.empty()) page.resize(kCellsOfPage);
-    const uintptr_t stop = std::min(end, (cell / kCellsOfPage + 1) * kCellsOfPage);
+    const Place stop = std::min(end, (cell / kCellsOfPage + 1) * kCellsOfPage);
     for (; cell < stop; ++cell)
-      check_cell(page[cell % kCellsOfPage], reinterpret_cast<const char*>(cell * kCellBytes),
-                 is_write, code);
+      check_cell(page[cell % kCellsOfPage], cell * kCellBytes, is_write, code);
   }
 }
 
-void Memory::check_cell(Cell& cell, const char* address, bool is_write, const void* code) {
+void Memory::check_cell(Cell& cell, Place place, bool is_write, const void* code) {
   const Epoch now = this_moment();
   const Clock& past = self().clocks.past;
   if (!past.covers(cell.write))
-    report_race(address, is_write, code, cell.write, true, cell.write_code);
+    report_race(place, is_write, code, cell.write, true, cell.write_code);
   if (is_write) {
     for (int i = 0; i < Cell::kReads; ++i)
       if (!past.covers(cell.reads[i]))
-        report_race(address, true, code, cell.reads[i], false, cell.read_codes[i]);
+        report_race(place, true, code, cell.reads[i], false, cell.read_codes[i]);
     cell = Cell{};
     cell.write = now;
     cell.write_code = code;
@@ -124,11 +111,11 @@ void Memory::check_cell(Cell& cell, const char* address, bool is_write, const vo
   cell.read_codes[slot] = code;
 }
 
-void Memory::report_race(const char* address, bool is_write, const void* code, Epoch other,
+void Memory::report_race(Place place, bool is_write, const void* code, Epoch other,
                          bool other_is_write, const void* other_code) {
   Schedule& schedule = *Schedule::running();
   const Fiber& before = *schedule.fibers()[other.fiber];
-  schedule.fail("data race on " + name_of(address) + ": rank " +
+  schedule.fail("data race on " + name_of(place) + ": rank " +
                 std::to_string(schedule.current().rank) + (is_write ? " writes" : " reads") +
                 " it at " + code_place(code) + ", and nothing orders that after rank " +
                 std::to_string(before.rank) + "'s " + (other_is_write ? "write" : "read") + " at " +
@@ -137,21 +124,21 @@ void Memory::report_race(const char* address, bool is_write, const void* code, E
 
 // ---- atomic variables ------------------------------------------------------------------------
 
-Memory::Variable& Memory::variable(const void* address, uint64_t value) {
-  Variable& result = variables_[address];
+Memory::Variable& Memory::variable(Place place, uint64_t value) {
+  Variable& result = variables_[place];
   if (result.stores.empty())
     result.stores.push_back({value, {0, 0}, true, false, {}});  // as it was made
   return result;
 }
 
 uint64_t Memory::load(const void* address, uint64_t newest, std::memory_order order) {
-  const Range* range = range_of(address);
-  if (!range || !range->keeps_stores) {
+  const Place place = place_of(address);
+  if (place == 0) {
     if (acquires(order)) acquire(address);
     return newest;
   }
   Fiber& fiber = self();
-  Variable& at = variable(address, newest);
+  Variable& at = variable(place, newest);
   const uint64_t last = at.first + at.stores.size() - 1;
   uint64_t oldest = std::max(at.first, at.seen[fiber.number]);
   for (uint64_t i = last; i > oldest; --i) {
@@ -179,14 +166,14 @@ uint64_t Memory::load(const void* address, uint64_t newest, std::memory_order or
 
 void Memory::store(const void* address, uint64_t old, uint64_t value, std::memory_order order,
                    bool reads) {
-  const Range* range = range_of(address);
-  if (!range || !range->keeps_stores) {
+  const Place place = place_of(address);
+  if (place == 0) {
     if (reads && acquires(order)) acquire(address);
     if (releases(order)) release(address);
     return;
   }
   Fiber& fiber = self();
-  Variable& at = variable(address, old);
+  Variable& at = variable(place, old);
   Store next{value, {}, order == std::memory_order_seq_cst, false, {}};
   if (reads) {  // it goes on with the release sequence of what it read
     const Store& before = at.stores.back();

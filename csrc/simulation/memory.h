@@ -21,15 +21,17 @@
 
 namespace tilework::simulation {
 
+/// A byte of a file that ranks map, wherever they map it; see names.h.
+using Place = uint64_t;
+
 class Memory {
  public:
-  /// Watch a range for races; with `keeps_stores` also what atomic loads may see there. `name` is
-  /// for messages.
-  void watch(const void* begin, size_t bytes, bool keeps_stores, std::string name);
-  void unwatch(const void* begin);
-  bool watched(const void* address) const { return range_of(address) != nullptr; }
-  /// The name of the range that an address lies in, with the offset; "" if it is not watched.
-  std::string place(const void* address) const;
+  /// Watch a mapping of bytes from `place` on. Several mappings, one for each rank, may show the same
+  /// bytes. The latest of those that overlap counts.
+  void watch(const void* begin, size_t bytes, Place place);
+  void unwatch(const void* begin, size_t bytes);
+  /// The place that an address shows; 0 if it is not watched.
+  Place place_of(const void* address) const;
 
   /// A plain access; fails the schedule if it is a race.
   void access(const void* address, size_t bytes, bool is_write, const void* code);
@@ -49,8 +51,7 @@ class Memory {
  private:
   struct Range {
     const char *begin, *end;
-    bool keeps_stores;
-    std::string name;
+    Place place;
   };
   struct Store {
     uint64_t value;
@@ -73,16 +74,15 @@ class Memory {
     const void* read_codes[kReads] = {};
   };
 
-  const Range* range_of(const void* address) const;
-  Variable& variable(const void* address, uint64_t value);
-  void report_race(const char* address, bool is_write, const void* code, Epoch other,
-                   bool other_is_write, const void* other_code);
-  void check_cell(Cell& cell, const char* address, bool is_write, const void* code);
+  Variable& variable(Place place, uint64_t value);
+  void report_race(Place place, bool is_write, const void* code, Epoch other, bool other_is_write,
+                   const void* other_code);
+  void check_cell(Cell& cell, Place place, bool is_write, const void* code);
 
-  std::vector<Range> ranges_;
+  std::vector<Range> ranges_;                    // the latest last
   const char *low_ = nullptr, *high_ = nullptr;  // of all ranges
-  std::unordered_map<uintptr_t, std::vector<Cell>> pages_;
-  std::unordered_map<const void*, Variable> variables_;
+  std::unordered_map<Place, std::vector<Cell>> pages_;
+  std::unordered_map<Place, Variable> variables_;
   std::unordered_map<const void*, Clock> released_;  // of locks, and of atomics elsewhere
   Clock fences_;                                     // of sequentially consistent fences
 };

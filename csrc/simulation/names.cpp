@@ -7,20 +7,22 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "../segment.h"
-#include "memory.h"
 
 namespace tilework::simulation {
 namespace {
 
-struct NamedSegment {
+constexpr int kFileShift = 44;  // files lie so far apart
+constexpr Place kFirstPlace = Place{1} << 56;
+
+struct KnownFile {
   ino_t file;
-  char* base;
-  SegmentLayout layout;
+  std::optional<SegmentLayout> layout;  // none: a rank's own memory
 };
-std::vector<NamedSegment> segments;
+std::vector<KnownFile> files;
 
 /// A field of a RankControl, by its offset.
 std::string control_field(size_t at) {
@@ -41,6 +43,8 @@ std::string control_field(size_t at) {
       {offsetof(RankControl, start_time), "start_time"},
       {offsetof(RankControl, cores), "cores"},
       {offsetof(RankControl, entered), "entered"},
+      {offsetof(RankControl, held), "held"},
+      {offsetof(RankControl, blocked), "blocked"},
       {offsetof(RankControl, headers), "headers"},
       {offsetof(RankControl, report), "report"},
   };
@@ -74,6 +78,9 @@ std::string place_in(const SegmentLayout& layout, size_t at) {
     return "rank " + number(slot / 2) + "'s slot " + number(slot % 2) + "+" +
            number((at - layout.outboxes) % layout.slot_bytes);
   }
+  if (at >= layout.arenas)
+    return "rank " + number((at - layout.arenas) / layout.arena_bytes) + "'s arena+" +
+           number((at - layout.arenas) % layout.arena_bytes);
   const size_t channel = (at - layout.channels) / kRingBytes;
   return "channel " + number(channel % size) + " to " + number(channel / size) + "+" +
          number((at - layout.channels) % kRingBytes);
@@ -93,33 +100,30 @@ uintptr_t load_address() {
 
 }  // namespace
 
-std::string name_mapping(ino_t file, const void* address, off_t offset) {
-  auto* base = static_cast<char*>(const_cast<void*>(address));
-  const Identity& identity = reinterpret_cast<GroupHeader*>(base)->identity;
-  if (offset == 0 && identity.magic != 0) {
-    const SegmentLayout layout(static_cast<int>(identity.size), identity.slot_bytes,
-                               identity.arena_bytes);
-    segments.push_back({file, base, layout});
-    return "group " + number(segments.size() - 1);
-  }
-  for (size_t i = 0; i < segments.size(); ++i)
-    if (segments[i].file == file)
-      return "group " + number(i) + ", rank " +
-             number((offset - segments[i].layout.arenas) / segments[i].layout.arena_bytes) +
-             "'s arena";
-  return "a caller's memory";
+Place place_of_file(ino_t file, const void* mapped) {
+  for (size_t i = 0; i < files.size(); ++i)
+    if (files[i].file == file) return kFirstPlace + (Place{i} << kFileShift);
+  const Identity& identity = static_cast<const GroupHeader*>(mapped)->identity;
+  files.push_back({file, std::nullopt});
+  if (identity.magic != 0)
+    files.back().layout.emplace(static_cast<int>(identity.size), identity.slot_bytes,
+                                identity.arena_bytes);
+  return kFirstPlace + (Place{files.size() - 1} << kFileShift);
 }
 
-void forget_names() { segments.clear(); }
+Place new_place() {
+  files.push_back({0, std::nullopt});
+  return kFirstPlace + (Place{files.size() - 1} << kFileShift);
+}
 
-std::string name_of(const void* address) {
-  const auto* at = static_cast<const char*>(address);
-  for (size_t i = 0; i < segments.size(); ++i)
-    if (at >= segments[i].base && at < segments[i].base + segments[i].layout.arenas)
-      return "group " + number(i) + ", " +
-             place_in(segments[i].layout, static_cast<size_t>(at - segments[i].base));
-  const std::string place = memory().place(address);
-  return place.empty() ? "a rank's own memory" : place;
+void forget_places() { files.clear(); }
+
+std::string name_of(Place place) {
+  if (place < kFirstPlace) return "a rank's own variable";
+  const size_t file = (place - kFirstPlace) >> kFileShift;
+  const size_t offset = place & ((Place{1} << kFileShift) - 1);
+  if (!files[file].layout) return "a caller's memory+" + number(offset);
+  return "group " + number(file) + ", " + place_in(*files[file].layout, offset);
 }
 
 std::string code_place(const void* code) {

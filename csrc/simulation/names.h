@@ -5,14 +5,18 @@
 
 #include <string>
 
+#include "memory.h"
+
 namespace tilework::simulation {
 
-/// A name for a part of a segment that has just been mapped; remembers where it is.
-std::string name_mapping(ino_t file, const void* address, off_t offset);
-void forget_names();
+/// The place of a file's first byte. `mapped` shows that byte, the first time that a file is asked for.
+Place place_of_file(ino_t file, const void* mapped);
+/// A place of which nothing else is known, for memory that one rank alone maps.
+Place new_place();
+void forget_places();
 
-/// A name for an address: what it is, or in what; the bare number if nothing is known of it.
-std::string name_of(const void* address);
+/// A name for a place, 0 included.
+std::string name_of(Place place);
 /// A place in the code, as file and line.
 std::string code_place(const void* code);
 

@@ -61,12 +61,14 @@ void draw_message(Step& step, int size, Random& random) {
 }
 
 void draw_mishap(Plan& plan, Random& random) {
-  const uint64_t choice = random.below(10);
-  if (choice > 3) return;
-  plan.mishap = choice == 0 ? Mishap::kAbort : choice == 1 ? Mishap::kLeave : Mishap::kDeath;
+  if (random.once_in(2)) return;
+  plan.mishap = random.among<Mishap>(
+      {Mishap::kAbort, Mishap::kLeave, Mishap::kDeath, Mishap::kExec, Mishap::kStop});
+  // From any rank: others that are still there could send, so its leaving is no fault.
+  for (Step& step : plan.steps) step.from_any &= plan.mishap != Mishap::kLeave;
   plan.victim = static_cast<int>(random.below(plan.ranks));
   plan.mishap_step = random.below(plan.steps.size());
-  plan.death_point = random.below(uint64_t{1} << (8 + random.below(9)));
+  plan.point = random.below(uint64_t{1} << (8 + random.below(9)));
   for (size_t group = 0; group < plan.groups.size(); ++group)
     if (std::count(plan.groups[group].begin(), plan.groups[group].end(), plan.victim))
       plan.mishap_group = static_cast<int>(group);
@@ -101,7 +103,8 @@ std::string step_text(const Step& step) {
 
 bool Plan::troubled(int group) const {
   if (mishap == Mishap::kNone) return false;
-  if (mishap != Mishap::kDeath) return group == mishap_group;
+  if (mishap == Mishap::kStop) return true;  // who waits for it makes others wait
+  if (!strikes()) return group == mishap_group;
   return std::count(groups[group].begin(), groups[group].end(), victim) > 0;
 }
 
@@ -114,12 +117,15 @@ std::string Plan::text() const {
   const std::string rank = "rank " + std::to_string(victim);
   const std::string place = " group " + std::to_string(mishap_group) + " before operation " +
                             std::to_string(mishap_step) + "\n";
+  const std::string moment =
+      " at scheduling point " + std::to_string(point) + ", counted from when all are there\n";
   switch (mishap) {
     case Mishap::kNone: return text;
     case Mishap::kAbort: return text + rank + " aborts" + place;
     case Mishap::kLeave: return text + rank + " leaves" + place;
-    case Mishap::kDeath:
-      return text + rank + " dies at scheduling point " + std::to_string(death_point) + "\n";
+    case Mishap::kDeath: return text + rank + " dies" + moment;
+    case Mishap::kExec: return text + rank + " becomes another program" + moment;
+    case Mishap::kStop: return text + rank + " is stopped for longer than the others wait" + moment;
   }
   return text;
 }

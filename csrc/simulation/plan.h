@@ -30,7 +30,7 @@ struct Step {
   size_t count(int i, int j) const { return counts[i * inputs_in_arena.size() + j]; }
 };
 
-enum class Mishap { kNone, kAbort, kLeave, kDeath };
+enum class Mishap { kNone, kAbort, kLeave, kDeath, kExec, kStop };
 
 struct Plan {
   uint64_t seed;
@@ -39,11 +39,13 @@ struct Plan {
   std::vector<Step> steps;
   Policy policy;
   Mishap mishap = Mishap::kNone;
-  int victim = -1;           // the rank that it befalls
-  size_t mishap_step = 0;    // before which it aborts or leaves
-  int mishap_group = 0;      // which it aborts or leaves
-  uint64_t death_point = 0;  // when it dies, in scheduling points
+  int victim = -1;         // the rank that it befalls
+  size_t mishap_step = 0;  // before which it aborts or leaves
+  int mishap_group = 0;    // which it aborts or leaves
+  uint64_t point = 0;      // at which it dies, becomes another program, or is stopped
 
+  /// True if a rank is struck whatever it is doing.
+  bool strikes() const { return mishap >= Mishap::kDeath; }
   /// True if operations of this group may fail.
   bool troubled(int group) const;
   std::string text() const;

@@ -10,8 +10,10 @@
 namespace tilework::simulation {
 namespace {
 
-constexpr double kTimeoutSeconds = 1000;           // of virtual time: never reached
-constexpr int64_t kNoticeNs = 2'000'000'000;       // within which a death is noticed
+constexpr double kTimeoutSeconds = 1;         // of virtual time
+constexpr int64_t kStopNs = 5'000'000'000;    // longer than that
+constexpr int64_t kNoticeNs = 2'000'000'000;  // within which a death is noticed
+constexpr char kWrittenLate = 0x77;
 constexpr size_t kPrivateBytes = size_t{1} << 20;  // of a rank's own memory
 
 [[noreturn]] void fail(const std::string& text) {
@@ -166,6 +168,7 @@ class Rank {
       others.emplace_back([this, lane] { run_lane(lane); });
     run_lane(0);
     for (std::thread& other : others) other.join();
+    check_written_late();
     for (const auto& group : groups_)
       if (group) group->close();
   }
@@ -174,12 +177,14 @@ class Rank {
   /// As bring-up does; only then may a rank die, since who has not joined is watched by others.
   void wait_for_others() {
     Schedule& schedule = *Schedule::running();
+    const auto number = reinterpret_cast<uint64_t>(&trial_.joined);
     if (++trial_.joined == plan_.ranks) {
-      schedule.wake(&trial_.joined, true);
-      if (plan_.mishap == Mishap::kDeath)
-        schedule.kill_at(plan_.victim, schedule.points() + plan_.death_point);
+      schedule.wake(number, true);
+      if (plan_.strikes())
+        schedule.strike_at(plan_.victim, schedule.points() + plan_.point,
+                           plan_.mishap == Mishap::kStop ? kStopNs : kNever);
     }
-    while (trial_.joined < plan_.ranks) schedule.wait({&trial_.joined, INT64_MAX, true});
+    while (trial_.joined < plan_.ranks) schedule.wait({number, kNever, true});
   }
 
   void run_lane(int lane) {
@@ -190,14 +195,10 @@ class Rank {
                               group_ranks_[step.group] == step.to;
       if (step.lane != lane || !usable_[step.group] || !takes_part) continue;
       ++trial_.entered[step.number];
-      try {
-        if (step.is_message)
-          start_message(step, pending);
-        else
-          start_collective(step, pending);
-      } catch (const Fault& fault) {
-        give_up(step, fault);
-      }
+      if (step.is_message)
+        start_message(step, pending);
+      else
+        start_collective(step, pending);
       while (!pending.empty() && Schedule::running()->random().once_in(3)) finish_oldest(pending);
     }
     while (!pending.empty()) finish_oldest(pending);
@@ -215,22 +216,37 @@ class Rank {
     }
   }
 
-  /// As Python's side does: no operation of the group is called again, by anyone.
-  void give_up(const Step& step, const Fault& fault) {
+  /// As Python's side does: no operation of the group is called again, by anyone. The tensors are the
+  /// caller's again, who writes those that others may have written.
+  void give_up(const Step& step, const Fault& fault, Tensors& tensors) {
     const Schedule& schedule = *Schedule::running();
     const std::string text = "rank " + std::to_string(rank_) + ", operation " +
                              std::to_string(step.number) + ": " + fault.kind + ": " + fault.text;
     const bool own = rank_ == plan_.victim && plan_.mishap == Mishap::kLeave;
+    const bool stop = plan_.mishap == Mishap::kStop;
     const bool expected = fault.kind == "aborted" || (own && fault.kind == "closed") ||
-                          (plan_.mishap != Mishap::kAbort && fault.kind == "peer_lost");
+                          (stop && fault.kind == "timeout") ||
+                          (!stop && plan_.mishap != Mishap::kAbort && fault.kind == "peer_lost");
     if (!plan_.troubled(step.group) || !expected) fail(text);
-    if (schedule.died_at() >= 0 && schedule.now() - schedule.died_at() > kNoticeNs)
+    if (!stop && plan_.strikes() && schedule.now() - schedule.struck_at() > kNoticeNs)
       fail(text + ", too late");
     usable_[step.group] = false;
     try {
       groups_[step.group]->abort(fault.kind, fault.text);
     } catch (const Fault&) {  // closed by this rank itself
     }
+    for (const Buffer& output : tensors.outputs) {
+      if (step.is_message || step.kind != OpKind::kAllReduce || output.bytes == 0) continue;
+      memset(output.data, kWrittenLate, output.bytes);
+      written_late_.push_back(output);
+    }
+  }
+
+  void check_written_late() {
+    for (const Buffer& buffer : written_late_)
+      if (std::count(buffer.data, buffer.data + buffer.bytes, kWrittenLate) !=
+          static_cast<ptrdiff_t>(buffer.bytes))
+        fail("rank " + std::to_string(rank_) + "'s memory was written after its operation raised");
   }
 
   Block block(const Step& step, bool in_arena, size_t bytes) {
@@ -283,13 +299,19 @@ class Rank {
     operation.root = step.root;
     operation.inputs = {tensors.inputs.data(), static_cast<int>(tensors.inputs.size())};
     operation.outputs = {tensors.outputs.data(), static_cast<int>(tensors.outputs.size())};
-    if (step.asynchronous) {
-      auto completion = group.submit(operation, kTimeoutSeconds);
-      pending.push_back({&step, nullptr, completion, std::move(tensors)});
-    } else {
-      group.run(operation, kTimeoutSeconds, nullptr);
-      finish_collective(step, tensors);
+    std::shared_ptr<Completion> completion;
+    try {
+      if (step.asynchronous)
+        completion = group.submit(operation, kTimeoutSeconds);
+      else
+        group.run(operation, kTimeoutSeconds, nullptr);
+    } catch (const Fault& fault) {
+      return give_up(step, fault, tensors);
     }
+    if (completion)
+      pending.push_back({&step, nullptr, completion, std::move(tensors)});
+    else
+      finish_collective(step, tensors);
   }
 
   void finish_collective(const Step& step, Tensors& tensors) {
@@ -330,7 +352,11 @@ class Rank {
     request->seconds = kTimeoutSeconds;
     request->deadline = deadline_after(kTimeoutSeconds);
     if (request->is_send) write(tensors.inputs[0], contribution(step, self, 0, step.counts[0]));
-    groups_[step.group]->post(request, !step.asynchronous);
+    try {
+      groups_[step.group]->post(request, !step.asynchronous);
+    } catch (const Fault& fault) {
+      return give_up(step, fault, tensors);
+    }
     pending.push_back({&step, request, request->completion, std::move(tensors)});
     if (step.asynchronous) return;
     std::swap(pending.front(), pending.back());
@@ -353,7 +379,7 @@ class Rank {
       groups_[done.step->group]->wait(*done.completion, done.request != nullptr, -1, nullptr);
       if (auto fault = done.completion->fault()) throw *fault;
     } catch (const Fault& fault) {
-      return give_up(*done.step, fault);
+      return give_up(*done.step, fault, done.tensors);
     }
     if (done.request)
       finish_message(done, done.tensors);
@@ -368,6 +394,7 @@ class Rank {
   std::vector<int> group_ranks_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::vector<std::shared_ptr<Arena>> arenas_;
+  std::vector<Buffer> written_late_;
   std::vector<char> usable_;  // groups in which this rank still calls operations
 };
 

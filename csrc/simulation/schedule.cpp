@@ -10,7 +10,6 @@
 namespace tilework::simulation {
 namespace {
 
-constexpr int64_t kNoMoment = INT64_MAX;
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kEventsKept = 4096;
 constexpr size_t kExceptionBytes = 2 * sizeof(void*);  // __cxa_eh_globals
@@ -90,7 +89,7 @@ void Schedule::enter() {
     schedule.fail("rank " + std::to_string(self.rank) + " raised: " + error.what());
   }
   self.state = Fiber::State::kDone;
-  schedule.wake(&self, true);
+  schedule.wake(reinterpret_cast<uint64_t>(&self), true);
   schedule.leave();
 }
 
@@ -112,8 +111,8 @@ void Schedule::fail(const std::string& text) {
   if (current_ && current_->state == Fiber::State::kReady) leave();
 }
 
-void Schedule::record(const char* what, const void* address, uint64_t value, const void* code) {
-  const Event event{points_, now_, current_->number, current_->rank, what, address, value, code};
+void Schedule::record(const char* what, uint64_t place, uint64_t value, const void* code) {
+  const Event event{points_, now_, current_->number, current_->rank, what, place, value, code};
   if (events_.size() < kEventsKept)
     events_.push_back(event);
   else
@@ -128,26 +127,37 @@ std::vector<Event> Schedule::events() const {
   return result;
 }
 
-void Schedule::kill_at(int rank, uint64_t point) {
+void Schedule::strike_at(int rank, uint64_t point, int64_t ns) {
   victim_ = rank;
-  dies_at_point_ = point;
+  strikes_at_point_ = point;
+  stop_ns_ = ns;
 }
 
-void Schedule::kill_victim() {
-  died_at_ = now_;
-  allow_slices();
-  for (const auto& fiber : fibers_)
+void Schedule::strike() {
+  struck_at_ = now_;
+  slices_allowed_ = true;
+  if (stop_ns_ != kNever) {
+    stopped_until_ = now_ + stop_ns_;
+    return;
+  }
+  for (const auto& fiber : fibers_) {
     if (fiber->rank == victim_ && fiber->state != Fiber::State::kDone)
       fiber->state = Fiber::State::kDead;
+    // Waits for what a dead thread holds look again.
+    if (fiber->state == Fiber::State::kWaiting && fiber->wait.is_sleep &&
+        fiber->wait.until == kNever)
+      fiber->state = Fiber::State::kReady;
+  }
 }
 
 void Schedule::point() {
   if (++points_ > kMostPoints) fail("no end in sight after " + std::to_string(points_) + " steps");
-  if (victim_ >= 0 && died_at_ < 0 && points_ >= dies_at_point_) kill_victim();
+  const bool struck = victim_ >= 0 && struck_at_ < 0 && points_ >= strikes_at_point_;
+  if (struck) strike();
   const bool change = random_.once_in(policy_.one_in);
   if (policy_.priorities && (change || ++in_a_row_ > kMostInARow))
     current_->priority = random_.below(1 << 20);
-  if (current_->state != Fiber::State::kReady || change || policy_.priorities) switch_to(choose());
+  if (struck || change || policy_.priorities) switch_to(choose());
 }
 
 void Schedule::yield() {
@@ -165,7 +175,7 @@ bool Schedule::wait(const Wait& wait) {
   return !current_->timed_out;
 }
 
-void Schedule::wake(const void* address, bool all) {
+void Schedule::wake(uint64_t address, bool all) {
   for (const auto& fiber : fibers_) {
     if (fiber->state != Fiber::State::kWaiting || fiber->wait.address != address) continue;
     fiber->state = Fiber::State::kReady;
@@ -173,24 +183,28 @@ void Schedule::wake(const void* address, bool all) {
   }
 }
 
-/// Wake the fiber whose moment comes first; false if there is none.
+/// Wake the fiber whose moment comes first, or let a stopped rank go on; false if there is neither.
 bool Schedule::pass_time() {
   Fiber* first = nullptr;
-  for (const auto& fiber : fibers_)
-    if (fiber->state == Fiber::State::kWaiting && fiber->wait.until != kNoMoment &&
+  bool any_stopped = false;
+  for (const auto& fiber : fibers_) {
+    any_stopped |= fiber->state != Fiber::State::kDone && stopped(*fiber);
+    if (fiber->state == Fiber::State::kWaiting && fiber->wait.until != kNever && !stopped(*fiber) &&
         (!first || fiber->wait.until < first->wait.until))
       first = fiber.get();
+  }
+  if (any_stopped && (!first || first->wait.until >= stopped_until_)) {
+    now_ = stopped_until_;
+    return true;
+  }
   if (!first) return false;
   now_ = std::max(now_, first->wait.until);
   first->timed_out = true;
   first->state = Fiber::State::kReady;
-  if (first->wait.is_sleep) return true;
-  ++slices_;
-  if (!slices_allowed_ && failure_.empty()) {
-    failure_ = "rank " + std::to_string(first->rank) +
-               " was not woken: all ranks slept, until its slice of waiting ended";
-    over_ = true;
-  }
+  if (first->wait.is_sleep || slices_allowed_) return true;
+  failure_ = "rank " + std::to_string(first->rank) +
+             " was not woken: all ranks slept, until its slice of waiting ended";
+  over_ = true;
   return true;
 }
 
@@ -201,8 +215,9 @@ Fiber* Schedule::choose() {
     std::vector<Fiber*> ready;
     bool waiting = false;
     for (const auto& fiber : fibers_) {
-      if (fiber->state == Fiber::State::kReady) ready.push_back(fiber.get());
-      waiting |= fiber->state == Fiber::State::kWaiting;
+      const bool ends = fiber->state == Fiber::State::kDone || fiber->state == Fiber::State::kDead;
+      if (fiber->state == Fiber::State::kReady && !stopped(*fiber)) ready.push_back(fiber.get());
+      waiting |= !ends;
     }
     if (!ready.empty()) {
       if (!policy_.priorities) return random_.among(ready);

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "../platform.h"
 #include "clocks.h"
 
 namespace tilework::simulation {
@@ -37,9 +38,9 @@ class Random {
 
 /// A wait of a fiber. Nothing else wakes it but wake() with this address, and time.
 struct Wait {
-  const void* address;
-  int64_t until;  // kNever: no moment
-  bool is_sleep;  // the moment is what is waited for, not a bound
+  uint64_t address;  // of anything: a number that tells it from others
+  int64_t until;     // kNever: no moment
+  bool is_sleep;     // the moment is what is waited for, not a bound
 };
 
 /// One thread of a rank.
@@ -66,7 +67,7 @@ struct Event {
   int64_t now;
   int fiber, rank;
   const char* what;
-  const void* address;
+  uint64_t place;  // see names.h
   uint64_t value;
   const void* code;
 };
@@ -93,13 +94,13 @@ class Schedule {
   Fiber& current() { return *current_; }
   /// A scheduling point. What is done then is recorded afterwards.
   void point();
-  void record(const char* what, const void* address, uint64_t value, const void* code);
+  void record(const char* what, uint64_t place, uint64_t value, const void* code);
   /// A scheduling point of one who has nothing to do: others go first.
   void yield();
   /// Wait; false if the moment came first.
   bool wait(const Wait& wait);
   /// Wake the fibers that wait on an address: all, or the first.
-  void wake(const void* address, bool all);
+  void wake(uint64_t address, bool all);
   int64_t look_at_clock() { return now_ += policy_.tick_ns; }
   int64_t now() const { return now_; }
   Random& random() { return random_; }
@@ -107,14 +108,11 @@ class Schedule {
   /// End the run with a failure; the first one counts.
   void fail(const std::string& text);
 
-  /// Have a rank die, as by SIGKILL, at a scheduling point.
-  void kill_at(int rank, uint64_t point);
-  bool dead(int rank) const { return rank == victim_ && died_at_ >= 0; }
-  /// The moment at which the rank died, -1 before.
-  int64_t died_at() const { return died_at_; }
-  /// Let time pass in waits with a bound, as ranks that wait for one that died must.
-  void allow_slices() { slices_allowed_ = true; }
-  uint64_t slices() const { return slices_; }
+  /// Have a rank end at a scheduling point, as by SIGKILL; or with `ns` below kNever, stop for so long.
+  void strike_at(int rank, uint64_t point, int64_t ns);
+  bool dead(int rank) const { return rank == victim_ && struck_at_ >= 0 && stop_ns_ == kNever; }
+  /// The moment at which the rank was struck, -1 before.
+  int64_t struck_at() const { return struck_at_; }
   uint64_t points() const { return points_; }
 
   const std::vector<std::unique_ptr<Fiber>>& fibers() const { return fibers_; }
@@ -130,7 +128,10 @@ class Schedule {
   bool pass_time();
   void switch_to(Fiber* next);
   void leave();
-  void kill_victim();
+  void strike();
+  bool stopped(const Fiber& fiber) const {
+    return fiber.rank == victim_ && struck_at_ >= 0 && now_ < stopped_until_;
+  }
 
   static Schedule* running_;
   Random random_;
@@ -141,11 +142,11 @@ class Schedule {
   std::string failure_;
   bool over_ = false;
   int64_t now_ = 1'000'000'000;
-  uint64_t points_ = 0, slices_ = 0, in_a_row_ = 0;
+  uint64_t points_ = 0, in_a_row_ = 0;
   int victim_ = -1;
-  uint64_t dies_at_point_ = 0;
-  int64_t died_at_ = -1;
-  bool slices_allowed_ = false;
+  uint64_t strikes_at_point_ = 0;
+  int64_t stop_ns_ = kNever, struck_at_ = -1, stopped_until_ = 0;
+  bool slices_allowed_ = false;  // a rank was struck: the others wait in vain
   std::vector<Event> events_;
   size_t recorded_ = 0;
 };

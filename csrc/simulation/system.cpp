@@ -1,6 +1,7 @@
 #include "system.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
@@ -15,6 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <map>
 #include <unordered_map>
 
 #include "memory.h"
@@ -27,31 +29,31 @@ namespace {
 
 constexpr int kFirstProcess = 1'000'000;
 constexpr int kFirstPidfd = 2'000'000;
-constexpr int64_t kNoMoment = INT64_MAX;
-constexpr int64_t kSecond = 1'000'000'000;
 
 int machine_cores = 2;
 size_t machine_bytes = 4 << 20;
 
-/// Ranks that are threads of this process map a file once, as processes map the same pages.
-struct Mapped {
-  dev_t device;
-  ino_t inode;
-  off_t offset;
-  void* address;
-  size_t bytes;
-  int users;
-};
-std::vector<Mapped> mapped;
+/// What is mapped now, to unmap it after the trial.
+std::map<void*, size_t> mapped;
 
 std::unordered_map<const void*, Fiber*> owners;  // of locks
 
+/// A number for an object that fibers wait for: the same for all ranks that see it.
+uint64_t number_of(const volatile void* object) {
+  const void* address = const_cast<const void*>(object);
+  const Place place = memory().place_of(address);
+  return place ? place : reinterpret_cast<uint64_t>(address);
+}
+
 int rank_of(int process) { return process - kFirstProcess; }
 
-/// True if a rank has died; then all that it did lies in the past.
-bool seen_dead(int rank) {
+bool victims_process_lives = false;       // as after exec
+std::vector<std::pair<int, int>> locked;  // ranks, and descriptors through which they hold a lock
+
+/// True if the process of a rank has ended; then all that it did lies in the past.
+bool seen_dead(int rank, bool process = true) {
   Schedule& schedule = *Schedule::running();
-  if (!schedule.dead(rank)) return false;
+  if (!schedule.dead(rank) || (process && victims_process_lives)) return false;
   for (const auto& fiber : schedule.fibers())
     if (fiber->rank == rank) memory().join(*fiber);
   return true;
@@ -70,17 +72,17 @@ int futex(uint32_t* word, int operation, uint32_t value, const timespec* timeout
   schedule.point();
   const int command = operation & FUTEX_CMD_MASK;
   if (command == FUTEX_WAKE || command == FUTEX_WAKE_BITSET) {
-    schedule.record("wake", word, value, code);
-    schedule.wake(word, value > 1);
+    schedule.record("wake", memory().place_of(word), value, code);
+    schedule.wake(number_of(word), value > 1);
     return 1;
   }
   if (command != FUTEX_WAIT && command != FUTEX_WAIT_BITSET) return fail_with(ENOSYS);
-  schedule.record("sleep", word, value, code);
+  schedule.record("sleep", memory().place_of(word), value, code);
   if (*word != value) return fail_with(EAGAIN);
-  int64_t until = kNoMoment;
+  int64_t until = kNever;
   if (timeout) until = moment(*timeout) + (command == FUTEX_WAIT ? schedule.now() : 0);
-  if (schedule.wait({word, until, false})) return 0;
-  schedule.record("slept in vain", word, value, code);
+  if (schedule.wait({number_of(word), until, false})) return 0;
+  schedule.record("slept in vain", memory().place_of(word), value, code);
   return fail_with(ETIMEDOUT);
 }
 
@@ -89,8 +91,8 @@ ssize_t read_memory(int process, const iovec* local, unsigned long locals, const
   Schedule& schedule = *Schedule::running();
   schedule.point();
   if (seen_dead(rank_of(process))) return fail_with(ESRCH);
-  schedule.record(writes ? "process_vm_writev" : "process_vm_readv", remote[0].iov_base,
-                  remote[0].iov_len, code);
+  schedule.record(writes ? "process_vm_writev" : "process_vm_readv",
+                  memory().place_of(remote[0].iov_base), remote[0].iov_len, code);
   size_t done = 0, here = 0, there = 0, here_at = 0, there_at = 0;
   while (here < locals && there < remotes) {
     const size_t bytes = std::min(local[here].iov_len - here_at, remote[there].iov_len - there_at);
@@ -108,27 +110,34 @@ ssize_t read_memory(int process, const iovec* local, unsigned long locals, const
   return static_cast<ssize_t>(done);
 }
 
+/// What a dead thread held, nobody else misses; but where ranks are threads of one process, they
+/// share what each has of its own as a process.
+bool held(const void* mutex) {
+  const auto owner = owners.find(mutex);
+  return owner != owners.end() && owner->second->state != Fiber::State::kDead;
+}
+
 void lock(const void* mutex, const void* code) {
   Schedule& schedule = *Schedule::running();
   schedule.point();
-  while (owners.count(mutex)) schedule.wait({mutex, kNoMoment, true});
+  while (held(mutex)) schedule.wait({number_of(mutex), kNever, true});
   owners[mutex] = &schedule.current();
   memory().acquire(mutex);
-  schedule.record("lock", mutex, 0, code);
+  schedule.record("lock", 0, 0, code);
 }
 
 void unlock(const void* mutex) {
   memory().release(mutex);
   owners.erase(mutex);
-  Schedule::running()->wake(mutex, false);
+  Schedule::running()->wake(number_of(mutex), false);
 }
 
 /// A wait on a condition variable; `until` is of the virtual clock.
 int wait_on(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until, const void* code) {
   Schedule& schedule = *Schedule::running();
-  schedule.record("wait", condition, 0, code);
+  schedule.record("wait", 0, 0, code);
   unlock(mutex);
-  const bool woken = schedule.wait({condition, until, false});
+  const bool woken = schedule.wait({number_of(condition), until, false});
   lock(mutex, code);
   return woken ? 0 : ETIMEDOUT;
 }
@@ -136,20 +145,21 @@ int wait_on(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until, co
 void wake(pthread_cond_t* condition, bool all, const void* code) {
   Schedule& schedule = *Schedule::running();
   schedule.point();
-  schedule.record("notify", condition, all, code);
-  schedule.wake(condition, all);
+  schedule.record("notify", 0, all, code);
+  schedule.wake(number_of(condition), all);
 }
 
 void sleep_for(int64_t ns) {
   Schedule& schedule = *Schedule::running();
-  schedule.wait({nullptr, schedule.now() + ns, true});
+  schedule.wait({0, schedule.now() + ns, true});
 }
 
 }  // namespace
 
 int process_id(int rank) { return kFirstProcess + rank; }
 
-void set_machine(int cores, size_t memory_bytes) {
+void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another) {
+  victims_process_lives = victim_becomes_another;
   machine_cores = cores;
   machine_bytes = memory_bytes;
 }
@@ -162,6 +172,7 @@ long __real_syscall(long, ...);
 pid_t __real_getpid();
 int __real_poll(pollfd*, nfds_t, int);
 int __real_close(int);
+int __real_fcntl(int, int, ...);
 FILE* __real_fopen(const char*, const char*);
 long __real_sysconf(int);
 int __real_sched_getaffinity(pid_t, size_t, cpu_set_t*);
@@ -172,29 +183,19 @@ ssize_t __real_process_vm_readv(pid_t, const iovec*, unsigned long, const iovec*
 // ---- memory ----------------------------------------------------------------------------------
 
 void* __wrap_mmap(void* hint, size_t bytes, int protection, int flags, int fd, off_t offset) {
-  struct stat status;
-  if (!(flags & MAP_SHARED) || (flags & MAP_FIXED) || fstat(fd, &status) != 0)
-    return __real_mmap(hint, bytes, protection, flags, fd, offset);
-  for (Mapped& part : mapped)
-    if (part.inode == status.st_ino && part.device == status.st_dev && part.offset == offset) {
-      ++part.users;
-      return part.address;
-    }
   void* address = __real_mmap(hint, bytes, protection, flags, fd, offset);
-  if (address == MAP_FAILED) return address;
-  mapped.push_back({status.st_dev, status.st_ino, offset, address, bytes, 1});
-  memory().watch(address, bytes, true, name_mapping(status.st_ino, address, offset));
+  struct stat status;
+  if (address == MAP_FAILED || fd < 0 || fstat(fd, &status) != 0) return address;
+  const Place place = flags & MAP_SHARED ? place_of_file(status.st_ino, address) + offset
+                                         : new_place();  // a copy, which nobody else sees
+  memory().watch(address, bytes, place);
+  if (!(flags & MAP_FIXED)) mapped[address] = bytes;
   return address;
 }
 
 int __wrap_munmap(void* address, size_t bytes) {
-  for (size_t i = 0; i < mapped.size(); ++i) {
-    if (mapped[i].address != address) continue;
-    if (--mapped[i].users > 0) return 0;
-    memory().unwatch(address);
-    mapped.erase(mapped.begin() + i);
-    break;
-  }
+  memory().unwatch(address, bytes);
+  mapped.erase(address);
   return __real_munmap(address, bytes);
 }
 
@@ -228,7 +229,29 @@ int __wrap_poll(pollfd* files, nfds_t count, int timeout) {
   return ready;
 }
 
-int __wrap_close(int fd) { return fd >= kFirstPidfd ? 0 : __real_close(fd); }
+int __wrap_close(int fd) {
+  locked.erase(std::remove_if(locked.begin(), locked.end(),
+                              [=](const auto& lock) { return lock.second == fd; }),
+               locked.end());
+  return fd >= kFirstPidfd ? 0 : __real_close(fd);
+}
+
+/// Locks are the system's own. Those of a rank that has died go as the kernel would have them go.
+int __wrap_fcntl(int fd, int command, ...) {
+  va_list list;
+  va_start(list, command);
+  const long argument = va_arg(list, long);
+  va_end(list);
+  Schedule* schedule = Schedule::running();
+  if (schedule && command == F_OFD_SETLK) locked.push_back({schedule->current().rank, fd});
+  if (schedule && command == F_OFD_GETLK)
+    for (auto& [rank, locked_fd] : locked)
+      if (locked_fd >= 0 && seen_dead(rank, false)) {
+        __real_close(locked_fd);
+        locked_fd = -1;
+      }
+  return __real_fcntl(fd, command, argument);
+}
 
 /// Of /proc/PID/stat, what is read.
 FILE* __wrap_fopen(const char* path, const char* mode) {
@@ -324,7 +347,7 @@ int pthread_join(pthread_t thread, void**) {
   Schedule& schedule = *Schedule::running();
   Fiber& fiber = *schedule.fibers()[thread - 1];
   schedule.point();
-  while (fiber.state != Fiber::State::kDone) schedule.wait({&fiber, kNoMoment, true});
+  while (fiber.state != Fiber::State::kDone) schedule.wait({number_of(&fiber), kNever, true});
   memory().join(fiber);
   return 0;
 }
@@ -344,7 +367,7 @@ int pthread_mutex_lock(pthread_mutex_t* mutex) noexcept {
 int pthread_mutex_trylock(pthread_mutex_t* mutex) noexcept {
   if (!Schedule::running()) return 0;
   Schedule::running()->point();
-  if (owners.count(mutex)) return EBUSY;
+  if (held(mutex)) return EBUSY;
   lock(mutex, CODE);
   return 0;
 }
@@ -355,7 +378,7 @@ int pthread_mutex_unlock(pthread_mutex_t* mutex) noexcept {
 }
 
 int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) {
-  return wait_on(condition, mutex, kNoMoment, CODE);
+  return wait_on(condition, mutex, kNever, CODE);
 }
 int pthread_cond_timedwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
                            const timespec* until) {
@@ -377,9 +400,10 @@ int pthread_cond_broadcast(pthread_cond_t* condition) noexcept {
 }  // extern "C"
 
 void unmap_leftovers() {
-  for (const Mapped& part : mapped) __real_munmap(part.address, part.bytes);
+  for (const auto& [address, bytes] : mapped) __real_munmap(address, bytes);
   mapped.clear();
   owners.clear();
+  locked.clear();
 }
 
 }  // namespace tilework::simulation

@@ -10,8 +10,9 @@ namespace tilework::simulation {
 
 /// The process id of a rank.
 int process_id(int rank);
-/// Of the machine: cores that each rank may run on, and bytes of memory.
-void set_machine(int cores, size_t memory_bytes);
+/// Of the machine: cores that each rank may run on, bytes of memory; and if a rank that dies leaves a
+/// process behind, as exec does.
+void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another);
 /// Unmap what dead ranks have left mapped.
 void unmap_leftovers();
 
