@@ -123,8 +123,10 @@ class Run:
 
     def write_local(self, tensor: Tensor, number: float) -> None:
         """Multiply a tensor by a number, by way of its local tensor."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.mul_(number)
+        if isinstance(tensor, DTensor) and tensor._spec.reduce_op in (None, "sum"):
+            tensor.to_local().mul_(number)
+        else:  # plain, or a product of local tensors
+            tensor.mul_(number)
         tensor.detach()  # a view that is a copy is written to its base when it is next used
 
     def watch(self, tensor: Tensor, name: str) -> None:

@@ -328,7 +328,8 @@ def _become_view(c: Chooser) -> str:
 
 
 def _watch(c: Chooser) -> str:
-    x = c.any(lambda t: t.requires_grad)
+    # Of a view that shows what was written, hooks see what torch computes anew from its base.
+    x = c.any(lambda t: t.requires_grad and not (t._is_view() and t._version))
     return f"watch({x}, {x!r})"
 
 

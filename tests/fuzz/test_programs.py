@@ -37,6 +37,39 @@ def test_what_goes_wrong_is_made_short() -> None:
         "with torch.inference_mode(): write_local(v1, 0.0)",
         "v0 = leaf('v0', (4, 4), 83, 'S0')\nv2 = torch.nn.functional.layer_norm(v0.t(), (4,))",
         "v0 = data((1,), 99, 'S0')\nv0[:] += 2.0\nv3 = v0.unfold(-1, 1, 2)",
+        # Writes in inference mode to what only a copy shows.
+        "v0 = data((3, 1), 11, 'S1')\nwith torch.inference_mode(): write_local(v0[2:3, -1], 0.25)",
+        "v0 = data((4, 4), 78, 'S0')\n"
+        "with torch.inference_mode(): write_local(v0[-1, 2:4].data, -1.5)",
+        "v0 = leaf('v0', (7, 2), 16, 'S1')\nv1 = v0 * 2\nv2 = v1[..., 0]\n"
+        "write_local(v1[2:4, :2].data, 0.0)",
+        # Hooks after an operator that changes dims in place.
+        "v0 = leaf('v0', (2, 2, 2), 75, 'P')\nv1 = torch.cat([v0, v0], -3)\nv1.unsqueeze_(-1)\n"
+        "watch(v1, 'v1')\nv1[1, 1, -2, :1:2] = 0.25",
+        "v0 = leaf('v0', (2, 3, 4), 23, 'R')\nv1 = v0.sin()\nv2 = v1[0] * 2\nv1.squeeze_()\n"
+        "v3 = v1.relu()\nwatch(v1, 'v1')\ntorch._foreach_copy_([v1[:].detach()], [v3])",
+        "v0 = leaf('v0', (4, 6), 54, 'S1')\nv1 = v0[1:1, 3]\n"
+        "v2 = recomputed(lambda a: a.sin() + a, v1, reentrant=True)\nv2.unsqueeze_(0)",
+        # Elements that are one in memory.
+        "v0 = data((3,), 79, 'P')\nv1 = v0.unfold(0, 2, 1)\nv1 += 2.0",
+        "v0 = data((4, 3), 79, 'S0')\nv1 = v0.unfold(0, 2, 1)\nv1.mul_(2.0)\nv1[1] = 3.0",
+        "v0 = data((3, 1), 69, 'S1')\nv1 = v0.expand([2, 3, 3])\n"
+        "torch._foreach_mul_([v1[-2, 3:3, ..., 2].t()], 0.5)\nv1[0, :, 0].mul_(2.0)",
+        "v0 = data((4, 6), 36, 'P')\nv1 = v0[:, None].expand([4, 3, 6])\nv1.fill_(0.5)",
+        "v0 = leaf('v0', (1, 6), 42, 'S0')\nv1 = v0.expand([2, 6])\n"
+        "write_local(v1[1:2].data, 0.25)\nv2 = v1[:, 0]",
+        # Views that have left their base's graph.
+        "v0 = leaf('v0', (4, 4), 86, 'S0')\nv1 = v0.prod(-1)\n"
+        "with torch.no_grad(): v2 = v1.select(-1, -4)\nv4 = v1[..., 0]\nv5 = v1.sum(-1)\n"
+        "v2.addcmul_(v5, v5, value=0.5)\nv4.addcmul_(v5, v5, value=0.5)",
+        "v0 = leaf('v0', (), 78, 'R')\nv1 = data((2, 3, 4), 97, 'S2')\nv2 = v1.select(-1, 1)\n"
+        "with torch.no_grad(): v3 = v2.swapaxes(-1, 0)\nv2[:0] += v0",
+        "v0 = leaf('v0', (2, 3, 4), 60, 'S1')\nv1 = v0[-1, 0]\nv2 = v1[1:3, None]\n"
+        "with torch.no_grad(): write_local(v2, 0.25)",
+        # What torch takes for images, and values of leading dims of size 1.
+        "v0 = data((2, 3, 4), 16, 'R')\nv1 = v0.unsqueeze(-3).permute([0, 3, 2, 1])\n"
+        "v2 = torch.cat([v1, v1], 1)",
+        "v0 = data((1, 6), 15, 'S0')\nv1 = v0 + 1\nv1[:1] = 0.5\nv1[v1 > 0.3] = v0",
     ],
 )
 def test_programs_that_went_wrong_once(program: str) -> None:

@@ -46,6 +46,8 @@ class DTensorBase(TiledTensor):
     _writes: int = 0
     #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
     _anchor: DTensorBase | None = None
+    #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.
+    _became: tuple[DTensorBase, Callable[[Any], Any]] | None = None
     #: Copied views whose local tensors were handed out, kept by the tensor that owns the memory.
     _handed_out: list[Any] | None = None
     #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
@@ -169,8 +171,8 @@ class View:
     """
 
     __slots__ = (
-        *("apart", "base", "graded", "inference", "local", "redo", "required", "shares", "value"),
-        *("version", "write", "writes"),
+        *("apart", "base", "graded", "local", "redo", "required", "shares", "value", "version"),
+        *("write", "writes"),
     )
 
     def __init__(
@@ -185,7 +187,6 @@ class View:
         self.base, self.value, self.redo, self.write = base, value, redo, write
         self.shares, self.apart = shares, apart
         self.graded = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
         self.note()
 
     def note(self) -> None:

@@ -19,6 +19,8 @@ Ints = tuple[int, ...]
 
 #: The most specs that a mesh keeps before it drops all.
 _MOST_SPECS = 1 << 14
+#: Elements of so many places are looked at one by one.
+_MOST_SEARCHED = 1 << 20
 
 
 class DTensorSpec:
@@ -187,6 +189,18 @@ class DTensorSpec:
         return spec_of(self.mesh, placements, self.shape, order, self.strides)
 
     @cached_property
+    def repeats(self) -> bool:
+        """True if elements along a dim are one in memory, as those of an expanded dim are."""
+        return 0 not in self.shape and any(
+            size > 1 and not stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """True if several elements are one in memory, as those of an unfolded dim are."""
+        return self.repeats or has_overlap(self.shape, self.strides)
+
+    @cached_property
     def digest(self) -> int:
         """A hash that is the same on all ranks, in all processes."""
         mesh = self.mesh.spec
@@ -281,6 +295,34 @@ def row_major(shape: Ints) -> Ints:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=1 << 12)
+def has_overlap(shape: Ints, strides: Ints) -> bool:
+    """True if elements of a tensor of these strides lie at one place in memory.
+
+    Of many elements that may, they are said to.
+
+    Example:
+        >>> has_overlap((3, 2), (1, 1)), has_overlap((3, 2), (2, 1)), has_overlap((3, 2), (2, 3))
+        (True, False, False)
+    """
+    if 0 in shape:
+        return False
+    dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
+    reach = 0  # of the dims so far
+    for stride, size in dims:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    if math.prod(shape) > _MOST_SEARCHED:
+        return True
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + stride * torch.arange(size)
+    return len(set(places.flatten().tolist())) < places.numel()
 
 
 def _new_spec(

@@ -216,6 +216,7 @@ class DTensor(DTensorBase):
         """
         if self._view_of is not None:
             copied_views.refresh(self)
+        if self._viewed is not None:
             copied_views.hand_out(self)
         if grad_placements is None:
             return local_graph.local_of(self)
@@ -328,9 +329,8 @@ class DTensor(DTensorBase):
     def data(self) -> DTensor:
         if self._view_of is not None:
             copied_views.refresh(self)
-        return copied_views.same_memory(
-            self, self._local_tensor.data, lambda x: x.data, apart="data"
-        )
+        local = self._local_tensor.data
+        return copied_views.same_memory(self, local, copied_views.data_of, apart="data")
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -407,7 +407,7 @@ class DTensor(DTensorBase):
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    *("_handed_out", "_made_without_grad"),
+    *("_became", "_handed_out", "_made_without_grad"),
     *("_digest", "_made", "_written", "_content", "_family", "_passes"),
 }
 

@@ -121,14 +121,45 @@ def check_no_leaf(tensor: DTensorBase) -> None:
         )
 
 
-def become_view(tensor: DTensorT, anchor: DTensorT, result: DTensorT) -> DTensorT:
+def begin_anew(tensor: DTensorBase) -> None:
+    """Give a tensor a place of its own in the graph, as an operator in place does.
+
+    Hooks that follow get the gradient of what is computed from now on.
+    """
+    local = tensor._local_tensor
+    if local.requires_grad and not local._is_view() and not local.is_leaf:
+        _Anew.apply(local)  # type: ignore[no-untyped-call]
+
+
+class _Anew(torch.autograd.Function):
+    """The identity, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        ctx.mark_dirty(local)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def become_view(
+    tensor: DTensorT, anchor: DTensorT, result: DTensorT, change: Callable[[Any], Any]
+) -> DTensorT:
     """Make ``tensor`` a view of its own anchor, which takes over its memory.
 
     Args:
         tensor: The tensor.
         anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
         result: The view.
+        change: Makes the view of the anchor.
     """
+    anchor._became = tensor._became
+    base = anchor._local_tensor
+    shares = result._local_tensor is base or result._local_tensor._is_view()
+    is_place = anchor._became is not None or not base._is_view()
+    tensor._became = (anchor, change) if shares and is_place else None
     view, shown = result._view_of, result._viewed
     if tensor.requires_grad and tensor.is_leaf:  # it stays the leaf
         local = anchor._local_tensor
@@ -256,6 +287,8 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
+    if tensor._became is not None:
+        return register_hook(tensor._became[0], _changed_hook(hook, tensor._became[1]))
     spec = tensor._spec.grad_spec
 
     def called(grad: Tensor) -> Tensor | None:
@@ -272,6 +305,25 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
 
     local: Any = local_of(tensor)
     return local.register_hook(called)
+
+
+def _changed_hook(
+    hook: Callable[[Tensor], Tensor | None], change: Callable[[Any], Any]
+) -> Callable[[Tensor], Tensor | None]:
+    """A hook for what a tensor was before an operator in place that only changed its dims.
+
+    torch orphans what was registered on a view once its base is written to.
+    """
+
+    def called(grad: Tensor) -> Tensor | None:
+        result = hook(change(grad))
+        if result is None:
+            return None
+        before = torch.empty_like(grad)
+        change(before).copy_(result)
+        return before
+
+    return called
 
 
 def autograd_grad(

@@ -90,6 +90,7 @@ class _Link(torch.autograd.Function):
     ) -> Tensor:
         # In lists, where C++ does not take the wrappers for inputs.
         (ctx.tensor,), ctx.leaves = tensor, leaves
+        ctx.spec = ctx.tensor._spec  # which operators in place may change
         return local.detach()
 
     @staticmethod
@@ -102,7 +103,7 @@ class _Link(torch.autograd.Function):
         # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
         torch.autograd.Variable._execution_engine.run_backward(
             (ctx.tensor,),
-            (wrap_as(type(ctx.tensor), grad, ctx.tensor._spec.dual),),
+            (wrap_as(type(ctx.tensor), grad, ctx.spec.dual),),
             True,
             False,
             (),

@@ -32,6 +32,7 @@ from tilework.dtensor.dispatch.call_key import (
     position_names,
 )
 from tilework.dtensor.dispatch.local_inputs import local_inputs
+from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
 from tilework.dtensor.dispatch.results import (
     call_with_out,
     came_from,
@@ -133,6 +134,8 @@ class Operator:
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:  # noqa: C901, PLR0912, PLR0915
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
+        if self.in_place and args and is_window(self.name, args[0]):
+            return write_in_memory(self._title, func, args, kwargs)
         key: list[Any] = [func]
         tensors: list[Tensor] = []
         local_args: list[Any] = []

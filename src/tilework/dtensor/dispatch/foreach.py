@@ -11,6 +11,7 @@ from torch import Tensor
 from tilework.comm.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.dispatch.overlapping import check_writable
 from tilework.dtensor.propagation.propagation import refuse_to_write
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
@@ -73,9 +74,11 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
-    """Raise, before anything is written, if a plain tensor would get the values of DTensors."""
+    """Raise, before anything is written, where torch would not write, or not to what it should."""
     for at, target in enumerate(lists[0]):
         if target.__class__ is DTensor:
+            if target._spec.repeats:
+                check_writable(_plain_name(name), target)
             continue
         for others in lists[1:]:
             if at < len(others) and others[at].__class__ is DTensor and others[at].dim():

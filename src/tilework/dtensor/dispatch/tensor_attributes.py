@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.base import memory_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.memory_layout import offset_of
 from tilework.tiled.op_table import dtensor_handler
 
 
@@ -55,7 +57,7 @@ def _stride(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dtensor_handler("storage_offset")
 def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
-    return copied_views.offset_of(args[0])
+    return offset_of(args[0])
 
 
 @dtensor_handler("is_contiguous")
@@ -66,12 +68,18 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
 
 @dtensor_handler(
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device"),
-    *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared"),
+    *("is_conj", "is_neg", "is_pinned", "is_shared"),
     *("_is_view", "_is_zerotensor", "is_distributed", "is_coalesced"),
     *("dense_dim", "sparse_dim", "_nnz", "is_sparse", "q_scale", "qscheme"),
 )
 def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*[local_graph.plain(arg) for arg in args], **kwargs)
+
+
+@dtensor_handler("is_inference")
+def _is_inference(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if the memory's owner was made in inference mode: copied views never are."""
+    return bool(func(*[local_graph.plain(memory_of(arg)) for arg in args], **kwargs))
 
 
 @dtensor_handler("_has_compatible_shallow_copy_type")
@@ -107,7 +115,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor: DTensor = args[0]
     if tensor._view_of is None:
         result = wrap(tensor._local_tensor.detach(), tensor._spec)
-        result._viewed = (tensor, tensor._spec, None, (), {})
+        result._viewed = (tensor, tensor._spec, Tensor.detach, (), {})
         return result
     copied_views.refresh(tensor)
     local = tensor._local_tensor.detach()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilework.comm import provenance
+from tilework.dtensor.dispatch.overlapping import check_writable
 from tilework.dtensor.dispatch.results import came_from
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in, stable_digest
@@ -24,6 +25,11 @@ _OVERWRITE = frozenset(
         *("bernoulli", "constant", "kaiming_uniform"),
     )
 )
+#: In place, but they only change dims, or the place in the graph.
+_WRITES_NOTHING = frozenset(
+    f"{name}_"
+    for name in ("transpose", "t", "squeeze", "unsqueeze", "as_strided", "detach", "requires_grad")
+)
 
 
 def tracked(name: str, handler: Handler) -> Handler:
@@ -38,6 +44,8 @@ def tracked(name: str, handler: Handler) -> Handler:
     first = int(name in _OVERWRITE)
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if writes and name not in _WRITES_NOTHING and args:
+            check_writable(name[:-1], args[0])
         operands = tensors_in((args, [*kwargs.values()]))
         by_mesh = _digests_by_mesh(own, operands)
         seeds = [own] if by_mesh else seeds_in(kwargs, seeds_in(args[first:], [own]))

@@ -40,6 +40,8 @@ _ASKED = """
 """
 #: Elementwise, but their results are contiguous.
 _CONTIGUOUS = frozenset({"masked_fill"})
+#: Their results have the memory format of images only if all their inputs have.
+_JOINED = frozenset({"cat", "concat", "concatenate"})
 #: They take a number as a tensor without dims.
 _WITH_NUMBERS = """
     add bitwise_and bitwise_or bitwise_xor div eq floor_divide fmod ge gt le lt mul ne remainder
@@ -82,7 +84,8 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         if entry.name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
             operands.append(((), ()))
         return [elementwise_strides(out.shape, operands) for out in outputs]
-    return _as_images(call.tensors, inputs, outputs)
+    shapes = [tuple(tensor.shape) for tensor in call.tensors]
+    return _as_images(entry, shapes, inputs, outputs)
 
 
 def composed_strides(
@@ -198,7 +201,7 @@ def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> I
 
 
 #: The dims of images, the innermost first.
-_CHANNELS_LAST = (1, 3, 2, 0)
+_CHANNELS_LAST, _CHANNELS_LAST_3D = (1, 3, 2, 0), (1, 4, 3, 2, 0)
 
 
 def _in_order(shape: Ints, order: Sequence[int]) -> Ints:
@@ -253,21 +256,35 @@ def _is_row_major(shape: Ints, strides: Ints) -> bool:
 
 
 def _as_images(
-    tensors: Sequence[Tensor], strides: Sequence[Ints], outputs: Sequence[DTensorSpec]
+    entry: OpEntry, shapes: Sequence[Ints], strides: Sequence[Ints], outputs: Sequence[DTensorSpec]
 ) -> list[Ints] | None:
-    """The strides of results in the memory format of images, if the first input has it."""
-    first, its = tensors[0], strides[0]
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(first.dim())
-    if memory_format is None or _is_row_major(tuple(first.shape), its):
-        return None
-    on = torch.empty_strided(first.shape, its, device="meta")
-    if not on.is_contiguous(memory_format=memory_format):
+    """The strides of results in the memory format of images, if the first input has it.
+
+    Joined tensors all have to.
+    """
+    count = len(shapes) if entry.name in _JOINED else 1
+    order = _image_order(shapes[0], strides[0])
+    if order is None or any(
+        _image_order(*each) != order for each in zip(shapes[1:count], strides[1:count], strict=True)
+    ):
         return None
     return [
-        tuple(
-            torch.empty(spec.shape, device="meta", memory_format=memory_format).stride()
-            if spec.ndim == first.dim()
-            else spec.strides
-        )
+        _in_order(spec.shape, order) if spec.ndim == len(order) else spec.strides
         for spec in outputs
     ]
+
+
+def _image_order(shape: Ints, strides: Ints) -> Ints | None:
+    """The dims of images, the innermost first, if strides are those of their memory format.
+
+    As torch sees it: what is no image but might be, by dims of one element, is none.
+    """
+    order = {4: _CHANNELS_LAST, 5: _CHANNELS_LAST_3D}.get(len(shape))
+    if order is None or 0 in shape or not strides[1]:
+        return None
+    least = 0
+    for dim in order:
+        if strides[dim] < least or (dim == 0 and least == strides[1]):
+            return None
+        least = strides[dim] * (shape[dim] if shape[dim] > 1 else 1)
+    return order

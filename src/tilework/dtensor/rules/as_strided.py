@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,72 +11,28 @@ from torch import Tensor
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.results import call_with_out
 from tilework.dtensor.propagation.strides import storage_of
-from tilework.dtensor.spec import Ints, spec_of
+from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.memory_layout import full_in_memory_order, memory_order, replicated_as
+from tilework.dtensor.views.memory_layout import (
+    Window,
+    full_memory,
+    offset_of,
+    replicated_as,
+    window_of,
+    write_memory,
+)
 from tilework.layout import Replicate
 from tilework.tiled.op_table import dtensor_handler
 
 
-class _Window(NamedTuple):
-    """Elements of a memory: a shape, strides, and where they begin."""
-
-    size: Ints
-    strides: Ints
-    offset: int
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The elements that it shows of a memory."""
-        return memory.as_strided(*self)
-
-
-def _window_of(tensor: DTensor) -> _Window:
-    spec = tensor._spec
-    return _Window(spec.shape, spec.strides, copied_views.offset_of(tensor))
-
-
-def _memory(tensor: DTensor) -> Tensor:
-    """All elements of the memory that a tensor shows, in a plain tensor of one dim.
-
-    Collective; differentiable with respect to the tensor, as in torch.
-    """
-    owner = memory_of(tensor)
-    if owner is tensor:
-        return _flat(tensor)
-    with torch.no_grad():
-        memory = _flat(owner.detach()).clone()
-    _window_of(tensor).of(memory).copy_(tensor.full_tensor())
-    return memory
-
-
-def _flat(owner: Any) -> Tensor:
-    full = full_in_memory_order(owner)
-    return full.permute(memory_order(owner._spec)).reshape(-1)
-
-
-def _to_memory(tensor: DTensor, memory: Tensor) -> None:
-    """Write all elements of the memory that a tensor shows. Collective; differentiable."""
-    owner: Any = memory_of(tensor)
-    order = memory_order(owner._spec)
-    inverse = [order.index(dim) for dim in range(len(order))]
-    shape = [owner.shape[dim] for dim in order]
-    if owner is tensor:
-        tensor.copy_(replicated_as(tensor, memory.view(shape).permute(inverse)))
-        return
-    with torch.no_grad():
-        full = memory.detach().view(shape).permute(inverse)
-        owner.detach().copy_(replicated_as(owner, full))
-    tensor.copy_(replicated_as(tensor, _window_of(tensor).of(memory)))
-
-
 def _arguments(
     input: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> tuple[DTensor, _Window]:
+) -> tuple[DTensor, Window]:
     if input._view_of is not None:
         copied_views.refresh(input)
-    offset = copied_views.offset_of(input) if storage_offset is None else int(storage_offset)
-    return input, _Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
+    offset = offset_of(input) if storage_offset is None else int(storage_offset)
+    return input, Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
 
 
 @dtensor_handler("as_strided")
@@ -93,13 +49,13 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
         )
 
     def redo(x: DTensor) -> DTensor:
-        return wrap(window.of(_memory(x)), spec)
+        return wrap(window.of(full_memory(x)), spec)
 
     def write(x: DTensor, value: DTensor) -> None:
-        memory = _memory(x)
+        memory = full_memory(x)
         memory = memory.clone() if memory.requires_grad else memory
         window.of(memory).copy_(value.full_tensor())
-        _to_memory(x, memory)
+        write_memory(x, memory)
 
     result = redo(input)
     copied_views.mark(result, input, redo, write)
@@ -134,8 +90,8 @@ def _as_strided_scatter(func: Any, args: Any, kwargs: Any) -> DTensor:
     src = {**arguments, **kwargs}.pop("src")
     rest = {name: value for name, value in {**arguments, **kwargs}.items() if name != "src"}
     input, window = _arguments(**rest)
-    memory = _memory(input).clone()
+    memory = full_memory(input).clone()
     window.of(memory).copy_(src.full_tensor() if isinstance(src, DTensor) else src)
-    result = replicated_as(input, _window_of(input).of(memory))
+    result = replicated_as(input, window_of(input).of(memory))
     result._spec = result._spec.with_strides(input._spec.strides)
     return result

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import memory_of
+from tilework.dtensor.dispatch.overlapping import check_writable
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
@@ -65,6 +66,8 @@ def _set(input: Tensor, index: Any, value: Any) -> None:
         return
     if _shares_memory(input, value):
         value = value.clone()
+    if isinstance(value, Tensor):
+        value = _without_leading_ones(value)
     mask = _only_mask(input, index)
     if mask is not None and _is_scalar(value):
         input.masked_fill_(mask, value)
@@ -133,7 +136,14 @@ def _without(value: Tensor, shape: list[int]) -> Tensor:
     return value.reshape(value.shape[value.dim() - len(shape) :]).expand(shape)
 
 
+def _without_leading_ones(value: Tensor) -> Tensor:
+    """The value without leading dims of size 1, which torch drops before it broadcasts."""
+    ones = next((dim for dim, size in enumerate(value.shape) if size != 1), value.dim())
+    return value.reshape(value.shape[ones:]) if ones else value
+
+
 def _fill(target: Tensor, value: Any) -> None:
+    check_writable("x[range] = value", target)
     if isinstance(value, Tensor):
         if value.dim() > target.dim():
             value = _without(value, list(target.shape))

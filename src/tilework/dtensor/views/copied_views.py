@@ -13,6 +13,7 @@ that owns the memory, since torch counts neither those to ``x.data`` nor those i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +30,14 @@ from tilework.dtensor.base import (
     wrap_as,
 )
 from tilework.dtensor.provenance.digests import digest_of, follow
-from tilework.dtensor.spec import DTensorSpec
-from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
+from tilework.dtensor.views.memory_layout import (
+    base_then,
+    full_in_memory_order,
+    full_memory,
+    replicated_as,
+    window_of,
+    write_memory,
+)
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
 WATCHED: View = object.__new__(View)
@@ -67,9 +74,19 @@ def mark(
         redo: As for :class:`~tilework.dtensor.base.View`; ``write``, ``shares`` and ``apart`` too.
     """
     assert isinstance(tensor, DTensorBase)
+    if not shares:
+        tensor._local_tensor = _counting(tensor._local_tensor)
     anchor = anchor_of(base)
     tensor._view_of = View(anchor, tensor._local_tensor, redo, write, shares, apart)
     tensor._viewed = (anchor, anchor._spec, redo, (), {})
+
+
+def _counting(copy: Tensor) -> Tensor:
+    """A copied view's local tensor as one that counts writes, which inference tensors do not."""
+    if not copy.is_inference():
+        return copy
+    with torch.inference_mode(False):
+        return copy.clone()
 
 
 def viewed(
@@ -107,9 +124,16 @@ def viewed(
     return result
 
 
-def same_memory(
-    tensor: DTensorT, local: Tensor, redo: Callable[[DTensorT], DTensorT], apart: str = ""
-) -> DTensorT:
+def data_of(tensor: Tensor) -> Tensor:
+    """The tensor's data: the same memory, whose writes torch does not count."""
+    return tensor.data
+
+
+#: What cuts a tensor that shares memory off the graph.
+_APART: dict[str, Callable[[Any], Any]] = {"detach": Tensor.detach, "data": data_of}
+
+
+def same_memory(tensor: DTensorT, local: Tensor, redo: Redo, apart: str = "") -> DTensorT:
     """A further tensor of the same layout, whose local tensor shares the memory of the first's.
 
     Args:
@@ -122,7 +146,8 @@ def same_memory(
     follow(result, tensor)
     view = tensor._view_of
     if view is None or view is WATCHED:
-        result._view_of, result._viewed = view, (tensor, tensor._spec, None, (), {})
+        result._view_of = view
+        result._viewed = (tensor, tensor._spec, _APART.get(apart), (), {})
     else:
         mark(result, tensor, redo, shares=True, apart=apart)
     return result
@@ -157,15 +182,33 @@ def refresh(tensor: DTensorBase) -> None:
     if base._view_of is not None:
         refresh(base)
     if view.is_stale:
-        with torch.inference_mode(view.inference), torch.set_grad_enabled(view.graded):
+        with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
             anew = view.redo(base)._local_tensor
-        if view.value.requires_grad and view.value.is_leaf:  # it stays the leaf
+        anew = anew if view.shares else _counting(anew)
+        if _has_own_graph(view):
             view.value.data = anew.detach()
+            torch.autograd.graph.increment_version(view.value)
         else:
             view.value = anew
         view.note()
     if tensor._local_tensor is not view.value:
         tensor._local_tensor, tensor._aliases = view.value, None
+
+
+def _has_own_graph(view: View) -> bool:
+    """True if a view keeps its place in the graph when it shows something else.
+
+    It is a leaf, or cut off the base's graph and was itself written to.
+    """
+    value = view.value
+    if not value.requires_grad:
+        return False
+    if view.apart:
+        return True
+    try:
+        return value.is_leaf
+    except RuntimeError:  # a view that was made without gradients, of what has them since
+        return False
 
 
 def wrote(tensor: DTensorBase) -> None:
@@ -197,13 +240,17 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
         return
     apart = max(apart, view.apart, key=len)
     base = view.base
-    if view.shares:
+    if base._spec.overlaps:
+        with torch.no_grad() if apart else nullcontext():
+            full = wrap_as(type(tensor), tensor._local_tensor, tensor._spec).full_tensor()
+        write_overlapping(tensor, lambda shown: shown.copy_(full), apart)
+    elif view.shares:
         if base._view_of is not None:
             write_back(base, apart)
     else:
         local = tensor._local_tensor
         if apart:
-            base = base.data if apart == "data" else base.detach()  # type: ignore[assignment]
+            base = _apart(base, apart)
             local = local.detach()
         # By itself, for it would be computed anew as what it was written to.
         value = wrap_as(type(tensor), local, tensor._spec)
@@ -211,6 +258,47 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
             (view.write or _write_gathered(view.redo))(base, value)
     if tensor._local_tensor is view.value:
         view.note()
+
+
+def _apart(base: DTensorBase, apart: str) -> DTensorBase:
+    return base.data if apart == "data" else base.detach()  # type: ignore[return-value]
+
+
+def shown_of(tensor: DTensorBase) -> tuple[DTensorBase, str]:
+    """The nearest base of a view that shows no memory by way of elements that share places.
+
+    Returns:
+        The base; and how the view is cut off its graph.
+    """
+    base, apart, found = tensor, "", (tensor, "")
+    while (viewed := base._viewed) is not None:
+        view = base._view_of
+        if view is not None and view is not WATCHED:
+            apart = max(apart, view.apart, key=len)
+        elif viewed[2] is Tensor.detach or viewed[2] is data_of:
+            apart = "data" if viewed[2] is data_of else apart or "detach"
+        overlaps, base = base._spec.overlaps, base_then(base)
+        if overlaps:
+            found = base, apart
+    return found
+
+
+def write_overlapping(tensor: DTensorBase, write: Callable[[Tensor], Any], apart: str = "") -> None:
+    """Write to a view whose elements, or whose base's, share places in memory. Collective.
+
+    Args:
+        tensor: The view.
+        write: Writes to the full view, a plain tensor in memory of such strides.
+        apart: How what is written to is cut off the view's graph.
+    """
+    base, its = shown_of(tensor)
+    apart = max(apart, its, key=len)
+    base = _apart(base, apart) if apart else base
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
+        memory = full_memory(base)
+        memory = memory.clone() if memory.requires_grad else memory
+        write(window_of(tensor).of(memory))
+        write_memory(base, memory)
 
 
 def _write_gathered(redo: Redo) -> Write:
@@ -226,28 +314,47 @@ def _write_gathered(redo: Redo) -> Write:
 
 
 def hand_out(tensor: DTensorBase) -> None:
-    """Note that a copied view's local tensor is handed out, to be written to by others. Local."""
+    """Note that a local tensor is handed out, to be written to by others. Local.
+
+    So are those of copied views, and those whose writes are not counted with their base's.
+    """
     view = tensor._view_of
-    if view is None or view is WATCHED:
+    if view is WATCHED:
+        view = None
+    if view is None and not _counts_apart(tensor):
         return
     owner, local = memory_of(tensor), tensor._local_tensor
     known = owner._handed_out or []
     if any(held._local_tensor is local for held, *_ in known):
         return
 
-    def write(base: DTensorBase, value: DTensorBase) -> None:
-        view.redo(base).copy_(value)
-
     held = wrap_as(type(tensor), local, tensor._spec)
     held._viewed = tensor._viewed
-    kept = write if view.shares else view.write
-    held._view_of = View(view.base, local, view.redo, kept, apart=view.apart)
     owner._handed_out = [*known, _noted(held)][-_MOST_HANDED_OUT:]
+    if view is None:
+        return
+    redo = view.redo
+
+    def write(base: DTensorBase, value: DTensorBase) -> None:
+        redo(base).copy_(value)
+
+    kept = write if view.shares else view.write
+    held._view_of = View(view.base, local, redo, kept, apart=view.apart)
     base: DTensorBase | None = tensor
     while base is not None:
         if base._view_of is None:
             base._view_of = WATCHED
         base = None if base._viewed is None else base._viewed[0]
+
+
+def _counts_apart(tensor: DTensorBase) -> bool:
+    """True if torch does not count writes to a local tensor with those to its base's."""
+    base = tensor
+    while (viewed := base._viewed) is not None:
+        if viewed[2] is data_of:
+            return True
+        base = viewed[0]
+    return False
 
 
 #: Of more local tensors of one tensor's views the oldest are forgotten.
@@ -259,7 +366,12 @@ _HandedOut = tuple[DTensorBase, int, Any]
 
 
 def _noted(held: DTensorBase) -> _HandedOut:
-    return held, version_of(held._local_tensor), held._local_tensor.grad_fn
+    return held, version_of(held._local_tensor), _node_of(held._local_tensor)
+
+
+def _node_of(local: Tensor) -> Any:
+    """The node that tells a write in the graph: a tensor's, or that of the base of torch's view."""
+    return (local if local._base is None else local._base).grad_fn
 
 
 def _write_back_handed_out(owner: DTensorBase) -> None:
@@ -270,7 +382,7 @@ def _write_back_handed_out(owner: DTensorBase) -> None:
         for at, (held, version, grad_fn) in enumerate(entries):
             if version_of(held._local_tensor) != version:
                 # In the graph, if the write was.
-                with torch.set_grad_enabled(held._local_tensor.grad_fn is not grad_fn):
+                with torch.set_grad_enabled(_node_of(held._local_tensor) is not grad_fn):
                     wrote(held)
                 _renew(entries[:at] + entries[at + 1 :])
                 entries[at] = _noted(held)
@@ -282,40 +394,11 @@ def _renew(entries: Sequence[_HandedOut]) -> None:
     """Give local tensors that were handed out what their bases hold now."""
     for held, *_ in entries:
         view = held._view_of
-        assert view is not None
+        if view is None:
+            continue
         if view.base._view_of is not None:
             refresh(view.base)
         if view.is_stale:
             with torch.no_grad():
                 held._local_tensor.data.copy_(view.redo(view.base.detach())._local_tensor)
             view.note()
-
-
-# -- memory ----------------------------------------------------------------------------------
-
-
-def offset_of(tensor: DTensorBase) -> int:
-    """The place in memory, in elements, at which a tensor begins, were it plain. Local."""
-    if tensor._viewed is None:
-        return 0
-    base, spec, func, args, kwargs = tensor._viewed
-    start = offset_of(base)
-    if func is None:
-        return start
-    with torch.no_grad():
-        shown = func(_meta_at(spec, base.dtype, start), *args[1:], **kwargs)
-    return int(shown.storage_offset())
-
-
-def _meta_at(spec: DTensorSpec, dtype: torch.dtype, start: int) -> Tensor:
-    extent = (
-        start
-        + 1
-        + sum(
-            (size - 1) * stride
-            for size, stride in zip(spec.shape, spec.strides, strict=True)
-            if size
-        )
-    )
-    memory = torch.empty(max(extent, 0), dtype=dtype, device="meta")
-    return memory.as_strided(spec.shape, spec.strides, start)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -32,3 +32,93 @@ def full_in_memory_order(tensor: DTensorBase) -> Tensor:
 def replicated_as(tensor: DTensorT, full: Tensor) -> DTensorT:
     """A full value, the same on all ranks, as a DTensor on the mesh of another."""
     return wrap_as(type(tensor), full, tensor._spec.replicated)
+
+
+# -- places in memory ------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """Elements of a memory: a shape, strides, and where they begin."""
+
+    size: Ints
+    strides: Ints
+    offset: int
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The elements that it shows of a memory."""
+        return memory.as_strided(*self)
+
+
+def window_of(tensor: DTensorBase) -> Window:
+    """The elements that a tensor shows of the memory that it would have. Local."""
+    return Window(tensor._spec.shape, tensor._spec.strides, offset_of(tensor))
+
+
+def full_memory(tensor: DTensorBase) -> Tensor:
+    """All elements of the memory that a tensor shows, in a plain tensor of one dim.
+
+    Collective; differentiable with respect to the tensor, as in torch.
+    """
+    owner = memory_of(tensor)
+    if owner is tensor:
+        return _flat(tensor)
+    with torch.no_grad():
+        memory = _flat(owner.detach()).clone()  # type: ignore[arg-type]
+    window_of(tensor).of(memory).copy_(tensor.full_tensor())
+    return memory
+
+
+def _flat(owner: DTensorBase) -> Tensor:
+    full = full_in_memory_order(owner)
+    return full.permute(memory_order(owner._spec)).reshape(-1)
+
+
+def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
+    """Write all elements of the memory that a tensor shows. Collective; differentiable."""
+    owner = memory_of(tensor)
+    order = memory_order(owner._spec)
+    inverse = [order.index(dim) for dim in range(len(order))]
+    shape = [owner.shape[dim] for dim in order]
+    if owner is tensor:
+        tensor.copy_(replicated_as(tensor, memory.view(shape).permute(inverse)))
+        return
+    with torch.no_grad():
+        full = memory.detach().view(shape).permute(inverse)
+        owner.detach().copy_(replicated_as(owner, full))
+    tensor.copy_(replicated_as(tensor, window_of(tensor).of(memory)))
+
+
+def base_then(tensor: DTensorBase) -> DTensorBase:
+    """The tensor that a view was made of, as it was laid out then."""
+    assert tensor._viewed is not None
+    base, spec, *_ = tensor._viewed
+    while base._spec is not spec and base._viewed is not None:
+        base = base._viewed[0]  # it has become a view of what it was
+    return base
+
+
+def offset_of(tensor: DTensorBase) -> int:
+    """The place in memory, in elements, at which a tensor begins, were it plain. Local."""
+    if tensor._viewed is None:
+        return 0
+    base, spec, func, args, kwargs = tensor._viewed
+    start = offset_of(base)
+    if func is None:
+        return start
+    with torch.no_grad():
+        shown = func(_meta_at(spec, base.dtype, start), *args[1:], **kwargs)
+    return int(shown.storage_offset())
+
+
+def _meta_at(spec: DTensorSpec, dtype: torch.dtype, start: int) -> Tensor:
+    extent = (
+        start
+        + 1
+        + sum(
+            (size - 1) * stride
+            for size, stride in zip(spec.shape, spec.strides, strict=True)
+            if size
+        )
+    )
+    memory = torch.empty(max(extent, 0), dtype=dtype, device="meta")
+    return memory.as_strided(spec.shape, spec.strides, start)

@@ -1,0 +1,67 @@
+"""Writes to tensors of which several elements are one in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilework.dtensor import distribute_tensor
+from tilework.layout import Placement, Replicate, Shard
+from tilework.mesh import init_device_mesh
+from tilework.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.copy_(torch.ones(3, 4)),
+        lambda x: torch._foreach_mul_([x], 2.0),
+        lambda x: torch.add(torch.ones(3, 4), 1, out=x.detach()),
+        lambda x: x.uniform_(),
+        lambda x: x.__setitem__(slice(None), 1.0),
+        lambda x: x.index_add_(0, torch.tensor([0]), torch.ones(1, 4)),
+    ],
+)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_what_repeats_is_written_by_no_rank(
+    write: Callable[[Tensor], object], placement: Placement
+) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        base = distribute_tensor(torch.arange(4.0).view(1, 4), mesh, [placement])
+        with pytest.raises(RuntimeError, match="single place in memory"):
+            write(base.expand(3, 4))
+        assert base.full_tensor().tolist() == [[0, 1, 2, 3]]
+
+    run_ranks(2, program)
+
+
+def test_what_repeats_takes_one_number_and_values_by_index_as_in_torch() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        base = distribute_tensor(torch.arange(4.0).view(1, 4), mesh, [Shard(1)])
+        shown = base.expand(3, 4)
+        shown[:1, 3:].fill_(7.0)
+        assert base.full_tensor().tolist() == [[0, 1, 2, 7]]
+        shown[0, 1].add_(4)
+        assert base.full_tensor().tolist() == [[0, 5, 2, 7]]
+        shown.zero_()
+        assert base.full_tensor().tolist() == [[0, 0, 0, 0]]
+
+    run_ranks(2, program)
+
+
+def test_a_window_is_written_in_the_order_of_torch() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        plain = torch.arange(5.0)
+        base = distribute_tensor(plain, mesh, [Shard(0)])
+        for x in (plain, base):
+            x.unfold(0, 3, 1).mul_(2)
+        assert torch.equal(base.full_tensor(), plain)
+
+    run_ranks(2, program)
