@@ -13,12 +13,18 @@ namespace tilework {
 namespace {
 
 constexpr uint64_t kRagged = uint64_t{1} << 24;
+constexpr uint64_t kReadsPeers = uint64_t{1} << 25, kSharesProcess = uint64_t{1} << 26,
+                   kPrefersOutboxes = uint64_t{1} << 27;
+/// Bits of a signature that ranks need not have alike.
+constexpr uint64_t kOwnBits = kReadsPeers | kSharesProcess | kPrefersOutboxes;
 constexpr int64_t kMostBytes = int64_t{1} << 40;     // no host sends more: the table is garbage
 constexpr auto relaxed = std::memory_order_relaxed;  // the step counter publishes the headers
 
-uint64_t pack_signature(const Operation& operation, bool is_ragged) {
+uint64_t pack_signature(const Operation& operation, bool is_ragged, const ReadingFlags& reading) {
   return static_cast<uint64_t>(operation.kind) | static_cast<uint64_t>(operation.dtype) << 8 |
          static_cast<uint64_t>(operation.reduce_op) << 16 | (is_ragged ? kRagged : 0) |
+         (reading.reads_peers ? kReadsPeers : 0) | (reading.shares_process ? kSharesProcess : 0) |
+         (reading.prefers_outboxes ? kPrefersOutboxes : 0) |
          static_cast<uint64_t>(operation.root) << 32;
 }
 
@@ -139,7 +145,8 @@ class ByteTables {
 };
 
 uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
-                             const std::vector<Call>& calls) {
+                             const std::vector<Call>& calls, uint64_t large_bytes,
+                             uint64_t& longest_small) {
   ByteTables tables(segment, parity, calls);
   const int size = static_cast<int>(calls.size());
   const auto kind = static_cast<OpKind>(calls[0].kind());
@@ -154,17 +161,20 @@ uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
                         " bytes to rank " + std::to_string(to) + ", which expects " +
                         std::to_string(expected) + ", in " + describe(calls[from]));
       longest = std::max(longest, sent);
+      if (static_cast<uint64_t>(sent) < large_bytes)
+        longest_small = std::max(longest_small, static_cast<uint64_t>(sent));
     }
   return static_cast<uint64_t>(longest);
 }
 
 /// The slow path of agree(): something differs, which some kinds allow.
-uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
+uint64_t compare_all_calls(const Segment& segment, unsigned parity, uint64_t large_bytes,
+                           uint64_t& longest_small) {
   std::vector<Call> calls;
   for (int rank = 0; rank < segment.size(); ++rank)
     calls.push_back(read_call(segment.control(rank).headers[parity]));
   const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<OpKind>(calls[0].kind()));
-  const uint64_t mask = may_differ ? ~kRagged : ~uint64_t{0};
+  const uint64_t mask = ~kOwnBits & (may_differ ? ~kRagged : ~uint64_t{0});
   bool calls_differ = false, labels_differ = false, provenance_differs = false;
   for (const Call& call : calls) {
     calls_differ |= call.sequence != calls[0].sequence ||
@@ -178,7 +188,9 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity) {
                                 : provenance_differs ? Difference::kProvenance
                                                      : Difference::kNone;
   if (difference != Difference::kNone) throw mismatch_fault(calls, difference);
-  return may_differ ? compare_byte_tables(segment, parity, calls) : calls[0].bytes;
+  if (may_differ) return compare_byte_tables(segment, parity, calls, large_bytes, longest_small);
+  longest_small = calls[0].bytes < large_bytes ? calls[0].bytes : 0;
+  return calls[0].bytes;
 }
 
 }  // namespace
@@ -193,7 +205,8 @@ Call read_call(const OperationHeader& header) {
   return call;
 }
 
-void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity) {
+void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
+                  const ReadingFlags& reading) {
   OperationHeader& header = segment.control(rank).headers[parity];
   const size_t bytes = first_bytes(operation);
   const bool uneven = ragged(operation.kind) &&
@@ -201,7 +214,7 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   uint64_t factor;
   memcpy(&factor, &operation.factor, sizeof factor);
   header.sequence.store(operation.sequence, relaxed);
-  header.signature.store(pack_signature(operation, uneven), relaxed);
+  header.signature.store(pack_signature(operation, uneven, reading), relaxed);
   header.bytes.store(bytes, relaxed);
   header.label.store(operation.label, relaxed);
   header.provenance.store(operation.provenance, relaxed);
@@ -218,19 +231,27 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   }
 }
 
-uint64_t agree(const Segment& segment, int rank, unsigned parity, PeerBuffers& peers) {
+uint64_t agree(const Segment& segment, int rank, unsigned parity, uint64_t large_bytes,
+               PeerBuffers& peers) {
   const Call mine = read_call(segment.control(rank).headers[parity]);
   bool uniform = !mine.ragged();
+  peers.reading = {true, true, false};
+  peers.longest_small_bytes = 0;
   for (int peer = 0; peer < segment.size(); ++peer) {
     const Call call = read_call(segment.control(peer).headers[parity]);
     peers.factors[peer] = call.factor;
     peers.inputs[peer] = call.input;
     peers.outputs[peer] = call.output;
+    peers.reading.reads_peers &= call.reads_peers();
+    peers.reading.shares_process &= call.shares_process();
+    peers.reading.prefers_outboxes |= call.prefers_outboxes();
     uniform &= call.sequence == mine.sequence && call.signature == mine.signature &&
                call.bytes == mine.bytes && call.label == mine.label &&
                call.provenance == mine.provenance;
   }
-  return uniform ? mine.bytes : compare_all_calls(segment, parity);
+  if (!uniform) return compare_all_calls(segment, parity, large_bytes, peers.longest_small_bytes);
+  if (mine.bytes < large_bytes) peers.longest_small_bytes = mine.bytes;
+  return mine.bytes;
 }
 
 }  // namespace tilework

@@ -24,23 +24,39 @@ struct Call {
   unsigned dtype() const { return signature >> 8 & 0xff; }
   unsigned reduce_op() const { return signature >> 16 & 0xff; }
   bool ragged() const { return signature >> 24 & 1; }
+  bool reads_peers() const { return signature >> 25 & 1; }
+  bool shares_process() const { return signature >> 26 & 1; }
+  bool prefers_outboxes() const { return signature >> 27 & 1; }
   int root() const { return static_cast<int>(signature >> 32); }
 };
 
 Call read_call(const OperationHeader& header);
 
-/// Per rank: its premul_sum factor, and where its buffers lie in its arena.
+/// What a rank says of its own about reading peers' memory; see peer_memory.h.
+struct ReadingFlags {
+  bool reads_peers = false;       // it can read the memory of every peer
+  bool shares_process = false;    // with all of them
+  bool prefers_outboxes = false;  // for this operation
+};
+
+/// Per rank: its premul_sum factor, and where its buffers lie in its arena. Of all ranks: what they
+/// can read.
 struct PeerBuffers {
   explicit PeerBuffers(int size) : factors(size), inputs(size), outputs(size) {}
   std::vector<double> factors;
   std::vector<uint64_t> inputs, outputs;  // arena positions, as in OperationHeader
+  ReadingFlags reading;                   // all ranks can; any rank prefers
+  uint64_t longest_small_bytes = 0;       // the longest message below `large_bytes` of agree()
 };
 
 /// Write this rank's header, and its byte-count table if its sizes differ.
-void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity);
+void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
+                  const ReadingFlags& reading);
 
 /// The longest message that one rank sends to another, in bytes, from all ranks' headers of this
-/// round; throws Fault("mismatch") where they disagree. Fills in `peers`.
-uint64_t agree(const Segment& segment, int rank, unsigned parity, PeerBuffers& peers);
+/// round; throws Fault("mismatch") where they disagree. Fills in `peers`; messages of `large_bytes` and
+/// more are not small.
+uint64_t agree(const Segment& segment, int rank, unsigned parity, uint64_t large_bytes,
+               PeerBuffers& peers);
 
 }  // namespace tilework

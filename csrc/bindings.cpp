@@ -42,6 +42,26 @@ void translate_fault(const std::exception_ptr& exception, void* payload) {
   }
 }
 
+/// The default tunables, but for those given by name.
+Tunables tunables_of(const nb::dict& given) {
+  Tunables tunables;
+  for (auto [name, value] : given) {
+    const std::string wanted = nb::cast<std::string>(name);
+    const auto* end = kTunableFields + count_of(kTunableFields);
+    const auto* field = std::find_if(kTunableFields, end,
+                                     [&](const TunableField& one) { return wanted == one.name; });
+    if (field == end) throw std::invalid_argument("tunables: there is no " + wanted);
+    tunables.*(field->value) = nb::cast<uint64_t>(value);
+  }
+  return tunables;
+}
+
+nb::dict dict_of(const Tunables& tunables) {
+  nb::dict result;
+  for (const TunableField& field : kTunableFields) result[field.name] = tunables.*(field.value);
+  return result;
+}
+
 void bind_group(nb::module_& m) {
   nb::class_<PyGroup>(m, "Group")
       .def(nb::init<int, int, int, const nb::bytes&>(), "fd"_a, "rank"_a, "size"_a, "nonce"_a)
@@ -63,6 +83,8 @@ void bind_group(nb::module_& m) {
       .def("aborted", &PyGroup::aborted)
       .def("arena", [](const PyGroup& self) { return self.core().arena(); })
       .def("close", &PyGroup::close)
+      .def("single_copy", [](const PyGroup& self) { return self.core().single_copy(); })
+      .def("tunables", [](const PyGroup& self) { return dict_of(self.core().tunables()); })
       .def("statistics", &PyGroup::statistics);
 }
 
@@ -242,6 +264,8 @@ NB_MODULE(_core, m) {
   watch_forks();
   m.attr("ABI") = kAbi;
   m.attr("DEFAULT_SLOT_BYTES") = kDefaultSlotBytes;
+  m.attr("DEFAULT_TUNABLES") = dict_of({});
+  m.attr("NEVER_BYTES") = kNeverBytes;
   m.attr("KINDS") = names_of(kKindNames, kKinds);
   m.attr("DTYPES") = names_of(kDTypeNames, kDTypes);
   m.attr("REDUCE_OPS") = names_of(kReduceOpNames, kReduceOps);
@@ -252,10 +276,11 @@ NB_MODULE(_core, m) {
 
   m.def(
       "create_segment",
-      [](int size, size_t slot_bytes, const nb::bytes& nonce) {
-        return create_segment(size, slot_bytes, std::string(nonce.c_str(), nonce.size()));
+      [](int size, size_t slot_bytes, const nb::bytes& nonce, const nb::dict& tunables) {
+        return create_segment(size, slot_bytes, std::string(nonce.c_str(), nonce.size()),
+                              tunables_of(tunables));
       },
-      "size"_a, "slot_bytes"_a, "nonce"_a);
+      "size"_a, "slot_bytes"_a, "nonce"_a, "tunables"_a = nb::dict());
   m.def(
       "segment_bytes",
       [](int size, size_t slot_bytes) { return SegmentLayout(size, slot_bytes, 0).total; },

@@ -17,92 +17,14 @@
 
 #include <algorithm>
 
+#include "routes.h"
+#include "single_copy.h"
 #include "strided_copy.h"
 
 namespace tilework {
 namespace {
 
-constexpr size_t kBlock = 16 * 1024;  // fits the first-level cache twice
-
-size_t align_down(size_t n) { return n / kLine * kLine; }
-size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }
-size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
-
-/// The number of bytes of [offset, offset + length) that a buffer has.
-size_t bytes_of(const Buffer& buffer, size_t offset, size_t length) {
-  return offset >= buffer.bytes ? 0 : std::min(length, buffer.bytes - offset);
-}
-
-/// Bytes [offset, offset + length) of a dense buffer, as far as it has them.
-Buffer slice(const Buffer& buffer, size_t offset, size_t length) {
-  if (offset >= buffer.bytes) return {buffer.data, 0};
-  return {buffer.data + offset, std::min(length, buffer.bytes - offset)};
-}
-
-size_t elements(const Operation& operation, size_t bytes) {
-  return bytes / kItemBytes[static_cast<size_t>(operation.dtype)];
-}
-
 // ---- operations that move data ---------------------------------------------------------------
-
-/// The buffers that this rank sends to and receives from each peer.
-class Routes {
- public:
-  explicit Routes(const Exchange& x) : x_(x), operation_(x.operation) {
-    size_t bytes = 0;
-    for (int i = 0; i < operation_.outputs.count; ++i) {
-      bytes += operation_.outputs[i].bytes;
-      longest_own_ = std::max(longest_own_, operation_.outputs[i].bytes);
-    }
-    for (int i = 0; i < operation_.inputs.count; ++i)
-      longest_own_ = std::max(longest_own_, operation_.inputs[i].bytes);
-    streamed_ = bytes >= kStreamedBytes;
-  }
-
-  /// True if from here on only other ranks have data to exchange. How much, only their byte-count
-  /// tables tell, which may be garbage: a rank takes part in such rounds until its deadline.
-  bool idle(size_t offset) const { return offset >= longest_own_; }
-
-  /// True if outputs are too long to stay in a cache.
-  bool streamed() const { return streamed_; }
-
-  /// True if peers get different data, so that the slot is divided among them.
-  bool split() const {
-    return operation_.kind == OpKind::kScatter || operation_.kind == OpKind::kAllToAll ||
-           operation_.kind == OpKind::kReduceScatter;
-  }
-  size_t cell_bytes() const {
-    return split() ? align_down(x_.slot_bytes / std::max(1, x_.size - 1)) : x_.slot_bytes;
-  }
-  /// The offset in the slot of `from` of the data for `to`.
-  size_t cell(int from, int to) const { return split() ? (to - (to > from)) * cell_bytes() : 0; }
-
-  Buffer outgoing(int peer) const {
-    switch (operation_.kind) {
-      case OpKind::kBroadcast: return root() ? operation_.outputs[0] : Buffer{};
-      case OpKind::kAllGather: return operation_.inputs[0];
-      case OpKind::kGather: return root() == (peer == x_.rank) ? operation_.inputs[0] : Buffer{};
-      case OpKind::kScatter: return root() ? operation_.inputs[peer] : Buffer{};
-      default: return operation_.inputs[peer];
-    }
-  }
-  Buffer incoming(int peer) const {
-    switch (operation_.kind) {
-      case OpKind::kBroadcast: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
-      case OpKind::kGather: return root() ? operation_.outputs[peer] : Buffer{};
-      case OpKind::kScatter: return peer == operation_.root ? operation_.outputs[0] : Buffer{};
-      default: return operation_.outputs[peer];
-    }
-  }
-
- private:
-  bool root() const { return x_.rank == operation_.root; }
-
-  const Exchange& x_;
-  const Operation& operation_;
-  size_t longest_own_ = 0;  // the longest message that this rank sends or receives
-  bool streamed_;
-};
 
 void write_slot(const Exchange& x, const Routes& routes, size_t offset) {
   const int last = routes.split() ? x.size : 1;
@@ -110,8 +32,12 @@ void write_slot(const Exchange& x, const Routes& routes, size_t offset) {
     const int peer = routes.split() ? i : (x.rank + 1) % x.size;
     if (peer == x.rank) continue;
     const Buffer from = routes.outgoing(peer);
+    const size_t cell = routes.cell(x.rank, peer);
     const size_t bytes = bytes_of(from, offset, routes.cell_bytes());
-    copy_rows({x.slot() + routes.cell(x.rank, peer), bytes}, 0, from, offset, bytes, false);
+    if (!routes.read_from_peer(from))
+      copy_rows({x.slot() + cell, bytes}, 0, from, offset, bytes, false);
+    else if (offset == 0)
+      x.show(cell, routes.shown_index(peer), from);
   }
 }
 
@@ -125,6 +51,7 @@ void read_slots(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;  // each rank starts elsewhere
     const Buffer to = routes.incoming(peer);
+    if (routes.read_from_peer(to)) continue;
     const size_t bytes = bytes_of(to, offset, routes.cell_bytes());
     char* from = const_cast<char*>(x.slot_of(peer)) + routes.cell(peer, x.rank);
     copy_rows(to, offset, {from, bytes}, 0, bytes, routes.streamed());
@@ -146,10 +73,47 @@ void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
   }
 }
 
+/// Read all large messages from their senders' memory; false if that failed, for whatever reason.
+bool read_large(const Exchange& x, const Routes& routes) {
+  PeerMemory::Reading reading(x.memory());
+  for (int i = 1; i < x.size; ++i) {
+    const int peer = (x.rank + i) % x.size;
+    const Buffer to = routes.incoming(peer);
+    if (!routes.read_from_peer(to)) continue;
+    const ShownBuffer from = x.shown(peer, routes.cell(peer, x.rank), routes.shown_index(x.rank));
+    if (!reading.copy(peer, from, 0, to, routes.streamed())) break;
+  }
+  return reading.finish();
+}
+
+/// Finish an operation with large messages, whose first round is over, by reading those. False if some
+/// rank could not: then all begin again, without.
+bool finish_by_reading(Exchange& x, const Routes& routes) {
+  const size_t cell = routes.cell_bytes();
+  if (x.readable_in_place()) {
+    read_in_place(x, routes, 0);
+    copy_own(x, routes, cell, SIZE_MAX);
+    x.round();
+    x.check_stopped();
+    return true;
+  }
+  if (!x.agreed_to_read()) return false;
+  const uint64_t longest_small = x.longest_small_bytes();
+  const bool done = read_large(x, routes);  // first: later rounds overwrite what peers showed
+  read_slots(x, routes, 0);
+  for (size_t offset = cell; offset < longest_small; offset += cell) {
+    write_slot(x, routes, offset);
+    x.round();
+    read_slots(x, routes, offset);
+  }
+  copy_own(x, routes, cell, SIZE_MAX);
+  return all_read(x, done);
+}
+
 /// broadcast, all_gather, gather, scatter, all_to_all. Own parts are copied while peers arrive.
 /// The first round goes through the outboxes even where the rest need not: only then is it known.
 void move_data(Exchange& x) {
-  const Routes routes(x);
+  Routes routes(x);
   const size_t cell = routes.cell_bytes();
   size_t offset = 0;
   bool in_place;
@@ -159,6 +123,12 @@ void move_data(Exchange& x) {
     x.publish();
     copy_own(x, routes, offset, cell);
     x.await();
+    if (offset == 0 && x.large(x.longest_bytes())) {
+      if (finish_by_reading(x, routes)) return;
+      routes.use_outboxes();
+      write_slot(x, routes, 0);
+      x.round();
+    }
     read_slots(x, routes, offset);
     offset += cell;
     in_place = offset < x.longest_bytes() && x.readable_in_place();
@@ -172,8 +142,8 @@ void move_data(Exchange& x) {
 
 // ---- operations that reduce ------------------------------------------------------------------
 
-/// Reduce `bytes` bytes at sources() into `to`, and also into `copy_to` unless that is null,
-/// block by block so that the copy reads from the first-level cache.
+}  // namespace
+
 void reduce_blocks(Exchange& x, char* to, char* copy_to, size_t bytes) {
   auto& sources = x.sources();
   for (size_t done = 0; done < bytes; done += kBlock) {
@@ -184,6 +154,8 @@ void reduce_blocks(Exchange& x, char* to, char* copy_to, size_t bytes) {
     for (auto& source : sources) source = static_cast<const char*>(source) + block;
   }
 }
+
+namespace {
 
 /// Reduce everything from `offset` on, straight from the inputs of peers.
 void reduce_scatter_in_place(Exchange& x, size_t offset) {
@@ -198,17 +170,25 @@ void reduce_scatter_in_place(Exchange& x, size_t offset) {
 }
 
 void reduce_scatter(Exchange& x) {
-  const Routes routes(x);
+  Routes routes(x);
   const size_t cell = routes.cell_bytes();
-  size_t offset = 0;
+  size_t offset = 0, done = 0;
   do {
     if (offset > 0 && routes.idle(offset)) x.check_deadline();
     write_slot(x, routes, offset);
     x.round();
-    const Buffer result = slice(x.operation.outputs[0], offset, cell);
+    if (offset == 0 && x.large(x.longest_bytes())) {
+      if (x.readable_in_place()) return reduce_scatter_in_place(x, 0);
+      if (x.agreed_to_read() && reduce_scatter_by_reading(x, routes, done)) return;
+      routes.use_outboxes();
+      write_slot(x, routes, 0);
+      x.round();
+    }
+    const size_t skip = std::min(cell, done > offset ? done - offset : 0);
+    const Buffer result = slice(x.operation.outputs[0], offset + skip, cell - skip);
     for (int peer = 0; peer < x.size; ++peer)
-      x.sources()[peer] = peer == x.rank ? x.operation.inputs[peer].data + offset
-                                         : x.slot_of(peer) + routes.cell(peer, x.rank);
+      x.sources()[peer] = peer == x.rank ? x.operation.inputs[peer].data + offset + skip
+                                         : x.slot_of(peer) + routes.cell(peer, x.rank) + skip;
     reduce_blocks(x, result.data, nullptr, result.bytes);
     offset += cell;
     if (offset < x.longest_bytes() && x.readable_in_place())
@@ -229,8 +209,8 @@ void reduce_one_shot(Exchange& x, const Buffer& input, char* output) {
 /// The split of a long reduction into chunks, one per round, and of a chunk into parts, one per
 /// owner.
 struct ReductionChunks {
-  ReductionChunks(size_t bytes_, int size, size_t slot_bytes)
-      : bytes(bytes_), cell(align_down(slot_bytes / size)) {
+  ReductionChunks(size_t bytes_, int size, size_t chunk_bytes)
+      : bytes(bytes_), cell(align_down(chunk_bytes / size)) {
     chunks = ceil_div(bytes, cell * size);
     chunk = align_up(ceil_div(ceil_div(bytes, chunks), size)) * size;  // equal chunks
     part = chunk / size;
@@ -264,6 +244,8 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
   }
 }
 
+}  // namespace
+
 /// Each rank owns a part of each chunk. In round t it publishes its contributions to chunk t, for
 /// their owners, and its finished part of chunk t - 1; then it reduces its part of chunk t, straight
 /// into its slot for the next round, and copies the others' parts of chunk t - 1 out.
@@ -271,7 +253,7 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
 /// its share of the rest in place, into every rank's output.
 /// `output` is null on ranks that do not want the result.
 void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
-  ReductionChunks plan(input.bytes, x.size, x.slot_bytes);
+  ReductionChunks plan(input.bytes, x.size, x.tunables().reduce_chunk_bytes);
   bool in_place = false;
   for (size_t t = 0; t <= plan.chunks; ++t) {
     for (int owner = 0; t < plan.chunks && owner < x.size; ++owner) {
@@ -300,11 +282,24 @@ void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
   if (in_place) x.check_stopped();
 }
 
+namespace {
+
 /// all_reduce and reduce.
 void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
-  if (x.size == 1 || input.bytes <= std::min(one_shot_limit_bytes(x.size), x.slot_bytes))
+  const size_t one_shot = x.tunables().one_shot_bytes * 2 / std::max(x.size, 2);
+  if (x.operation.kind == OpKind::kAllReduce && x.large(input.bytes)) {
+    show_reduction(x, input, output);
+    x.round();
+    if (x.all_in_place()) {
+      reduce_rest_in_place(x, 0);
+      x.round();
+      return x.check_stopped();
+    }
+    if (x.agreed_to_read()) return all_reduce_by_reading(x, input, output);
+  }
+  if (x.size == 1 || input.bytes <= std::min(one_shot, x.slot_bytes))
     reduce_one_shot(x, input, output);
   else
     reduce_chunked(x, input, output);
@@ -330,30 +325,30 @@ size_t payload_bytes(const Operation& operation) {
 
 }  // namespace
 
-/// A single round saves one; chunks move fewer bytes from three ranks on. Measured.
-size_t one_shot_limit_bytes(int size) { return size_t{128} * 1024 / (size <= 2 ? 1 : size); }
-
 void Collectives::execute(const Operation& operation, const WaitOptions& options) {
   if (cause_) throw *cause_;
   if (auto fault = context_.stop_fault()) throw *fault;
+  if (operation.sequence > 1 && context_.size > 1) context_.memory.try_peers();  // all have joined
   try {
     Exchange exchange(context_, state_, operation, options, cancelled_);
     run(exchange);
   } catch (const Fault& fault) {
     cause_ = fault;
-    detach_outputs(operation);
+    end_failed(operation);
     throw;
   } catch (const Interrupted&) {
     cause_ = Fault("aborted", {context_.rank}, "a signal interrupted an operation of this rank");
-    detach_outputs(operation);
+    end_failed(operation);
     throw;
   }
   context_.operations.fetch_add(1, std::memory_order_relaxed);
   context_.bytes.fetch_add(payload_bytes(operation), std::memory_order_relaxed);
 }
 
-/// A peer that is late may yet write to the outputs, which are the caller's again.
-void Collectives::detach_outputs(const Operation& operation) {
+/// The buffers are the caller's again: peers that are late must not read them any more, nor write to
+/// the outputs.
+void Collectives::end_failed(const Operation& operation) {
+  context_.memory.give_up();
   for (int i = 0; operation.kind == OpKind::kAllReduce && i < operation.outputs.count; ++i)
     context_.segment.detach(operation.outputs[i].data, operation.outputs[i].bytes);
 }

@@ -5,9 +5,6 @@
 
 namespace tilework {
 
-/// The largest all_reduce, in bytes, that takes one round, in which every rank reduces everything.
-size_t one_shot_limit_bytes(int size);
-
 /// Runs one rank's collectives, one at a time.
 class Collectives {
  public:
@@ -21,7 +18,7 @@ class Collectives {
   void cancel();
 
  private:
-  void detach_outputs(const Operation& operation);
+  void end_failed(const Operation& operation);
 
   RankContext& context_;
   RoundState state_;

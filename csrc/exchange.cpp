@@ -1,6 +1,7 @@
 #include "exchange.h"
 
 #include <stdio.h>
+#include <string.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -18,8 +19,11 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
       state_(state),
       options_(options),
       cancelled_(cancelled),
-      first_step_(state.step + 1) {
-  publish_call(operation, segment_, rank, parity(1));
+      first_step_(state.step + 1),
+      large_bytes_(large_bytes(state.peers.reading)) {
+  PeerMemory& memory = context_.memory;
+  publish_call(operation, segment_, rank, parity(1),
+               {memory.readable(), memory.all_local(), prefers_outboxes()});
   segment_.control(rank).entered.store(first_step_, std::memory_order_release);
 }
 
@@ -40,7 +44,8 @@ void Exchange::await() {
       segment_.control(rank).round_event, context_.sleeps, options_,
       [&] { return all_arrived(next); },
       [&](bool check_processes) { return fault_while_waiting(check_processes); });
-  if (state_.step == first_step_) longest_bytes_ = agree(segment_, rank, parity(0), state_.peers);
+  if (state_.step == first_step_)
+    longest_bytes_ = agree(segment_, rank, parity(0), large_bytes_, state_.peers);
 }
 
 void Exchange::check_stopped() const {
@@ -67,6 +72,51 @@ std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
   if (now_ns() >= options_.deadline) return timeout_fault(missing);
   return std::nullopt;
 }
+
+// ---- reading peers' memory -------------------------------------------------------------------
+
+/// The least size of messages that are read, by what all ranks said with the operation before.
+uint64_t Exchange::large_bytes(const ReadingFlags& reading) const {
+  const Tunables& tunables = segment_.tunables();
+  if (!reading.reads_peers || size == 1) return kNeverBytes;
+  if (reading.shares_process) return tunables.thread_copy_bytes;
+  return reduces(operation.kind) ? tunables.single_copy_reduce_bytes : tunables.single_copy_bytes;
+}
+
+/// True if a buffer of this rank's lies in rows too short to be read or written one by one.
+bool Exchange::prefers_outboxes() const {
+  if (large_bytes_ == kNeverBytes) return false;
+  for (const Buffers* side : {&operation.inputs, &operation.outputs})
+    for (int i = 0; i < side->count; ++i)
+      if (!(*side)[i].dense() && (*side)[i].row_bytes < kLeastRowBytes) return true;
+  return false;
+}
+
+bool Exchange::agreed_to_read() const {
+  const ReadingFlags& reading = state_.peers.reading;
+  return reading.reads_peers && !reading.prefers_outboxes;
+}
+
+void Exchange::show(size_t cell_offset, size_t index, const Buffer& buffer) const {
+  const ShownBuffer shown = {reinterpret_cast<uint64_t>(buffer.data), buffer.bytes,
+                             buffer.row_bytes, buffer.stride_bytes};
+  memcpy(slot() + cell_offset, &shown, sizeof shown);
+  context_.memory.show(parity(1), index, buffer);
+}
+
+ShownBuffer Exchange::shown(int peer, size_t cell_offset, size_t index) const {
+  return context_.memory.shown(peer, parity(0), index, slot_of(peer) + cell_offset);
+}
+
+std::vector<uint64_t> Exchange::tell(uint64_t number) {
+  memcpy(slot(), &number, sizeof number);
+  round();
+  std::vector<uint64_t> numbers(size);
+  for (int peer = 0; peer < size; ++peer) memcpy(&numbers[peer], slot_of(peer), sizeof(uint64_t));
+  return numbers;
+}
+
+// ---- arenas ----------------------------------------------------------------------------------
 
 bool Exchange::readable_in_place() const {
   const PeerBuffers& peers = state_.peers;

@@ -71,6 +71,22 @@ class Exchange {
     return in_arena(peer, state_.peers.outputs[peer], offset, bytes);
   }
 
+  /// True if messages of this length are to be read from their senders' memory; all ranks say the
+  /// same before they exchange anything.
+  bool large(uint64_t bytes) const { return bytes >= large_bytes_; }
+  /// Bytes of the longest message that is not large; known after the first round.
+  uint64_t longest_small_bytes() const { return state_.peers.longest_small_bytes; }
+  /// True if all ranks can and will read large messages; known after the first round.
+  bool agreed_to_read() const;
+  /// Show a buffer to peers in the coming round: as the `index`th, at an offset of the slot.
+  void show(size_t cell_offset, size_t index, const Buffer& buffer) const;
+  /// What a peer showed in the current round.
+  ShownBuffer shown(int peer, size_t cell_offset, size_t index) const;
+  /// A round in which each rank tells all a number.
+  std::vector<uint64_t> tell(uint64_t number);
+  PeerMemory& memory() const { return context_.memory; }
+  const Tunables& tunables() const { return segment_.tunables(); }
+
   const Operation& operation;
   const int rank;
   const int size;
@@ -78,6 +94,8 @@ class Exchange {
 
  private:
   unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
+  uint64_t large_bytes(const ReadingFlags& reading) const;
+  bool prefers_outboxes() const;
   bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
   bool all_arrived(int& next) const;
   std::optional<Fault> fault_while_waiting(bool check_processes) const;
@@ -90,6 +108,7 @@ class Exchange {
   const WaitOptions& options_;
   const std::atomic<bool>& cancelled_;
   const uint64_t first_step_;
+  const uint64_t large_bytes_;
   uint64_t longest_bytes_ = 0;
 };
 

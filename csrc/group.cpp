@@ -318,6 +318,16 @@ Statistics Group::statistics() {
   }
 }
 
+std::string Group::single_copy() {
+  ActiveCall active(*this);
+  return engine_->context.memory.describe();
+}
+
+Tunables Group::tunables() {
+  ActiveCall active(*this);
+  return engine_->context.segment.tunables();
+}
+
 void Group::report_failure(const std::string& text) {
   ActiveCall active(*this);
   FailureReport& report = control(rank_).report;

@@ -59,6 +59,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void abort(const std::string& kind, const std::string& text);
   std::optional<Abort> aborted();
   Statistics statistics();
+  /// How ranks read each other's memory, or why they cannot, for people.
+  std::string single_copy();
+  Tunables tunables();
 
   /// Leave the group: pending operations fail, other threads of this rank leave its methods, the
   /// core's threads end. Idempotent; may be called by a callback.

@@ -7,7 +7,11 @@
 namespace tilework {
 
 RankContext::RankContext(int fd, int rank_, int size_, const std::string& nonce)
-    : segment(fd, size_, nonce), rank(rank_), size(size_), liveness(segment, rank_) {
+    : segment(fd, size_, nonce),
+      rank(rank_),
+      size(size_),
+      liveness(segment, rank_),
+      memory(segment, rank_) {
   register_process(segment.control(rank), rank, liveness.held());
 }
 

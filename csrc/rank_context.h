@@ -8,6 +8,7 @@
 
 #include "fault.h"
 #include "liveness.h"
+#include "peer_memory.h"
 #include "segment.h"
 #include "waiting.h"
 
@@ -49,6 +50,7 @@ struct RankContext {
   const int size;
   const std::thread::id owner = std::this_thread::get_id();
   Liveness liveness;
+  PeerMemory memory;
   std::atomic<bool> closing{false};
   std::atomic<int> known_cores{0};
   std::atomic<uint64_t> operations{0}, bytes{0}, sleeps{0};

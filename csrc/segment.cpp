@@ -48,6 +48,22 @@ void check_nonce(const std::string& nonce) {
                                 " are allowed");
 }
 
+/// Tunables as they can be used: the header may hold garbage.
+Tunables checked_tunables(int fd, const SegmentLayout& layout) {
+  Identity identity{};
+  if (pread(fd, &identity, sizeof identity, 0) != static_cast<ssize_t>(sizeof identity)) return {};
+  Tunables tunables = identity.tunables;
+  const uint64_t least = round_up(static_cast<size_t>(layout.size) * kLine, kPage);
+  for (uint64_t* chunk : {&tunables.chunk_bytes, &tunables.reduce_chunk_bytes})
+    *chunk = std::min<uint64_t>(layout.slot_bytes, std::max(*chunk / kLine * kLine, least));
+  return tunables;
+}
+
+uint64_t file_number(int fd) {
+  struct stat status;
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
 SegmentLayout checked_layout(int fd, int size, const std::string& nonce) {
   check_nonce(nonce);
   int seals = fcntl(fd, F_GET_SEALS);
@@ -102,7 +118,8 @@ SegmentLayout::SegmentLayout(int size_, size_t slot_bytes_, size_t arena_bytes_)
   total = arenas + n * arena_bytes;
 }
 
-int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
+int create_segment(int size, size_t slot_bytes, const std::string& nonce,
+                   const Tunables& tunables) {
   SegmentLayout(size, slot_bytes, 0);  // refuses what is impossible
   const SegmentLayout layout(size, slot_bytes, affordable_arena(size));
   check_nonce(nonce);
@@ -115,6 +132,7 @@ int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
   identity.size = static_cast<uint32_t>(size);
   identity.slot_bytes = slot_bytes;
   identity.arena_bytes = layout.arena_bytes;
+  identity.tunables = tunables;
   identity.nonce_bytes = static_cast<uint32_t>(nonce.size());
   memcpy(identity.nonce, nonce.data(), nonce.size());
   if (pwrite(file.fd, &identity, sizeof identity, 0) != static_cast<ssize_t>(sizeof identity))
@@ -125,7 +143,9 @@ int create_segment(int size, size_t slot_bytes, const std::string& nonce) {
 
 Segment::Segment(int fd, int size, const std::string& nonce)
     : layout_(checked_layout(fd, size, nonce)),
+      tunables_(checked_tunables(fd, layout_)),
       fd_(duplicate(fd)),
+      number_(file_number(fd)),
       mapping_(std::make_unique<Mapping>(fd_.fd, 0, layout_.arenas)),
       base_(mapping_->base()),
       arenas_(size) {}

@@ -24,10 +24,11 @@
 
 #include "arena.h"
 #include "platform.h"
+#include "tunables.h"
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 5;
+constexpr uint32_t kAbi = 6;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
@@ -84,7 +85,10 @@ struct alignas(4096) RankControl {
   std::atomic<uint64_t> start_time;         // of the process, to see through a reused pid
   std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
   std::atomic<uint64_t> entered;            // the step whose parity says which header is current
-  std::atomic<uint64_t> blocked;  // operation that the rank's own thread waits in, and stays
+  std::atomic<uint64_t> blocked;        // operation that the rank's own thread waits in, and stays
+  std::atomic<uint64_t> proof_address;  // in the process's memory, of what peers read on trial
+  std::atomic<uint64_t> proof[2];
+  std::atomic<uint32_t> given_up;  // an operation failed here: its buffers may be reused
   alignas(128) OperationHeader headers[2];
   alignas(128) FailureReport report;
 };
@@ -103,6 +107,7 @@ struct Identity {
   uint32_t abi;
   uint32_t size;
   uint64_t slot_bytes, arena_bytes;
+  Tunables tunables;
   uint32_t nonce_bytes;
   char nonce[kMaxNonce];
 };
@@ -128,7 +133,8 @@ struct SegmentLayout {
 };
 
 /// A sealed memfd for `size` ranks; throws std::system_error where the kernel refuses.
-int create_segment(int size, size_t slot_bytes, const std::string& nonce);
+int create_segment(int size, size_t slot_bytes, const std::string& nonce,
+                   const Tunables& tunables = {});
 
 /// A file descriptor; closed at the end unless it was released.
 struct File {
@@ -156,6 +162,9 @@ class Segment {
   size_t slot_bytes() const { return layout_.slot_bytes; }
   size_t bytes() const { return layout_.arenas; }
   size_t arena_bytes() const { return layout_.arena_bytes; }
+  const Tunables& tunables() const { return tunables_; }
+  /// A number that tells segments apart while they exist.
+  uint64_t number() const { return number_; }
 
   GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
   RankControl& control(int rank) const {
@@ -198,7 +207,9 @@ class Segment {
   }
 
   SegmentLayout layout_;
+  Tunables tunables_;
   File fd_;
+  uint64_t number_;
   std::unique_ptr<Mapping> mapping_;
   char* base_;
   mutable std::mutex mutex_;  // guards what follows

@@ -29,8 +29,17 @@ DTYPES: dict[
 ]  # float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128 bytes
 REDUCE_OPS: dict[str, int]  # none sum avg product min max band bor bxor premul_sum
 
-def create_segment(size: int, slot_bytes: int, nonce: bytes) -> int:
-    """A sealed memfd (F_SEAL_SHRINK|GROW|SEAL, close-on-exec) for `size` ranks; returns the fd."""
+#: Sizes in bytes at which algorithms take over from each other, by name; see csrc/tunables.h.
+DEFAULT_TUNABLES: dict[str, int]
+
+#: The value of a tunable that no message reaches.
+NEVER_BYTES: int
+
+def create_segment(
+    size: int, slot_bytes: int, nonce: bytes, tunables: Mapping[str, int] = ...
+) -> int:
+    """A sealed memfd (F_SEAL_SHRINK|GROW|SEAL, close-on-exec) for `size` ranks; returns the fd.
+    All ranks use its `tunables`, which are the defaults but for those given."""
 
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:
     """The checksum of memory, as zlib.crc32 computes it; ``crc`` is that of what is before it."""
@@ -242,5 +251,8 @@ class Group:
     def close(self) -> None:
         """Leave: peers that still need this rank get Fault("peer_lost"). Idempotent; fails
         pending operations with "closed" and joins the core's threads."""
+    def single_copy(self) -> str:
+        """How ranks read each other's memory, or why they cannot, for people."""
+    def tunables(self) -> dict[str, int]: ...
     def statistics(self) -> dict[str, int]:
         """operations, bytes, sleeps (futex waits), segment_bytes."""

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +80,11 @@ class Rank:
 
 
 @contextmanager
-def groups(size: int, slot_bytes: int = SLOT_BYTES) -> Iterator[list[_core.Group]]:
+def groups(
+    size: int, slot_bytes: int = SLOT_BYTES, tunables: Mapping[str, int] | None = None
+) -> Iterator[list[_core.Group]]:
     """All ends of a group in this process."""
-    fd = _core.create_segment(size, slot_bytes, NONCE)
+    fd = _core.create_segment(size, slot_bytes, NONCE, tunables or {})
     try:
         ends = [_core.Group(fd, rank, size, NONCE) for rank in range(size)]
     finally:
@@ -93,7 +95,10 @@ def groups(size: int, slot_bytes: int = SLOT_BYTES) -> Iterator[list[_core.Group
 
 
 def run_threads(
-    size: int, program: Callable[[Rank], Any], slot_bytes: int = SLOT_BYTES
+    size: int,
+    program: Callable[[Rank], Any],
+    slot_bytes: int = SLOT_BYTES,
+    tunables: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """``program`` on each rank, a thread each; what each returned, or the Fault it raised."""
     results: list[Any] = [None] * size
@@ -104,7 +109,7 @@ def run_threads(
         except Exception as error:
             results[rank.rank] = error
 
-    with groups(size, slot_bytes) as ends:
+    with groups(size, slot_bytes, tunables) as ends:
         ranks = [Rank(end, rank, size) for rank, end in enumerate(ends)]
         threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
         for thread in threads:
@@ -136,9 +141,11 @@ class Worker:
 
 
 @contextmanager
-def workers(size: int, scenario: str, first: int = 0) -> Iterator[tuple[int, list[Worker]]]:
+def workers(
+    size: int, scenario: str, first: int = 0, tunables: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, list[Worker]]]:
     """Ranks ``first`` and up of a group as processes; yields the segment and the workers."""
-    fd = _core.create_segment(size, SLOT_BYTES, NONCE)
+    fd = _core.create_segment(size, SLOT_BYTES, NONCE, tunables or {})
     command = [sys.executable, str(WORKER), str(_core.__file__), scenario, str(fd)]
     processes = [
         subprocess.Popen(
