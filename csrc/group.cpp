@@ -312,7 +312,7 @@ Statistics Group::statistics() {
     ActiveCall active(*this);
     const RankContext& context = engine_->context;
     return {context.operations.load(), context.bytes.load(), context.sleeps.load(),
-            context.segment.bytes()};
+            context.segment.bytes(), context.memory.bytes_read()};
   } catch (const Fault&) {
     return last_statistics_;
   }

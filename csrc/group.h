@@ -20,7 +20,7 @@ namespace tilework {
 using SignalCheck = bool (*)();
 
 struct Statistics {
-  uint64_t operations, bytes, sleeps, segment_bytes;
+  uint64_t operations, bytes, sleeps, segment_bytes, read_bytes;
 };
 
 class Group : public std::enable_shared_from_this<Group> {

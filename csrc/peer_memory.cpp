@@ -217,6 +217,7 @@ bool PeerMemory::Reading::copy(int rank, const ShownBuffer& from, size_t offset,
     copy_rows(to, 0, buffer_of(from), offset, to.bytes, streamed);
   else if (!memory_.read(peer, from, offset, to))
     memory_.refuse(rank, errno), failed_ = true;
+  if (!failed_) memory_.bytes_read_.fetch_add(to.bytes, std::memory_order_relaxed);
   return !failed_;
 }
 
@@ -225,7 +226,9 @@ const char* PeerMemory::Reading::fetch(int rank, const ShownBuffer& from, size_t
   if (!memory_.peers_[rank].local)
     return copy(rank, from, offset, {scratch, bytes}, false) ? scratch : nullptr;
   failed_ |= from.row_bytes != 0 || offset > from.bytes || bytes > from.bytes - offset;
-  return failed_ ? nullptr : buffer_of(from).data + offset;
+  if (failed_) return nullptr;
+  memory_.bytes_read_.fetch_add(bytes, std::memory_order_relaxed);
+  return buffer_of(from).data + offset;
 }
 
 bool PeerMemory::Reading::finish() {

@@ -46,6 +46,8 @@ class PeerMemory {
   bool readable() const { return state_.load(std::memory_order_relaxed) == State::kReadable; }
   /// True if, besides, all ranks are threads of this process.
   bool all_local() const { return readable() && all_local_; }
+  /// Bytes read so far.
+  uint64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
   /// Why it cannot, or how it can, for people.
   std::string describe() const;
 
@@ -108,6 +110,7 @@ class PeerMemory {
   std::atomic<State> state_{State::kUntried};
   bool all_local_ = false;
   std::atomic<int> refused_by_{-1}, refusal_{0};
+  std::atomic<uint64_t> bytes_read_{0};
   std::unique_ptr<uint64_t[]> proof_;
   std::shared_ptr<LocalShown> mine_;
   std::vector<Peer> peers_;

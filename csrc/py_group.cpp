@@ -193,6 +193,7 @@ nb::dict PyGroup::statistics() {
   result["bytes"] = figures.bytes;
   result["sleeps"] = figures.sleeps;
   result["segment_bytes"] = figures.segment_bytes;
+  result["read_bytes"] = figures.read_bytes;
   return result;
 }
 

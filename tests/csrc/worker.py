@@ -6,9 +6,12 @@ Reports are lines of JSON on standard output.
 from __future__ import annotations
 
 import array
+import ctypes
 import importlib.util
 import json
+import mmap
 import os
+import platform
 import signal
 import sys
 import time
@@ -161,9 +164,141 @@ def scenario_fork(group: Any) -> None:
     say(values[0])
 
 
+# Operations whose data peers read from this rank's memory.
+
+Numbers = array.array  # of int64
+
+
+def numbers(sender: int, receiver: int, count: int) -> Numbers[int]:
+    """What one rank sends to another."""
+    return array.array("q", ((i * 7 + sender * 31 + receiver * 101) % 1009 for i in range(count)))
+
+
+def summed(parts: list[Numbers[int]]) -> Numbers[int]:
+    return array.array("q", map(sum, zip(*parts, strict=True)))
+
+
+def run(
+    group: Any, kind: str, inputs: list[Numbers[int]], outputs: list[Numbers[int]], root: int = 0
+) -> None:
+    reduce_op = core.REDUCE_OPS["sum" if "reduce" in kind else "none"]
+    given, taken = (
+        [(a.buffer_info()[0], len(a) * a.itemsize) for a in side] for side in (inputs, outputs)
+    )
+    group.run(core.KINDS[kind], core.DTYPES["int64"], reduce_op, root, 1.0, given, taken, 0, 20.0)
+
+
+def is_right(group: Any, kind: str, count: int = 3000) -> bool:
+    """Run an operation; True if it brought what it should."""
+    ranks, root = range(size), size - 1
+    mine = numbers(rank, 0, count)
+    blank = [array.array("q", bytes(8 * count)) for _ in ranks]
+    if kind == "broadcast":
+        run(group, kind, [], [mine], root)
+        return mine == numbers(root, 0, count)
+    if kind == "all_reduce":
+        run(group, kind, [mine], [mine])
+        return mine == summed([numbers(r, 0, count) for r in ranks])
+    if kind in ("all_gather", "gather"):
+        outputs = blank if kind == "all_gather" or rank == root else []
+        run(group, kind, [mine], outputs, root)
+        return all(numbers(r, 0, count) == outputs[r] for r in ranks[: len(outputs)])
+    parts = [numbers(rank, to, count) for to in ranks]
+    if kind == "scatter":
+        run(group, kind, parts if rank == root else [], blank[:1], root)
+        return blank[0] == numbers(root, rank, count)
+    if kind == "all_to_all":
+        run(group, kind, parts, blank)
+        return all(blank[r] == numbers(r, rank, count) for r in ranks)
+    run(group, kind, parts, [parts[rank]])  # reduce_scatter, in place
+    return parts[rank] == summed([numbers(r, rank, count) for r in ranks])
+
+
+READ = "broadcast", "all_reduce", "all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"
+
+
+def wrong(group: Any) -> list[str]:
+    return [kind for kind in READ if not is_right(group, kind)]
+
+
+def report(group: Any) -> None:
+    say([wrong(group), group.statistics()["read_bytes"], group.single_copy()])
+
+
+def refuse_reading() -> None:
+    """Have the kernel refuse process_vm_readv to this thread from now on (seccomp)."""
+    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+    allow, refuse = 0x7FFF0000, 0x00050001
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, refuse), (0x06, 0, 0, allow)]
+
+    class Step(ctypes.Structure):
+        _fields_ = (
+            ("code", ctypes.c_uint16),
+            ("jt", ctypes.c_uint8),
+            ("jf", ctypes.c_uint8),
+            ("k", ctypes.c_uint32),
+        )
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(Step)))
+
+    program = Program(len(steps), (Step * len(steps))(*(Step(*step) for step in steps)))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(38, 1, 0, 0, 0) or prctl(22, 2, ctypes.byref(program), 0, 0):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def scenario_read(group: Any) -> None:
+    report(group)
+
+
+def scenario_read_refused(group: Any) -> None:
+    if rank == 1:
+        refuse_reading()
+    report(group)
+
+
+def scenario_read_unreadable(group: Any) -> None:
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 65534)
+    if rank == 1:
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process may look
+    report(group)
+
+
+def scenario_read_refused_later(group: Any) -> None:
+    kind = scenario.partition(":")[2]
+    first = [kind for kind in READ if not is_right(group, kind)]
+    before = group.statistics()["read_bytes"]
+    if rank == 1:
+        refuse_reading()
+    say([[*first, *([] if is_right(group, kind) else [kind])], before, wrong(group)])
+
+
+def scenario_read_unmapped(group: Any) -> None:
+    report(group)
+    count = 1 << 20
+    if rank == 1:
+        with mmap.mmap(-1, count) as region:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+            ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(count))
+            say("unmapped")
+            gather_bytes(group, address, count)
+    say("ready")
+    mine = array.array("b", bytes(count))
+    say(error_of(lambda: gather_bytes(group, mine.buffer_info()[0], count)))
+
+
+def gather_bytes(group: Any, address: int, count: int) -> None:
+    outputs = [array.array("b", bytes(count)) for _ in range(size)]
+    taken = [(out.buffer_info()[0], count) for out in outputs]
+    kind, dtype = core.KINDS["all_gather"], core.DTYPES["uint8"]
+    group.run(kind, dtype, 0, 0, 1.0, [(address, count)], taken, 0, 20.0)
+
+
 SCENARIOS: dict[str, Callable[[Any], None]] = {
     name.removeprefix("scenario_"): function
     for name, function in list(globals().items())
     if name.startswith("scenario_")
 }
-SCENARIOS[scenario](core.Group(fd, rank, size, NONCE))
+SCENARIOS[scenario.partition(":")[0]](core.Group(fd, rank, size, NONCE))

@@ -1,0 +1,70 @@
+"""Results are the same, to the bit, whatever the sizes at which algorithms take over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.csrc.core_ranks import SLOT_BYTES, Rank, run_threads
+from tilework import _core
+
+sizes_of_messages = st.sampled_from([0, 64, 1000, 4096, 20_000, _core.NEVER_BYTES])
+tunables = st.fixed_dictionaries(dict.fromkeys(_core.DEFAULT_TUNABLES, sizes_of_messages))
+
+
+def own(rank: int, count: int) -> Tensor:
+    """Numbers whose sums are rounded."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(rank)) - 0.5
+
+
+def everything(rank: Rank, count: int) -> list[Tensor]:
+    """Results of all operations that may read peers' memory, once it is known who can."""
+    me, size = rank.rank, rank.size
+    rank.run("barrier")
+    results = []
+    for _ in range(2):
+        reduced, moved = own(me, count), own(me, count)
+        rank.run("all_reduce", [reduced], [reduced], op="sum")
+        rank.run("broadcast", [], [moved], root=size - 1)
+        gathered, swapped = torch.zeros(size, count), torch.zeros(size, count)
+        rank.run("all_gather", [own(me, count)], list(gathered))
+        parts = [own(me * size + to, count + to) for to in range(size)]
+        scattered = torch.zeros(count + me)
+        rank.run("all_to_all", [part[:count] for part in parts], list(swapped))
+        rank.run("reduce_scatter", [part[:count] for part in parts], [reduced[:count]], op="sum")
+        rank.run("scatter", parts if me == 0 else [], [scattered])
+        uneven = [torch.zeros(count + r) for r in range(size)] if me == 1 else []
+        rank.run("gather", [own(me, count + me)], uneven, root=1)
+        results += [reduced, moved, gathered, swapped, scattered, *uneven]
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@settings(max_examples=12)
+@given(chosen=tunables, count=st.sampled_from([1, 300, 5000]))
+def test_bits_do_not_depend_on_tunables(size: int, chosen: dict[str, int], count: int) -> None:
+    def program(rank: Rank) -> list[Tensor]:
+        return everything(rank, count)
+
+    never = dict.fromkeys(_core.DEFAULT_TUNABLES, _core.NEVER_BYTES)
+    expected = run_threads(size, program, SLOT_BYTES, never)
+    for got, wanted in zip(run_threads(size, program, SLOT_BYTES, chosen), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_threads_read_each_other() -> None:
+    def program(rank: Rank) -> tuple[int, str]:
+        everything(rank, 5000)
+        return rank.group.statistics()["read_bytes"], rank.group.single_copy()
+
+    for read, how in run_threads(2, program, SLOT_BYTES, {"thread_copy_bytes": 1000}):
+        assert read > 5 * 5000 * 4
+        assert how == "possible: ranks are threads of one process"
+
+
+def test_a_tunable_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="there is no speed"):
+        _core.create_segment(2, SLOT_BYTES, b"", {"speed": 1})
