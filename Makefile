@@ -3,7 +3,7 @@
 # make check   linters, types and the tests of changed files, in a minute or so
 # make sanitize   the core under sanitizers       make chaos   ranks killed, stopped, at odds
 # make fuzz       garbage in the core's memory    make clean   remove what was built
-# make simulate   the core's interleavings, drawn and replayed by a seed
+# make simulate   the core's interleavings        make mutants  small faults, to see who notices
 # make fuzz-programs   random programs on DTensors and on plain tensors, compared
 # make wheel      dist/*.whl for this Python, tested where there is no compiler
 # make docs       the documentation as a site with search, in build/site
@@ -27,7 +27,7 @@ core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wi
 cpp := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sanitize chaos simulate fuzz fuzz-programs lint format docs wheel install core clean
+.PHONY: help demo test check bench sanitize chaos simulate mutants fuzz fuzz-programs lint format docs wheel install core clean
 .DELETE_ON_ERROR:
 
 help:
@@ -65,6 +65,9 @@ simulate:
 	cmake -S . -B build/simulation -DTILEWORK_SIMULATION=ON >build/simulation/log 2>&1 && \
 	cmake --build build/simulation -j >>build/simulation/log 2>&1 || { cat build/simulation/log; exit 1; }; \
 	build/simulation/simulate $(ARGS)
+
+mutants: install
+	@$(bin)/python -m tests.mutants $(ARGS)
 
 # libFuzzer comes with clang, which nothing else here needs.
 fuzz:

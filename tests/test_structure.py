@@ -22,6 +22,7 @@ SOURCES = {
 #: Folders and files about no source alone, and why.
 ABOUT_MORE = {
     "chaos": "random faults in random programs, on every backend",
+    "mutants": "small faults anywhere, and whether anything notices them",
     "models": "models that nobody here wrote: Hugging Face's, parallel in each way",
     "faults": "ranks that die, stop, or never come: whatever notices it",
     "fuzz": "whole programs at random, on DTensors and on plain tensors",

@@ -1,0 +1,195 @@
+"""Faults in csrc/."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import SIMULATION, Mutant
+
+COLLECTIVES = "csrc/collectives.cpp"
+EXCHANGE = "csrc/exchange.cpp"
+POINT_TO_POINT = "csrc/point_to_point.cpp"
+
+#: Orders, barriers and rings: seen in some interleavings only.
+INTERLEAVINGS = [
+    Mutant(
+        "moves: no last barrier",
+        COLLECTIVES,
+        "  x.round();  // peers have now read what this rank may change next\n",
+        "",
+        SIMULATION,
+    ),
+    Mutant(
+        "round: no ring at its end",
+        EXCHANGE,
+        "if (peer != rank) segment_.control(peer).round_event.notify();",
+        ";",
+        SIMULATION,
+    ),
+    Mutant(
+        "step: relaxed",
+        EXCHANGE,
+        "segment_.control(rank).step.store(step);",
+        "segment_.control(rank).step.store(step, std::memory_order_relaxed);",
+        SIMULATION,
+    ),
+    Mutant(
+        "step: release, but not sequentially consistent",
+        EXCHANGE,
+        "segment_.control(rank).step.store(step);",
+        "segment_.control(rank).step.store(step, std::memory_order_release);",
+        SIMULATION,
+    ),
+    Mutant(
+        "slots: one in place of two",
+        "csrc/exchange.h",
+        "char* slot() const { return segment_.slot(rank, parity(1)); }",
+        "char* slot() const { return segment_.slot(rank, 0); }",
+        SIMULATION,
+    ),
+    Mutant(
+        "await: a round early",
+        "csrc/exchange.h",
+        "segment_.control(peer).step.load() >= state_.step;",
+        "segment_.control(peer).step.load() + 1 >= state_.step;",
+        SIMULATION,
+    ),
+    Mutant(
+        "channel: head relaxed",
+        POINT_TO_POINT,
+        "cursor.head.store(out.head);",
+        "cursor.head.store(out.head, std::memory_order_relaxed);",
+        SIMULATION,
+    ),
+    Mutant(
+        "channel: the bound of its ring dropped",
+        POINT_TO_POINT,
+        "    if (used > kRingBytes || kRingBytes - used < fragment_room(bytes)) return;\n",
+        "    if (used > 2 * kRingBytes) return;\n",
+        SIMULATION,
+    ),
+    Mutant(
+        "channel: tail told too early",
+        POINT_TO_POINT,
+        "  store_fragment(peer, envelope);\n  in.tail += fragment_room(envelope.bytes);\n",
+        "  segment_.cursor(peer, rank_).tail.store(in.tail + fragment_room(envelope.bytes));\n"
+        "  store_fragment(peer, envelope);\n  in.tail += fragment_room(envelope.bytes);\n",
+        SIMULATION,
+    ),
+    Mutant(
+        "eventcount: waiters read relaxed",
+        "csrc/segment.h",
+        "if (waiters.load() > 0) notify_always();",
+        "if (waiters.load(std::memory_order_relaxed) > 0) notify_always();",
+        SIMULATION,
+    ),
+    Mutant(
+        "abort: nobody is woken",
+        "csrc/rank_context.cpp",
+        "  record.state.store(2);\n  segment.notify_all_ranks();\n",
+        "  record.state.store(2);\n",
+        SIMULATION,
+    ),
+    Mutant(
+        "close: nobody is woken",
+        "csrc/group.cpp",
+        "  control(rank_).departed.store(1);\n  engine_->context.segment.notify_all_ranks();\n",
+        "  control(rank_).departed.store(1);\n",
+        SIMULATION,
+    ),
+    Mutant(
+        "fence: left out",
+        "csrc/segment.cpp",
+        "  if (own_arena_position(data, bytes) != 0) own_arena_->detach(data, bytes);\n",
+        "  static_cast<void>(own_arena_position(data, bytes));\n",
+        SIMULATION,
+    ),
+    Mutant(
+        "liveness: the lock is not looked at",
+        "csrc/liveness.cpp",
+        "  if (peer.state != State::kDead && released(rank)) peer.state = State::kDead;\n",
+        "  static_cast<void>(released(rank));\n",
+        SIMULATION,
+    ),
+]
+
+#: What is computed, compared and refused.
+VALUES = [
+    Mutant(
+        "chunks: one too few",
+        COLLECTIVES,
+        "chunks = ceil_div(bytes, cell * size);",
+        "chunks = std::max<size_t>(1, bytes / (cell * size));",
+        "tests/csrc/test_collectives.py",
+    ),
+    Mutant(
+        "reduction: the order of ranks",
+        "csrc/reduce_kernels.cpp",
+        "for (int rank = 2; rank < ranks - 1; ++rank) add(",
+        "for (int rank = ranks - 2; rank > 1; --rank) add(",
+        "tests/csrc/test_reduce.py tests/csrc/test_collectives.py",
+    ),
+    Mutant(
+        "bfloat16: ties are not rounded to even",
+        "csrc/elements.h",
+        "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16;",
+        "(bits + 0x8000) >> 16;",
+        "tests/csrc/test_reduce.py",
+    ),
+    Mutant(
+        "header: labels are not compared",
+        "csrc/agreement.cpp",
+        "labels_differ |= call.label != calls[0].label;",
+        "labels_differ |= false;",
+        "tests/csrc/test_agreement.py",
+    ),
+    Mutant(
+        "header: provenance is not compared",
+        "csrc/agreement.cpp",
+        "               call.provenance == mine.provenance",
+        "               true",
+        "tests/csrc/test_agreement.py",
+    ),
+    Mutant(
+        "byte counts: what is expected is not compared",
+        "csrc/agreement.cpp",
+        "if (sent != expected || sent < 0",
+        "if (sent < 0",
+        "tests/csrc/test_agreement.py tests/csrc/test_collectives.py",
+    ),
+    Mutant(
+        "buffers: an overlap is not refused",
+        "csrc/operation.cpp",
+        "if (!overlap(inputs[i], outputs[o])) continue;",
+        "continue;",
+        "tests/csrc/test_collectives.py",
+    ),
+    Mutant(
+        "arena: bytes beyond a buffer's end",
+        "csrc/segment.cpp",
+        "if (offset > layout_.arena_bytes || bytes > layout_.arena_bytes - offset)",
+        "if (offset > layout_.arena_bytes)",
+        "tests/csrc/test_segment_garbage.py tests/csrc/test_segment.py",
+    ),
+    Mutant(
+        "channel: a fragment longer than its message",
+        POINT_TO_POINT,
+        "    if (envelope.bytes > in.current.total - in.received) return false;\n",
+        "",
+        "tests/csrc/test_segment_garbage.py",
+    ),
+    Mutant(
+        "liveness: a reused pid is taken for alive",
+        "csrc/liveness.cpp",
+        "const bool another = start_time && now.start_time && now.start_time != start_time;",
+        "const bool another = start_time && now.start_time && false;",
+        "tests/csrc/test_liveness.py",
+    ),
+    Mutant(
+        "random: a part of a group begins at its start",
+        "csrc/random.cpp",
+        "std::memcpy(to_, group_ + begin * item_, done * item_);",
+        "std::memcpy(to_, group_, done * item_);",
+        "tests/dtensor/random/test_philox.py",
+    ),
+]
+
+CORE = [*INTERLEAVINGS, *VALUES]
