@@ -14,6 +14,7 @@
 
 #include "crc32.h"
 #include "fast_path.h"
+#include "operator_call.h"
 #include "provenance.h"
 #include "random.h"
 
@@ -233,6 +234,37 @@ void bind_provenance(nb::module_& m) {
       "address"_a, "shape"_a, "strides"_a, "item_bytes"_a, "samples"_a);
 }
 
+/// As fast_path_run, on the path of every operator on DTensors.
+PyObject* operator_call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_Format(PyExc_TypeError, "an operator's call has 3 arguments, not %zd", count);
+    return nullptr;
+  }
+  try {
+    return nb::inst_ptr<OperatorCall>(self)->run(args[0], args[1], args[2]);
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+void bind_operator_call(nb::module_& m) {
+  static PyMethodDef call = {
+      "operator_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(operator_call)),
+      METH_FASTCALL, nullptr};
+  nb::class_<OperatorCall>(m, "OperatorCall");
+  m.def(
+      "operator_call",
+      [](const nb::object& python, bool values_matter) {
+        const nb::object self =
+            nb::cast(new OperatorCall(python, values_matter), nb::rv_policy::take_ownership);
+        return nb::steal(PyCFunction_New(&call, self.ptr()));
+      },
+      "python"_a, "values_matter"_a);
+}
+
 void bind_random(nb::module_& m) {
   m.attr("DISTRIBUTIONS") = names_of(kDistributionNames, kDistributions);
   m.attr("LEVELS") = names_of(kSimdLevelNames, static_cast<size_t>(best_simd_level()) + 1);
@@ -316,5 +348,6 @@ NB_MODULE(_core, m) {
   bind_fast_path(m);
   bind_random(m);
   bind_provenance(m);
+  bind_operator_call(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));
 }

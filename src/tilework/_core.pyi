@@ -110,6 +110,13 @@ def fill_random(
     ValueError: no such distribution of the dtype, or no such part. Values of a and b that the dtype
     does not have are not looked for."""
 
+def operator_call(
+    python: Any, values_matter: bool
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """The fast path of an operator's calls on DTensors: ``run(func, args, kwargs)``. `python` has
+    what it needs as attributes, see csrc/operator_call.h; `values_matter`: numbers among the arguments are
+    part of a call's key."""
+
 def set_provenance(digest: int, /) -> int:
     """Set the digest that collectives which this thread calls carry in their headers (modulo 2**64;
     0: none), and that all ranks must have in common; returns the one before."""

@@ -28,6 +28,7 @@ from tilework.dtensor import (
 )
 from tilework.dtensor.dispatch import call
 from tilework.errors import DistError
+from tilework.layout import Placement
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 
@@ -241,6 +242,32 @@ def test_a_write_through_a_view() -> None:
         return x.full_tensor()
 
     all_raise(program)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("through", [Tensor.detach, lambda x: x.data])
+def test_a_write_to_what_shares_the_memory(placement: Placement, through: Any) -> None:
+    def alias(rank: int, mesh: DeviceMesh) -> Any:
+        x = cut(X, mesh, [placement])
+        other = through(x)
+        if rank:
+            other.mul_(2)
+        return (x * cut(X, mesh, [Shard(1)])).full_tensor()
+
+    def base(rank: int, mesh: DeviceMesh) -> Any:
+        x = cut(X, mesh, [placement])
+        other = through(x)
+        if rank:
+            x.mul_(2)
+        return (other * cut(X, mesh, [Shard(1)])).full_tensor()
+
+    all_raise(alias, "full_tensor")
+    all_raise(base, "full_tensor")
+
+
+@pytest.mark.parametrize("numbers", [(-1, -2), (-1.0, -2.0), (0.0, -0.0)])
+def test_numbers_that_hash_alike(numbers: tuple[float, float]) -> None:
+    all_raise(lambda rank, mesh: (cut(X, mesh, [Shard(0)]) * numbers[rank]).full_tensor())
 
 
 def test_a_write_to_what_a_view_shows() -> None:

@@ -56,8 +56,9 @@ class DTensorBase(TiledTensor):
     _made: int | None = None
     #: The digest of all writes to the memory, kept by the tensor that owns it.
     _written: int = 0
-    #: Without one: the digest of what it holds, and what tells that it holds something else.
-    _content: tuple[Any, int] | None = None
+    #: Without one: the local tensor, the numbers of writes to it and of changes of the mode when it
+    #: was last hashed, and the digest of that.
+    _content: tuple[Tensor, int, int, int] | None = None
     #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
     _family: list[ref[DTensorBase]] | None = None
     #: Of a gradient: the backward passes that its digest knows of.

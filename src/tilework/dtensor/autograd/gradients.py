@@ -187,7 +187,7 @@ def set_data(tensor: DTensorBase, value: Tensor) -> None:
         anchor._writes = tensor._writes
     tensor._local_tensor.data = local_of(value).data
     tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
-    tensor._view_of, tensor._viewed = None, None
+    tensor._view_of, tensor._viewed, tensor._made = None, None, None
     note_write(tensor, digest_of(value))
     with _WithoutInterception():
         _base.data.__set__(tensor, value)

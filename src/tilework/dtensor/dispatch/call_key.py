@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.dtensor.propagation.pytree import Kwargs
 from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.digests import NAN_SEED, digest_of
+from tilework.dtensor.provenance.digests import digest_of, number_seed
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
@@ -21,7 +21,7 @@ from tilework.tiled.op_table import OpEntry, aten_parameters
 NUMBERS = frozenset({int, float, bool, complex})
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 #: Ends a sequence in a key.
-_END = object()
+END = object()
 
 
 def add_to_key(
@@ -50,11 +50,11 @@ def add_to_key(
         if values_matter:
             key.append(arg if arg and kind is not complex else repr(arg))  # 0.0 equals -0.0
         else:
-            seeds.append(arg if arg == arg else NAN_SEED)
+            seeds.append(number_seed(arg))
         return True
     if kind in _SEQUENCES:
         plain = [add_to_key(item, key, tensors, seeds, values_matter) for item in arg]
-        key.append(_END)
+        key.append(END)
         return all(plain)
     if isinstance(arg, Tensor):
         tensors.append(arg)
@@ -67,7 +67,7 @@ def add_to_key(
     if kind is dict:
         pairs = [value for item in arg.items() for value in item]
         plain = [add_to_key(value, key, tensors, seeds, values_matter) for value in pairs]
-        key.append(_END)
+        key.append(END)
         return all(plain)
     if kind is slice:  # slices have no hash, and a tensor in one stands for a number
         ends = (arg.start, arg.stop, arg.step)

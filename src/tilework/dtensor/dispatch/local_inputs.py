@@ -27,6 +27,9 @@ def local_inputs(
     locals_ = []
     for tensor, layout in zip(tensors, sharding.inputs, strict=True):
         if tensor.__class__ is not DTensor:
+            if layout is None:
+                locals_.append(tensor)
+                continue
             tensor = replicated(tensor, mesh)
         assert isinstance(tensor, DTensor)
         if layout is not None:

@@ -32,6 +32,16 @@ def wrapped(
     result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh, digest: int
 ) -> Any:
     """A local result as DTensors of these layouts; None: replicated."""
+    kind = result.__class__
+    if (kind is tuple or kind is list) and outputs is not None and torch.is_grad_enabled():
+        # Mostly: pieces of a tensor. What else there may be is looked for below.
+        pieces = [
+            wrap(piece, spec, hash((digest, number)))
+            for number, (piece, spec) in enumerate(zip(result, outputs, strict=False))
+            if piece.__class__ is Tensor and piece.layout is torch.strided
+        ]
+        if len(pieces) == len(result) == len(outputs):
+            return kind(pieces)
     tensors = tensors_in(result)
     if not tensors:
         return result
@@ -78,7 +88,11 @@ def show_base(result: Any, base: Tensor) -> None:
     """Let the provenance of views of the call's first tensor be that of what they show, too."""
     if base.__class__ is not DTensor:
         return
-    for tensor in (result,) if result.__class__ is DTensor else tensors_in(result):
+    if result.__class__ is DTensor:
+        if result is not base:
+            result._made, result._digest = result._digest, None
+        return
+    for tensor in tensors_in(result):
         if tensor is not base and tensor.__class__ is DTensor:
             tensor._made, tensor._digest = tensor._digest, None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import memory_of
+from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
@@ -116,6 +117,8 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     if tensor._view_of is None:
         result = wrap(tensor._local_tensor.detach(), tensor._spec)
         result._viewed = (tensor, tensor._spec, Tensor.detach, (), {})
+        if not tensor._spec.is_replicated:  # else what it holds tells of writes
+            result._made = digest_of(tensor)
         return result
     copied_views.refresh(tensor)
     local = tensor._local_tensor.detach()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import copysign
 from typing import Any
 from weakref import ref
 
@@ -18,17 +19,17 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance
-from tilework.dtensor.base import DTensorBase, memory_of, version_of
+from tilework.dtensor.base import DTensorBase, memory_of
+from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.history import history_of
-from tilework.dtensor.provenance.mode import mode
 
 #: Tensors of the same memory and layout, whose digests are one.
 Family = list["ref[DTensorBase]"]
 _FEW = 16
 NUMBERS = frozenset({int, float, bool, complex})
-#: Stands for NaN, whose ``hash`` is that of the object. No float equals it.
-NAN_SEED = (1 << 60) + 1
+#: Stand for NaN, whose ``hash`` is that of the object, -1, whose is that of -2, and -0.0.
+_NAN, _MINUS_ONE, _MINUS_ZERO = ((1 << 60) + n for n in (1, 3, 5))
 #: Arguments whose text says what they are, and nothing of this process.
 _PLAIN = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -50,19 +51,27 @@ def digest_of(tensor: DTensorBase) -> int:
         return digest
     if tensor._made is not None:
         return hash((tensor._made, memory_of(tensor)._written))
+    known = tensor._content  # whoever has the local tensor may write to it
+    if known is not None:
+        local, version, changes, digest = known
+        if local is tensor._local_tensor and local._version == version and changes == mode.changes:
+            return digest
     spec = tensor._spec
     if spec.mesh.size() == 1:
         tensor._digest = 0
         return 0
     if not (spec.is_replicated and spec.takes_part):
         return hash((spec.digest, provenance.digest()))
-    # Whoever has the local tensor may write to it.
+    return _digest_of_content(tensor)
+
+
+def _digest_of_content(tensor: DTensorBase) -> int:
     local = tensor._local_tensor
-    version = version_of(local), local.data_ptr(), mode()
-    known = tensor._content
-    if known is None or known[0] != version:
-        known = tensor._content = version, hash((spec.digest, content_digest(local)))
-    return known[1]
+    is_counted = not local.is_inference()  # else torch does not count what is written to it
+    changes, version = mode.changes, local._version if is_counted else 0
+    digest = hash((tensor._spec.digest, content_digest(local)))
+    tensor._content = (local, version, changes, digest) if is_counted else None
+    return digest
 
 
 def plain_or_digest(tensor: Tensor) -> int:
@@ -86,8 +95,8 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of what was written to it, and mix it into those of its views."""
     owner = memory_of(tensor)
     owner._written = hash((owner._written, digest))
-    if tensor._made is not None:
-        tensor._made = digest
+    if owner is not tensor:
+        tensor._made, tensor._digest = digest, None
         tensor = owner
         tensor._digest = digest = hash((digest_of(tensor), digest))
     else:
@@ -146,11 +155,15 @@ def _facts(value: Any, values: bool) -> Any:
     return repr(value) if isinstance(value, _PLAIN) else kind.__qualname__
 
 
-def folded(seed: int, seeds: Sequence[Any]) -> int:
-    """A seed with others, one after the other: the same wherever in a call they stand."""
-    for each in seeds:
-        seed = hash((seed, each))
-    return seed
+def number_seed(number: Any) -> Any:
+    """A number as it goes into digests: itself, but for those whose ``hash`` tells too little."""
+    if number != number:
+        return _NAN
+    if number == -1:
+        return _MINUS_ONE
+    if not number and isinstance(number, float) and copysign(1, number) < 0:
+        return _MINUS_ZERO
+    return number
 
 
 def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
@@ -158,7 +171,7 @@ def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
     if isinstance(value, Tensor):
         seeds.append(plain_or_digest(value))
     elif value.__class__ in NUMBERS:
-        seeds.append(value if value == value else NAN_SEED)
+        seeds.append(number_seed(value))
     elif isinstance(value, (list, tuple)):
         for item in value:
             seeds_in(item, seeds)

@@ -18,6 +18,8 @@ _VARIABLE = "TILEWORK_VERIFY"
 
 #: The number of ``verifying`` that are open, of all ranks of this process.
 _open = 0
+#: Counts how often one was opened or closed: what was hashed before may be hashed otherwise now.
+changes = 0
 _lock = threading.Lock()
 
 
@@ -87,6 +89,7 @@ def verifying(mode: Mode) -> Iterator[None]:
 
 
 def _count(more: int) -> None:
-    global _open
+    global _open, changes
     with _lock:
         _open += more
+        changes += 1

@@ -89,6 +89,18 @@ def _counting(copy: Tensor) -> Tensor:
         return copy.clone()
 
 
+class _Piece:
+    """One of the results of an operator that makes several views."""
+
+    __slots__ = ("func", "number")
+
+    def __init__(self, func: Any, number: int) -> None:
+        self.func, self.number = func, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*args, **kwargs)[self.number]
+
+
 def viewed(
     result: Any, copied: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -106,10 +118,11 @@ def viewed(
             result._viewed = (base, base._spec, func, args, kwargs)
             result._view_of = base._view_of
         else:
+            spec, view = base._spec, base._view_of
             for i, item in enumerate(result):
-                call = lambda *a, i=i, **k: func(*a, **k)[i]  # noqa: E731
-                item._viewed = (base, base._spec, call, args, kwargs)
-                item._view_of = base._view_of
+                item._viewed = (base, spec, _Piece(func, i), args, kwargs)
+                if view is not None:
+                    item._view_of = view
         return result
     rest = args[1:]
 
