@@ -12,8 +12,10 @@
 #include <cerrno>
 #include <system_error>
 
+#include "copy.h"
 #include "crc32.h"
 #include "fast_path.h"
+#include "file_reader.h"
 #include "operator_call.h"
 #include "provenance.h"
 #include "random.h"
@@ -287,6 +289,59 @@ void bind_random(nb::module_& m) {
       "sizes"_a, "a"_a, "b"_a, "level"_a = ~0u);
 }
 
+/// The outcome as Python has it: None, or what is wrong: (chunk, checksum), the latter None at the
+/// file's end.
+nb::object read_part(FileReader& reader, int fd, uint64_t offset, size_t nbytes, size_t chunk,
+                     const nb::bytes& checksums, const nb::bytes& checked, const nb::tuple& runs,
+                     size_t begin, size_t end) {
+  Runs wanted;
+  wanted.target = reinterpret_cast<char*>(nb::cast<uintptr_t>(nb::handle(runs[0])));
+  wanted.first = nb::cast<size_t>(runs[1]);
+  wanted.run = nb::cast<size_t>(runs[2]);
+  wanted.counts = nb::cast<std::vector<size_t>>(runs[3]);
+  wanted.from = nb::cast<std::vector<size_t>>(runs[4]);
+  wanted.to = nb::cast<std::vector<int64_t>>(runs[5]);
+  const size_t chunks = chunk == 0 ? 0 : (nbytes + chunk - 1) / chunk;
+  if (chunk == 0 || checked.size() != chunks || checksums.size() != chunks * sizeof(uint32_t))
+    throw std::invalid_argument("there is a checksum for each chunk");
+  if (wanted.counts.size() != wanted.from.size() || wanted.counts.size() != wanted.to.size())
+    throw std::invalid_argument("runs have a distance in each dim");
+  const bool empty =
+      wanted.run == 0 || std::count(wanted.counts.begin(), wanted.counts.end(), size_t{0}) > 0;
+  if (wanted.target != nullptr && (empty || wanted.end() > nbytes))
+    throw std::invalid_argument("runs lie within the part");
+  if (begin > end || end > nbytes || begin % chunk || (end % chunk && end != nbytes))
+    throw std::invalid_argument("whole chunks are read");
+  const ChunkedPart part = {
+      offset, nbytes, chunk,
+      static_cast<const uint32_t*>(static_cast<const void*>(checksums.c_str())), checked.c_str()};
+  ReadOutcome outcome;
+  {
+    nb::gil_scoped_release unlocked;
+    outcome = reader.read(fd, part, wanted, begin, end);
+  }
+  if (outcome.kind == ReadOutcome::kRead) return nb::none();
+  if (outcome.kind == ReadOutcome::kTruncated) return nb::make_tuple(outcome.chunk, nb::none());
+  return nb::make_tuple(outcome.chunk, outcome.found);
+}
+
+void bind_files(nb::module_& m) {
+  nb::class_<FileReader>(m, "FileReader")
+      .def(nb::init<>())
+      .def("read", read_part, "fd"_a, "offset"_a, "nbytes"_a, "chunk"_a, "checksums"_a, "checked"_a,
+           "runs"_a, "begin"_a, "end"_a)
+      .def("prefers_mapping", &FileReader::prefers_mapping, "fd"_a, "offset"_a, "nbytes"_a,
+           nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "copy_streamed",
+      [](const std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>& copies) {
+        nb::gil_scoped_release unlocked;
+        for (const auto& [to, from, bytes] : copies)
+          copy_streaming(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+      },
+      "copies"_a);
+}
+
 }  // namespace
 }  // namespace tilework
 
@@ -347,6 +402,7 @@ NB_MODULE(_core, m) {
   bind_flight_ring(m);
   bind_fast_path(m);
   bind_random(m);
+  bind_files(m);
   bind_provenance(m);
   bind_operator_call(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));

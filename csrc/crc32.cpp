@@ -1,10 +1,16 @@
 // Long data are folded: a register of 128 bits stands for all before it, and carry-less products with
 // powers of x modulo the polynomial move it past what follows (V. Gopal et al., "Fast CRC Computation
 // for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009). The last 16 bytes go by tables.
+//
+// copy_crc32() stores each register that it has loaded: the products take no time beside a copy that
+// waits for memory.
 #include "crc32.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+
+#include "copy.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -97,14 +103,26 @@ TILEWORK_PCLMUL uint32_t finished(__m128i value, const unsigned char* data, size
   return by_bytes(data, bytes, by_words(last, sizeof(last), 0));
 }
 
-/// Of 64 bytes at least.
-TILEWORK_PCLMUL uint32_t by_pclmul(const unsigned char* data, size_t bytes, uint32_t state) {
-  __m128i lanes[4];
-  for (int i = 0; i < 4; ++i) lanes[i] = load(data + 16 * i);
+/// Load 64 bytes, and store them at `to` unless it is null; it is aligned to a line.
+TILEWORK_PCLMUL inline void load_line(const unsigned char* data, unsigned char* to,
+                                      __m128i (&line)[4]) {
+  for (int i = 0; i < 4; ++i) line[i] = load(data + 16 * i);
+  if (to != nullptr)
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to + 16 * i), line[i]);
+}
+
+/// Of 64 bytes at least. What is not a whole line is not stored.
+template <bool kCopied>
+TILEWORK_PCLMUL uint32_t by_pclmul(const unsigned char* data, size_t bytes, uint32_t state,
+                                   unsigned char* to) {
+  __m128i lanes[4], line[4];
+  load_line(data, kCopied ? to : nullptr, lanes);
   lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(state)));
-  for (data += 64, bytes -= 64; bytes >= 64; data += 64, bytes -= 64)
-    for (int i = 0; i < 4; ++i)
-      lanes[i] = _mm_xor_si128(moved(lanes[i], kBy512), load(data + 16 * i));
+  for (data += 64, bytes -= 64; bytes >= 64; data += 64, bytes -= 64) {
+    if (kCopied) to += 64;
+    load_line(data, kCopied ? to : nullptr, line);
+    for (int i = 0; i < 4; ++i) lanes[i] = _mm_xor_si128(moved(lanes[i], kBy512), line[i]);
+  }
   for (int i = 1; i < 4; ++i) lanes[i] = _mm_xor_si128(moved(lanes[i - 1], kBy128), lanes[i]);
   return finished(lanes[3], data, bytes);
 }
@@ -124,15 +142,30 @@ TILEWORK_VPCLMUL inline __m512i wide_constant(const long long* by) {
   return _mm512_set_epi64(by[1], by[0], by[1], by[0], by[1], by[0], by[1], by[0]);
 }
 
-/// Of 256 bytes at least.
-TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, uint32_t state) {
+TILEWORK_VPCLMUL inline void store_wide(unsigned char* to, __m512i value) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
+}
+
+/// Of 256 bytes at least. What is not a whole block of 256 bytes is not stored.
+template <bool kCopied>
+TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, uint32_t state,
+                                     unsigned char* to) {
   __m512i lanes[4];
-  for (int i = 0; i < 4; ++i) lanes[i] = load_wide(data + 64 * i);
+  for (int i = 0; i < 4; ++i) {
+    lanes[i] = load_wide(data + 64 * i);
+    if (kCopied) store_wide(to + 64 * i, lanes[i]);
+  }
   const __m512i start = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<long long>(state));
   lanes[0] = _mm512_xor_si512(lanes[0], start);
   const __m512i by2048 = wide_constant(kBy2048), by512 = wide_constant(kBy512);
-  for (data += 256, bytes -= 256; bytes >= 256; data += 256, bytes -= 256)
-    for (int i = 0; i < 4; ++i) lanes[i] = moved_wide(lanes[i], by2048, load_wide(data + 64 * i));
+  for (data += 256, bytes -= 256; bytes >= 256; data += 256, bytes -= 256) {
+    if (kCopied) to += 256;
+    for (int i = 0; i < 4; ++i) {
+      const __m512i next = load_wide(data + 64 * i);
+      if (kCopied) store_wide(to + 64 * i, next);
+      lanes[i] = moved_wide(lanes[i], by2048, next);
+    }
+  }
   for (int i = 1; i < 4; ++i) lanes[i] = moved_wide(lanes[i - 1], by512, lanes[i]);
   // By way of memory: g++ 12 warns of its own _mm512_extracti32x4_epi32.
   unsigned char last[64];
@@ -153,12 +186,34 @@ bool has_vpclmul() {
 
 uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
   static const bool folds = has_pclmul(), folds_wide = has_vpclmul();
-  if (folds_wide && bytes >= 1024) return by_vpclmul(data, bytes, state);
-  if (folds && bytes >= 128) return by_pclmul(data, bytes, state);
+  if (folds_wide && bytes >= 1024) return by_vpclmul<false>(data, bytes, state, nullptr);
+  if (folds && bytes >= 128) return by_pclmul<false>(data, bytes, state, nullptr);
+  return by_words(data, bytes, state);
+}
+
+/// To whole lines: both counts are multiples of 256.
+uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t bytes,
+                          uint32_t state) {
+  static const bool folds = has_pclmul(), folds_wide = has_vpclmul();
+  if (folds_wide) return by_vpclmul<true>(data, bytes, state, to);
+  if (folds) return by_pclmul<true>(data, bytes, state, to);
+  copy_past_caches(to, data, bytes);
   return by_words(data, bytes, state);
 }
 
 #else
+
+/// In pieces that are still in the nearest cache when they are copied.
+uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t bytes,
+                          uint32_t state) {
+  constexpr size_t kPiece = 8192;
+  for (size_t done = 0; done < bytes; done += kPiece) {
+    const size_t piece = std::min(kPiece, bytes - done);
+    state = by_words(data + done, piece, state);
+    copy_past_caches(to + done, data + done, piece);
+  }
+  return state;
+}
 
 uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
   return by_words(data, bytes, state);
@@ -170,6 +225,23 @@ uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
 
 uint32_t crc32(const void* data, size_t bytes, uint32_t crc) {
   return ~advanced(static_cast<const unsigned char*>(data), bytes, ~crc);
+}
+
+uint32_t copy_crc32(void* to, const void* data, size_t bytes, uint32_t crc) {
+  constexpr size_t kLineBytes = 64, kBlock = 256;
+  auto* target = static_cast<unsigned char*>(to);
+  auto* source = static_cast<const unsigned char*>(data);
+  const size_t head = -reinterpret_cast<uintptr_t>(to) % kLineBytes;
+  if (bytes < 4096) {
+    copy(to, data, bytes);
+    return crc32(data, bytes, crc);
+  }
+  const size_t body = (bytes - head) / kBlock * kBlock, tail = bytes - head - body;
+  copy(target, source, head);
+  copy(target + head + body, source + head + body, tail);
+  uint32_t state = advanced(source, head, ~crc);
+  state = advanced_copying(target + head, source + head, body, state);
+  return ~advanced(source + head + body, tail, state);
 }
 
 }  // namespace tilework

@@ -9,4 +9,7 @@ namespace tilework {
 /// The checksum of `bytes` bytes that follow data whose checksum is `crc` (0: none).
 uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0);
 
+/// Likewise, and copy them past the caches on the way. Others see the copy after fence_streamed_copies().
+uint32_t copy_crc32(void* to, const void* data, size_t bytes, uint32_t crc = 0);
+
 }  // namespace tilework

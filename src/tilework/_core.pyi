@@ -44,6 +44,38 @@ def create_segment(
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:
     """The checksum of memory, as zlib.crc32 computes it; ``crc`` is that of what is before it."""
 
+def copy_streamed(copies: Sequence[tuple[int, int, int]]) -> None:
+    """Copy memory past the caches, with the GIL released: addresses to and from, and bytes."""
+
+class FileReader:
+    """Reads parts of files whose chunks have checksums; one thread at a time."""
+
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        chunk: int,
+        checksums: bytes,
+        checked: bytes,
+        runs: tuple[int, int, int, list[int], list[int], list[int]],
+        begin: int,
+        end: int,
+    ) -> tuple[int, int | None] | None:
+        """Read what is wanted of a part of ``nbytes`` from ``offset`` on, with the GIL released.
+
+        ``checksums`` are uint32, one for each chunk, and ``checked`` a byte for each: not 0 if it is
+        to be compared. ``runs``: an address (0: nothing is wanted), where the first run begins in the
+        part, a run's bytes, and for each dim: the number of runs, their distance there and at the
+        address. Chunks from ``begin`` to ``end`` are read.
+
+        The number of a damaged chunk with the checksum that it has; None for that: the file ends.
+        Raises OSError.
+        """
+
+    def prefers_mapping(self, fd: int, offset: int, nbytes: int) -> bool:
+        """True if a file's mapped pages are read faster than by read(): measured, if need be."""
+
 def segment_bytes(size: int, slot_bytes: int) -> int: ...
 
 class Completion:

@@ -167,7 +167,6 @@ def load(
         {'weight': tensor([1., 1.]), 'step': 3}
     """
     ranks = Ranks(group)
-    finish_pending(ranks)
     options = LoadOptions(_patterns(names), map_names, strict, verify)
     with _progress(f"loading {path}", 0, ranks) as progress:
         return load_into(storage_at(path), into, ranks, options, progress)

@@ -55,6 +55,10 @@ def _refuse_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Fin
     raise TypeError("optimizers are filled by filling_optimizers")
 
 
+def _nothing(names: Iterable[str]) -> None:
+    """Check nothing."""
+
+
 @dataclass
 class Filling:
     """A state that is being filled, on one rank.
@@ -65,6 +69,7 @@ class Filling:
         rank: This rank.
         names: Patterns of the names to fill; None: all.
         map_names: From names of the state to names of the checkpoint.
+        check_files: Raises unless files are as long as the index says: before memory is taken.
     """
 
     index: Index
@@ -77,6 +82,7 @@ class Filling:
     other_ranks: list[str] = field(default_factory=list)
     used: set[Path] = field(default_factory=set)
     visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
+    check_files: Callable[[Iterable[str]], None] = _nothing
     parameter_names: Mapping[int, str] = field(default_factory=dict)
     _paths: dict[str, Path] = field(init=False)
 
@@ -328,6 +334,7 @@ class Fresh:
     def _tensor(filling: Filling, leaf: NamedTensor, known: Tensor | None) -> Tensor:
         saved = filling.tensor_named(leaf)
         if known is None or tuple(known.shape) != saved.shape:
+            filling.check_files({part.file for part in saved.parts})
             known = torch.empty(saved.shape, dtype=saved.torch_dtype)
         filling.fill(known, saved, saved.name)
         return known

@@ -71,16 +71,26 @@ class Unit(NamedTuple):
     needs: tuple[Need, ...]
 
 
+class SharedPart(NamedTuple):
+    """A part of which several ranks need some, so that none reads it for itself."""
+
+    tensor: int
+    part: Part
+    needs: Sequence[Need]
+
+
 @dataclass
 class LoadPlan:
     """The work of one rank of a host.
 
     Args:
         reads: What it reads for itself.
-        units: What each rank of the host reads for all, in order.
+        shared: What the host reads once, for several ranks.
+        units: The pieces of that which each rank of the host reads for all, in order.
     """
 
     reads: list[Read] = field(default_factory=list)
+    shared: list[SharedPart] = field(default_factory=list)
     units: dict[int, list[Unit]] = field(default_factory=dict)
 
 
@@ -104,21 +114,20 @@ def plan_load(wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: i
     plan = LoadPlan(units={each: [] for each in host})
     loads = dict.fromkeys(host, 0)
     here = frozenset(host)
-    shared: list[tuple[int, Part, list[Need]]] = []
     for number, each in enumerate(wanted):
         itemsize = each.saved.torch_dtype.itemsize
         for part, needs in _needs_by_part(each, here):
             if not _is_direct(part, needs, itemsize):
-                shared.append((number, part, needs))
+                plan.shared.append(SharedPart(number, part, needs))
                 continue
             for need in needs:
                 if rank in need.ranks:
                     plan.reads.append(Read(number, part, need))
                 for reader in need.ranks:
                     loads[reader] += need.box.volume * itemsize
-    for number, part, needs in shared:
-        itemsize = wanted[number].saved.torch_dtype.itemsize
-        for unit in _units(number, part, needs, itemsize, chunk):
+    for shared in plan.shared:
+        itemsize = wanted[shared.tensor].saved.torch_dtype.itemsize
+        for unit in _units(*shared, itemsize, chunk):
             reader = min(loads, key=loads.__getitem__)
             loads[reader] += (unit.stop - unit.start) * itemsize
             plan.units[reader].append(unit)

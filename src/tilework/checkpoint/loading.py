@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from tilework.checkpoint.asynchronous import wait_for_pending
 from tilework.checkpoint.describing import tiles_of
 from tilework.checkpoint.exchanging import Exchange
 from tilework.checkpoint.filling import Filling, MapNames, Target
@@ -30,6 +31,7 @@ from tilework.checkpoint.load_planning import Need, Wanted, plan_load
 from tilework.checkpoint.objects import parameter_names
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
+from tilework.checkpoint.sharing import read_shared
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.values import decode_value
 from tilework.dtensor import DTensor
@@ -118,17 +120,16 @@ def load_into(
     Raises:
         CheckpointError: On all ranks alike. Nothing was filled, unless elements are damaged.
     """
-    index, filling, finish = _prepared(storage, state, ranks, options)
-    temporary = _without_partial(filling.targets)
-    reader = PartReader(storage, index, options.verify)
+    prepared = _prepared(storage, state, ranks, options)
+    filling, reader = prepared.filling, prepared.reader
     try:
-        _fill(filling.targets, ranks, reader, progress)
+        asked, temporary = _without_partial(prepared, ranks)
+        _fill(filling.targets, asked, ranks, reader, progress)
     finally:
         reader.close()
     for target, partial in temporary:
         _become_partial(target.tensor, partial)
-    # What a checkpoint has for an object, the object itself may refuse.
-    report = LoadReport(finish())
+    report = LoadReport(_finished(prepared, storage, ranks))
     report.loaded = [target.where for target in filling.targets]
     report.converted = [t.where for t in filling.targets if t.tensor.dtype != t.saved.torch_dtype]
     report.missing, report.other_ranks = filling.missing, filling.other_ranks
@@ -137,15 +138,34 @@ def load_into(
     return report
 
 
-def _prepared(
-    storage: Storage, state: Any, ranks: Ranks, options: LoadOptions
-) -> tuple[Index, Filling, Callable[[], Any]]:
-    made: list[Any] = []
-    # Before anybody takes memory for what the index says.
-    ranks.gather(lambda: check_files(storage) if ranks.is_first and not options.names else None)
+#: What ranks tell each other of a target: the saved name, and its tiles or None for all of it.
+_Asked = tuple[str, tuple[Any, ...] | None]
+#: Of each rank: True if it can share pages of files, and its targets.
+_Answers = list[tuple[bool, list[_Asked]]]
 
-    def look_up() -> tuple[int, list[str]]:
+
+@dataclass
+class _Prepared:
+    """A load of which all ranks know what each of them wants."""
+
+    reader: PartReader
+    filling: Filling
+    finish: Callable[[], Any]
+    #: Of each rank: True if it can share pages of files, its targets, and True if some are partial.
+    answers: list[tuple[bool, list[_Asked], bool]] = field(default_factory=list)
+
+
+def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) -> _Prepared:
+    made: list[_Prepared] = []
+
+    def look_up() -> tuple[list[str], tuple[bool, list[_Asked], bool]]:
+        failure = wait_for_pending()
+        if failure is not None:
+            raise CheckpointError(failure)
         index = read_index(storage)
+        reader = PartReader(storage, index, options.verify)
+        if not options.names:
+            check_files(reader, list(index.files)[ranks.number :: len(ranks.all)])
         filling = Filling(
             index,
             _state_of(index, storage),
@@ -153,38 +173,64 @@ def _prepared(
             options.names,
             options.map_names,
             visit_optimizer=visit_optimizer,
+            check_files=lambda names: check_files(reader, names),
             parameter_names=parameter_names(state),
         )
-        finish = filling.visit(state, ())
+        made.append(_Prepared(reader, filling, filling.visit(state, ())))
         if options.strict and filling.missing:
             raise CheckpointError(_missing_text(storage, filling))
-        made.extend((index, filling, finish))
-        return len(index.files), list(index.files)
+        answer = reader.shares_pages(), _asked(filling.targets), _has_partial(filling.targets)
+        return list(index.files), answer
 
-    seen = ranks.gather(look_up)
-    if any(each != seen[0] for each in seen):
-        raise CheckpointError(
-            f"ranks see different checkpoints at {storage.location}: it is being replaced, or is "
-            f"not on a file system that all hosts share",
-            file=storage.location,
-        )
-    index, filling, finish = made
-    return index, filling, finish
+    try:
+        seen = ranks.gather(look_up)
+        if any(files != seen[0][0] for files, _ in seen):
+            raise CheckpointError(
+                f"ranks see different checkpoints at {storage.location}: it is being replaced, or "
+                f"is not on a file system that all hosts share",
+                file=storage.location,
+            )
+    except BaseException:
+        for each in made:
+            each.reader.close()
+        raise
+    made[0].answers = [answer for _, answer in seen]
+    return made[0]
 
 
-def check_files(storage: Storage) -> None:
-    """Raise unless all files of a checkpoint are there, as long as the index says. Local.
+def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
+    """The state, once its objects have their states. Collective.
+
+    Raises:
+        CheckpointError: An object refused its state, on some rank; on all ranks.
+    """
+    states: list[Any] = []
+
+    def finish() -> None:
+        try:
+            states.append(prepared.finish())
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{storage.location}: an object has refused its state ({type(error).__name__}: "
+                f"{error}). All tensors are filled, and so are objects that come before it in the "
+                f"state: load again, without it (names), before this state is used",
+                file=storage.location,
+            ) from error
+
+    ranks.gather(finish)
+    return states[0]
+
+
+def check_files(reader: PartReader, names: Iterable[str]) -> None:
+    """Raise unless files are there, as long as the index says. Local.
 
     Raises:
         CheckpointError: It names the first that is not.
     """
-    index = read_index(storage)
-    for name in index.files:
-        reader = PartReader(storage, index)
-        try:
-            reader.check_sizes([name])
-        finally:
-            reader.close()
+    for name in names:
+        reader.check_size(name)
 
 
 def _state_of(index: Index, storage: Storage) -> FlatState:
@@ -207,9 +253,28 @@ def _missing_text(storage: Storage, filling: Filling) -> str:
 # -- tensors ---------------------------------------------------------------------------------
 
 
-def _without_partial(targets: list[Target]) -> list[tuple[Target, DTensor]]:
-    """Fill replicated tensors in the place of partial ones."""
-    temporary = []
+def _asked(targets: Sequence[Target]) -> list[_Asked]:
+    return [
+        (t.saved.name, tiles_of(t.tensor) if isinstance(t.tensor, TiledTensor) else None)
+        for t in targets
+    ]
+
+
+def _has_partial(targets: Sequence[Target]) -> bool:
+    return any(
+        isinstance(target.tensor, DTensor) and bool(target.tensor._spec.partial_axes)
+        for target in targets
+    )
+
+
+def _without_partial(
+    prepared: _Prepared, ranks: Ranks
+) -> tuple[_Answers, list[tuple[Target, DTensor]]]:
+    """Fill replicated tensors in the place of partial ones, if any rank has such. Collective."""
+    answers = [(pages, asked) for pages, asked, _ in prepared.answers]
+    if not any(has_partial for _, _, has_partial in prepared.answers):
+        return answers, []
+    targets, temporary = prepared.filling.targets, []
     for number, target in enumerate(targets):
         tensor = target.tensor
         if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
@@ -217,7 +282,8 @@ def _without_partial(targets: list[Target]) -> list[tuple[Target, DTensor]]:
             replicated = detached.redistribute(placements=tensor._spec.dual.placements)
             targets[number] = Target(target.saved, replicated, target.where)
             temporary.append((targets[number], tensor))
-    return temporary
+    asked_now = ranks.gather(lambda: _asked(targets))
+    return [(pages, now) for (pages, _), now in zip(answers, asked_now, strict=True)], temporary
 
 
 def _become_partial(filled: Tensor, partial: DTensor) -> None:
@@ -227,16 +293,14 @@ def _become_partial(filled: Tensor, partial: DTensor) -> None:
         partial._local_tensor.detach().copy_(again._local_tensor)
 
 
-#: What ranks tell each other of a target: the saved name, and its tiles or None for all of it.
-_Asked = tuple[str, tuple[Any, ...] | None]
-
-
-def _fill(targets: Sequence[Target], ranks: Ranks, reader: PartReader, progress: Progress) -> None:
-    asked: list[_Asked] = [
-        (t.saved.name, tiles_of(t.tensor) if isinstance(t.tensor, TiledTensor) else None)
-        for t in targets
-    ]
-    wanted, mine = merge_wanted(ranks.gather(lambda: asked), ranks, reader.index.tensors)
+def _fill(
+    targets: Sequence[Target],
+    answers: _Answers,
+    ranks: Ranks,
+    reader: PartReader,
+    progress: Progress,
+) -> None:
+    wanted, mine = merge_wanted([asked for _, asked in answers], ranks, reader.index.tensors)
     host = ranks.same_host()
     plan = plan_load(wanted, host.all, ranks.here, reader.index.chunk_bytes)
     tensors = [targets[number].tensor if number is not None else None for number in mine]
@@ -253,26 +317,34 @@ def _fill(targets: Sequence[Target], ranks: Ranks, reader: PartReader, progress:
             reader.read_box(saved, each.part, each.need.box, target_of(each.tensor, each.need))
             progress(each.need.box.volume * saved.torch_dtype.itemsize)
 
-    def exchange() -> None:
-        if host.group is not None and any(plan.units.values()):
+    def share() -> None:
+        # Ranks of other hosts have no part in it, but all know what these can.
+        can_share = dict(zip(ranks.all, (pages for pages, _ in answers), strict=True))
+        if all(can_share[rank] for rank in host.all):
+            read_shared(plan, wanted, reader, (ranks.here, target_of), progress)
+        elif host.group is not None and any(plan.units.values()):
             Exchange(host.group, wanted, reader, target_of, progress).run(plan.units)
 
+    _run_all((read, share), ranks, [tensor for tensor in tensors if tensor is not None])
+
+
+def _run_all(steps: Sequence[Callable[[], None]], ranks: Ranks, written: Sequence[Tensor]) -> None:
+    """Take steps that write tensors; the first error of any rank, on all. Collective."""
+    failures: list[Exception] = []
     with torch.no_grad():
-        failures: list[Exception] = []
-        for step in (read, exchange):
+        for step in steps:
             try:
                 step()
             except (CheckpointError, OSError) as error:
                 failures.append(error)
-        for tensor in tensors:
-            if tensor is not None:
-                _count_writes(tensor)
+        for tensor in written:
+            _count_writes(tensor)
 
-        def outcome() -> None:
-            if failures:
-                raise failures[0]
+    def outcome() -> None:
+        if failures:
+            raise failures[0]
 
-        ranks.gather(outcome)
+    ranks.gather(outcome)
 
 
 def merge_wanted(

@@ -10,10 +10,66 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tilework.layout import Box
+
 try:
     from tilework import _core
 except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
+
+
+#: Where the elements of a box go, as the core takes it: the address of the first run, its place in
+#: the part, the bytes of a run, and for each dim the number of runs, and their distances in the
+#: part and in memory.
+Runs = tuple[int, int, int, list[int], list[int], list[int]]
+#: Torch copies shorter runs faster.
+_SHORTEST_RUN = 64
+
+
+def no_runs() -> Runs:
+    """Nothing goes anywhere."""
+    return 0, 0, 0, [], [], []
+
+
+def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
+    """The runs of a box's bytes in a part, and their places in a tensor of the box's size.
+
+    None if they are not to be had so: the tensor is elsewhere than in the CPU's memory, or runs are
+    short.
+
+    Example:
+        >>> memory = torch.zeros(2, 32)
+        >>> runs_of(Box((0, 0), (4, 64)), Box((1, 0), (2, 32)), memory)[1:]
+        (256, 128, [2], [256], [128])
+    """
+    if target.device.type != "cpu" or target.is_conj() or target.is_neg() or box.empty:
+        return None
+    itemsize = target.element_size()
+    first, distance = 0, itemsize
+    dims: list[tuple[int, int, int]] = []  # the last first
+    for offset, start, size, length, stride in zip(
+        reversed(part.offsets),
+        reversed(box.offsets),
+        reversed(part.sizes),
+        reversed(box.sizes),
+        reversed(target.stride()),
+        strict=True,
+    ):
+        first += (start - offset) * distance
+        if length > 1:
+            dims.append((length, distance, stride * itemsize))
+        distance *= size
+    run, inner = itemsize, 0
+    for length, apart, stride in dims:
+        if not apart == stride == run:
+            break
+        run *= length
+        inner += 1
+    outer = dims[inner:][::-1]
+    if outer and run < _SHORTEST_RUN:
+        return None
+    counts, apart_from, apart_to = ([each[k] for each in outer] for k in range(3))
+    return target.data_ptr(), first, run, counts, apart_from, apart_to
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -31,6 +87,11 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def address_of(memory: memoryview) -> int:
+    """The address of memory that may be written."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def crc32(memory: memoryview, crc: int = 0) -> int:
     """The CRC-32 of bytes that follow those whose CRC-32 is ``crc``. Without Python's lock.
 
@@ -40,8 +101,7 @@ def crc32(memory: memoryview, crc: int = 0) -> int:
     """
     if _core is None or memory.readonly or memory.nbytes < 4096:
         return zlib.crc32(memory, crc)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return _core.crc32(address, memory.nbytes, crc)
+    return _core.crc32(address_of(memory), memory.nbytes, crc)
 
 
 def chunk_crc32(memory: memoryview, chunk_bytes: int) -> list[int]:

@@ -44,6 +44,11 @@ class Ranks:
         return 0 if self.group is None else self.group.global_ranks[self.group.rank()]
 
     @property
+    def number(self) -> int:
+        """This process's rank in the group."""
+        return 0 if self.group is None else self.group.rank()
+
+    @property
     def is_first(self) -> bool:
         """True on the rank that writes the index."""
         return self.here == self.all[0]

@@ -1,22 +1,50 @@
-"""Reading of parts: each chunk is read as a whole and checked before any of it is used."""
+"""Reading of parts: each chunk is read as a whole and checked before any of it is used.
+
+Local files are read by the core, which checks bytes while it puts them in their place, in one pass
+over memory (csrc/file_reader.h). Files of other stores, tensors of other devices and elements that
+become another dtype go by way of a buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from tilework.checkpoint.format import Index, Part, SavedTensor
+from tilework.checkpoint.format import Index, Part, SavedTensor, chunk_count
 from tilework.checkpoint.load_planning import blocks_of, span
-from tilework.checkpoint.memory import byte_view, crc32, empty_bytes, is_in_place
+from tilework.checkpoint.memory import (
+    Runs,
+    address_of,
+    byte_view,
+    crc32,
+    empty_bytes,
+    no_runs,
+    runs_of,
+)
 from tilework.checkpoint.storage import FileReader, Storage
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
 #: What is read at once where it cannot go straight to its place: so it is still in the cache.
 BOUNCE_BYTES = 4 << 20
-#: Read and checked at once.
+#: Read and checked at once, where the core does not.
 _STEP_BYTES = 256 << 10
+#: Read by one call of the core: between calls come signals and progress.
+_CALL_BYTES = 64 << 20
+#: The way in which pages of files are read matters for checkpoints from this length on.
+_WAY_MATTERS_BYTES = 128 << 20
+Progress = Callable[[int], None]
+
+
+def ignored(nbytes: int) -> None:
+    """Progress that nobody is told of."""
 
 
 class PartReader:
@@ -31,8 +59,7 @@ class PartReader:
     def __init__(self, storage: Storage, index: Index, verify: bool = True) -> None:
         self.storage, self.index, self.verify = storage, index, verify
         self.bytes_read = 0
-        # In the cache still when it is checked; requests of a store are better few.
-        self._step = _STEP_BYTES if storage.is_local else index.chunk_bytes
+        self._by_core = _core.FileReader() if _core is not None and storage.is_local else None
         self._open: dict[str, FileReader] = {}
         self._bounce: Tensor | None = None
 
@@ -50,6 +77,13 @@ class PartReader:
         for name in files:
             self._file(name)
 
+    def check_size(self, name: str) -> None:
+        """Raise likewise for one file, and leave it closed if it was. Local."""
+        was_open = name in self._open
+        self._file(name)
+        if not was_open:
+            self._open.pop(name).close()
+
     def _file(self, name: str) -> FileReader:
         file = self._open.get(name)
         if file is None:
@@ -66,35 +100,91 @@ class PartReader:
             self._open[name] = file
         return file
 
+    def shares_pages(self) -> bool:
+        """True if ranks of a host get what they share by way of the system's pages of files.
+
+        So it is where these are mapped at no cost; else ranks send each other what they have read.
+
+        Raises:
+            CheckpointError: A file cannot be opened.
+        """
+        if self._by_core is None:
+            return False
+        parts = [part for tensor in self.index.tensors.values() for part in tensor.parts]
+        largest = max(parts, key=lambda part: part.nbytes, default=None)
+        if largest is None or self.index.nbytes < _WAY_MATTERS_BYTES:
+            return True
+        descriptor = self._file(largest.file).descriptor
+        assert descriptor is not None
+        return self._by_core.prefers_mapping(descriptor, largest.offset, largest.nbytes)
+
+    def all_chunks(self, part: Part) -> bytes:
+        """The chunks of a part that are to be checked if it is read by itself: a byte for each."""
+        return (b"\1" if self.verify else b"\0") * chunk_count(part.nbytes, self.index.chunk_bytes)
+
     def read_chunks(self, tensor: SavedTensor, part: Part, start: int, memory: memoryview) -> None:
         """Fill memory with a part's bytes from ``start`` on, a multiple of a chunk, and check them.
 
         Raises:
             CheckpointError: They are damaged or missing.
         """
-        file, chunk = self._file(part.file), self.index.chunk_bytes
-        for at in range(0, memory.nbytes, chunk):
-            piece, found = memory[at : at + chunk], 0
-            for step in range(0, piece.nbytes, self._step):
-                small = piece[step : step + self._step]
-                count = file.read_into(small, part.offset + start + at + step)
-                if count < small.nbytes:
-                    where = self.storage.where(part.file)
-                    raise self._damaged(tensor, part, f"{where} ends before the tensor does")
-                found = crc32(small, found) if self.verify else 0
-            if self.verify:
-                expected = part.crc32[(start + at) // chunk]
-                if found != expected:
-                    raise self._damaged(
-                        tensor,
-                        part,
-                        f"bytes from {part.offset + start + at:,} on have the CRC-32 {found}, "
-                        f"the index says {expected}",
-                    )
+        self.read_some_chunks(tensor, part, start, memory, self.all_chunks(part))
         self.bytes_read += memory.nbytes
 
-    def _damaged(self, tensor: SavedTensor, part: Part, problem: str) -> CheckpointError:
+    def read_some_chunks(
+        self, tensor: SavedTensor, part: Part, start: int, memory: memoryview, checked: bytes
+    ) -> None:
+        """Likewise, but check those chunks only for which there is a byte that is not 0."""
+        if self._by_core is not None:
+            if memory.nbytes:
+                runs: Runs = (address_of(memory), start, memory.nbytes, [], [], [])
+                self._read_by_core(tensor, part, runs, checked, start, start + memory.nbytes)
+            return
+        file, chunk = self._file(part.file), self.index.chunk_bytes
+        step_bytes = _STEP_BYTES if self.storage.is_local else chunk
+        for at in range(0, memory.nbytes, chunk):
+            piece, found = memory[at : at + chunk], 0
+            is_checked = checked[(start + at) // chunk]
+            for step in range(0, piece.nbytes, step_bytes):
+                small = piece[step : step + step_bytes]
+                if file.read_into(small, part.offset + start + at + step) < small.nbytes:
+                    raise self._damaged(tensor, part, (start + at) // chunk, None)
+                found = crc32(small, found) if is_checked else 0
+            if is_checked and found != part.crc32[(start + at) // chunk]:
+                raise self._damaged(tensor, part, (start + at) // chunk, found)
+
+    def _read_by_core(
+        self, tensor: SavedTensor, part: Part, runs: Runs, checked: bytes, begin: int, end: int
+    ) -> None:
+        assert self._by_core is not None
+        descriptor = self._file(part.file).descriptor
+        assert descriptor is not None
+        chunk, sums = self.index.chunk_bytes, array("I", part.crc32).tobytes()
+        step = max(1, _CALL_BYTES // chunk) * chunk
+        for at in range(begin, end, step):
+            stop = min(at + step, end)
+            try:
+                wrong = self._by_core.read(
+                    descriptor, part.offset, part.nbytes, chunk, sums, checked, runs, at, stop
+                )
+            except OSError as error:
+                error.filename = self.storage.where(part.file)
+                raise
+            if wrong is not None:
+                raise self._damaged(tensor, part, *wrong)
+
+    def _damaged(
+        self, tensor: SavedTensor, part: Part, chunk: int, found: int | None
+    ) -> CheckpointError:
         where = self.storage.where(part.file)
+        if found is None:
+            problem = f"{where} ends before the tensor does"
+        else:
+            begin = part.offset + chunk * self.index.chunk_bytes
+            problem = (
+                f"bytes from {begin:,} on have the CRC-32 {found}, the index says "
+                f"{part.crc32[chunk]}"
+            )
         return CheckpointError(
             f"{where}, tensor {tensor.name!r} {part.box}: {problem}. The file is damaged: use "
             f"another checkpoint",
@@ -114,14 +204,75 @@ class PartReader:
         Raises:
             CheckpointError: What is read is damaged.
         """
-        itemsize = tensor.torch_dtype.itemsize
-        first, last = span(part.box, box)
-        is_run = last - first == box.volume
-        if is_run and target.dtype is tensor.torch_dtype and is_in_place(target):
-            self._read_run(tensor, part, first * itemsize, byte_view(target))
+        start, stop = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
+        self._read_box(tensor, part, box, target, self.all_chunks(part), (start, stop))
+        self.bytes_read += stop - start
+
+    def read_shared_box(
+        self, tensor: SavedTensor, part: Part, box: Box | None, target: Tensor | None, own: bytes
+    ) -> None:
+        """Read a box of a part of which ranks check some chunks each, and check the own ones.
+
+        Args:
+            tensor: The tensor.
+            part: The part.
+            box: As for :meth:`read_box`; None to check only.
+            target: Likewise.
+            own: A byte for each chunk: not 0 if this rank is the one that checks it.
+
+        Raises:
+            CheckpointError: Some of the own chunks are damaged.
+        """
+        chunk = self.index.chunk_bytes
+        first, last = own.find(1), own.rfind(1)
+        ranges = [(first * chunk, min((last + 1) * chunk, part.nbytes))] if first >= 0 else []
+        if box is not None:
+            ranges.append(self._chunks_of(part, box, tensor.torch_dtype.itemsize))
+        if not ranges:
             return
-        for start, stop in self._bounces(part, first * itemsize, last * itemsize):
-            memory = self._bounced(tensor, part, start, stop)
+        reach = (min(start for start, _ in ranges), max(stop for _, stop in ranges))
+        checked = own if self.verify else bytes(len(own))
+        if box is None or target is None:
+            if self.verify:
+                self._read_by_core(tensor, part, no_runs(), checked, *reach)
+        else:
+            self._read_box(tensor, part, box, target, checked, reach)
+        tail = len(own) * chunk - part.nbytes
+        self.bytes_read += own.count(1) * chunk - (tail if own.endswith(b"\1") else 0)
+
+    def _chunks_of(self, part: Part, box: Box, itemsize: int) -> tuple[int, int]:
+        """The bytes of the chunks that have some of a box."""
+        chunk = self.index.chunk_bytes
+        first, last = span(part.box, box)
+        if first == last or box.empty:
+            return 0, 0
+        return (
+            first * itemsize // chunk * chunk,
+            min(-(-last * itemsize // chunk) * chunk, part.nbytes),
+        )
+
+    def _read_box(
+        self,
+        tensor: SavedTensor,
+        part: Part,
+        box: Box,
+        target: Tensor,
+        checked: bytes,
+        reach: tuple[int, int],
+    ) -> None:
+        if reach[0] == reach[1]:
+            return
+        runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
+        if runs is not None and self._by_core is not None:
+            self._read_by_core(tensor, part, runs, checked, *reach)
+            return
+        if runs is not None and runs[2] == target.nbytes and reach == (runs[1], runs[1] + runs[2]):
+            self.read_some_chunks(tensor, part, reach[0], byte_view(target), checked)
+            return
+        itemsize = tensor.torch_dtype.itemsize
+        for start, stop in self._bounces(part, *reach):
+            memory = self._bounced(stop - start)
+            self.read_some_chunks(tensor, part, start, byte_view(memory), checked)
             copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -131,28 +282,10 @@ class PartReader:
         for at in range(start // chunk * chunk, stop, step):
             yield at, min(at + step, -(-stop // chunk) * chunk, part.nbytes)
 
-    def _bounced(self, tensor: SavedTensor, part: Part, start: int, stop: int) -> Tensor:
-        if self._bounce is None or self._bounce.numel() < stop - start:
-            self._bounce = empty_bytes(max(BOUNCE_BYTES, stop - start))
-        memory = self._bounce[: stop - start]
-        self.read_chunks(tensor, part, start, byte_view(memory))
-        return memory
-
-    def _read_run(self, tensor: SavedTensor, part: Part, start: int, memory: memoryview) -> None:
-        """Read a run of bytes in place, but for the chunks that it shares with others."""
-        chunk, stop = self.index.chunk_bytes, start + memory.nbytes
-        whole_from = min(-(-start // chunk) * chunk, stop)
-        whole_to = stop if stop == part.nbytes else max(stop // chunk * chunk, whole_from)
-        for low, high in ((start, whole_from), (whole_to, stop)):
-            if low < high:
-                from_ = low // chunk * chunk
-                chunk_memory = byte_view(
-                    self._bounced(tensor, part, from_, min(from_ + chunk, part.nbytes))
-                )
-                memory[low - start : high - start] = chunk_memory[low - from_ : high - from_]
-        if whole_from < whole_to:
-            inside = memory[whole_from - start : whole_to - start]
-            self.read_chunks(tensor, part, whole_from, inside)
+    def _bounced(self, nbytes: int) -> Tensor:
+        if self._bounce is None or self._bounce.numel() < nbytes:
+            self._bounce = empty_bytes(max(BOUNCE_BYTES, nbytes))
+        return self._bounce[:nbytes]
 
 
 def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tensor) -> None:

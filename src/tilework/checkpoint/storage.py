@@ -59,6 +59,8 @@ class FileReader(ABC):
     """A file that is read by position."""
 
     nbytes: int
+    #: The descriptor, where the system has one.
+    descriptor: int | None = None
 
     @abstractmethod
     def read_into(self, memory: memoryview, offset: int) -> int:
@@ -274,6 +276,7 @@ class _LocalReader(FileReader):
             self.close()
             raise CheckpointError(f"{where} is no plain file", file=where)
         self.nbytes = status.st_size
+        self.descriptor = self._fd
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         total = 0

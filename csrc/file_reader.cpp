@@ -1,0 +1,396 @@
+#include "file_reader.h"
+
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <system_error>
+
+#include "copy.h"
+#include "crc32.h"
+#include "platform.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+#ifndef RWF_NOWAIT
+#define RWF_NOWAIT 8
+#endif
+
+namespace tilework {
+namespace {
+
+/// Mapped at once. Windows of a file begin at multiples of it, so that its large pages are mapped as such.
+constexpr size_t kWindow = 8 << 20;
+/// While the faster way is not known.
+constexpr size_t kSample = 4 << 20;
+constexpr size_t kLargePage = 2 << 20;
+/// Read and checked at once: so it is in the cache still when it is checked and put in place.
+constexpr size_t kPiece = 256 << 10;
+/// Runs of fewer bytes are copied by way of the cache.
+constexpr size_t kStreamedRun = 512;
+
+// -- pages that vanish -----------------------------------------------------------------------
+
+thread_local sigjmp_buf* escape = nullptr;
+struct sigaction others_action;
+
+/// Leave guarded(), or do as whoever had the signal before.
+void on_bus_error(int number, siginfo_t* info, void* context) {
+  if (escape != nullptr) siglongjmp(*escape, 1);
+  if (others_action.sa_flags & SA_SIGINFO) return others_action.sa_sigaction(number, info, context);
+  if (others_action.sa_handler != SIG_DFL && others_action.sa_handler != SIG_IGN)
+    return others_action.sa_handler(number);
+  signal(number, SIG_DFL);  // and it comes again
+}
+
+void catch_bus_errors() {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  struct sigaction present;
+  sigaction(SIGBUS, nullptr, &present);
+  if ((present.sa_flags & SA_SIGINFO) && present.sa_sigaction == on_bus_error) return;
+  others_action = present;
+  struct sigaction ours = {};
+  ours.sa_sigaction = on_bus_error;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGBUS, &ours, nullptr);
+}
+
+/// Run a function that reads mapped pages and owns nothing; false if one of them is not there.
+template <typename Function>
+bool guarded(Function&& function) {
+  sigjmp_buf here;
+  if (sigsetjmp(here, 1) != 0) {
+    escape = nullptr;
+    return false;
+  }
+  escape = &here;
+  function();
+  escape = nullptr;
+  return true;
+}
+
+// -- the faster way --------------------------------------------------------------------------
+
+enum Way { kMapped, kRead, kWays };
+
+/// The rates of one device: the best of what was measured, in nanoseconds per MiB.
+struct Rates {
+  double best[kWays] = {0, 0};
+  int samples[kWays] = {0, 0};
+  int since_sample = 0;
+};
+
+constexpr int kSamples = 2;
+/// One in so many windows goes the slower way, to see if it still is.
+constexpr int kSampleEvery = 64;
+
+std::mutex rates_mutex;
+std::map<dev_t, Rates>& all_rates() {
+  static std::map<dev_t, Rates> rates;
+  return rates;
+}
+
+struct Choice {
+  Way way;
+  bool sample;
+};
+
+Choice choose(dev_t device) {
+  const std::lock_guard<std::mutex> lock(rates_mutex);
+  Rates& rates = all_rates()[device];
+  for (int way = 0; way < kWays; ++way)
+    if (rates.samples[way] < kSamples) return {static_cast<Way>(way), true};
+  const Way best = rates.best[kMapped] <= rates.best[kRead] ? kMapped : kRead;
+  if (++rates.since_sample < kSampleEvery) return {best, false};
+  rates.since_sample = 0;
+  return {best == kMapped ? kRead : kMapped, true};
+}
+
+void note(dev_t device, Way way, double ns, size_t bytes) {
+  if (bytes < kSample / 2) return;
+  const double rate = ns / static_cast<double>(bytes) * (1 << 20);
+  const std::lock_guard<std::mutex> lock(rates_mutex);
+  Rates& rates = all_rates()[device];
+  rates.best[way] = rates.samples[way]++ ? std::min(rates.best[way], rate) : rate;
+}
+
+dev_t device_of(int fd) {
+  struct stat status;
+  if (fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category());
+  return status.st_dev;
+}
+
+bool is_cached(int fd, uint64_t offset) {
+  char byte;
+  iovec memory = {&byte, 1};
+  return preadv2(fd, &memory, 1, static_cast<off_t>(offset), RWF_NOWAIT) >= 0 || errno != EAGAIN;
+}
+
+/// Have the disk read ahead of what is wanted soon; false if all is there.
+bool fetch(int fd, uint64_t offset, size_t bytes) {
+  if (is_cached(fd, offset) && is_cached(fd, offset + bytes - 1)) return false;
+  posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(2 * bytes), POSIX_FADV_WILLNEED);
+  return true;
+}
+
+/// The number of bytes read: fewer than asked for where the file ends.
+size_t read_at(int fd, char* to, size_t bytes, uint64_t offset) {
+  size_t done = 0;
+  while (done < bytes) {
+    const ssize_t count = pread(fd, to + done, bytes - done, static_cast<off_t>(offset + done));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw std::system_error(errno, std::generic_category());
+    if (count == 0) break;
+    done += static_cast<size_t>(count);
+  }
+  return done;
+}
+
+}  // namespace
+
+size_t Runs::end() const {
+  size_t last = first;
+  for (size_t d = 0; d < counts.size(); ++d) last += (counts[d] - 1) * from[d];
+  return last + run;
+}
+
+/// A range of a part that is read in one way.
+struct FileReader::Window {
+  const ChunkedPart& part;
+  size_t begin, end;
+};
+
+/// The way through a part: the next wanted byte, and the checksum of the chunk so far.
+struct FileReader::Walk {
+  Walk(const Runs& all, size_t begin) : runs(all), index(all.counts.size()) {
+    if (runs.target == nullptr) return;
+    at = runs.first, to = runs.target;
+    size_t left = begin > at ? begin - at : 0;
+    for (size_t d = 0; d < index.size(); ++d) {
+      index[d] = runs.from[d] ? std::min(left / runs.from[d], runs.counts[d] - 1) : 0;
+      left -= index[d] * runs.from[d];
+      at += index[d] * runs.from[d];
+      to += static_cast<int64_t>(index[d]) * runs.to[d];
+    }
+    if (left >= runs.run)
+      advance();
+    else
+      done = left;
+  }
+
+  bool over() const { return to == nullptr; }
+  /// The next wanted byte of the part, and the end of its run.
+  size_t next() const { return at + done; }
+  size_t run_end() const { return at + runs.run; }
+
+  /// Move past `bytes` bytes of the run.
+  void take(size_t bytes) {
+    done += bytes;
+    if (done == runs.run) advance();
+  }
+
+  void advance() {
+    done = 0;
+    for (size_t d = index.size(); d-- > 0;) {
+      if (++index[d] < runs.counts[d]) {
+        at += runs.from[d];
+        to += runs.to[d];
+        return;
+      }
+      index[d] = 0;
+      at -= (runs.counts[d] - 1) * runs.from[d];
+      to -= static_cast<int64_t>(runs.counts[d] - 1) * runs.to[d];
+    }
+    to = nullptr;
+  }
+
+  /// Copy what is wanted of bytes [begin, end) of the part, which lie at `source`.
+  void copy_from(const char* source, size_t begin, size_t end) {
+    while (!over() && next() < end) {
+      const size_t bytes = std::min(end, run_end()) - next();
+      const char* from = source + (next() - begin);
+      (bytes >= kStreamedRun ? copy_past_caches : copy)(to + done, from, bytes);
+      take(bytes);
+    }
+  }
+
+  const Runs& runs;
+  std::vector<size_t> index;
+  size_t at = 0, done = 0;
+  char* to = nullptr;
+  uint32_t crc = 0;
+  ReadOutcome outcome;
+
+  /// The end of the piece that begins at `begin`: within a chunk, and where a long run begins or ends.
+  size_t piece_end(const ChunkedPart& part, size_t begin, size_t end) const {
+    end = std::min({end, begin + kPiece, (begin / part.chunk + 1) * part.chunk});
+    if (over() || runs.run < kPiece / 4) return end;
+    if (next() > begin) return std::min(end, next());
+    return std::min(end, run_end());
+  }
+
+  bool is_wanted(size_t begin, size_t end) const {
+    return !over() && next() == begin && run_end() >= end;
+  }
+
+  /// Compare a chunk that ends here; false if it is damaged.
+  bool close_chunk(const ChunkedPart& part, size_t end) {
+    if (end % part.chunk != 0 && end != part.bytes) return true;
+    const size_t chunk = (end - 1) / part.chunk;
+    if (part.checked[chunk] && crc != part.checksums[chunk]) {
+      outcome = {ReadOutcome::kDamaged, chunk, crc};
+      return false;
+    }
+    crc = 0;
+    return true;
+  }
+};
+
+FileReader::FileReader() {
+  void* reserved = mmap(nullptr, kWindow + 2 * kLargePage, PROT_NONE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  address_space_ = reserved == MAP_FAILED ? nullptr : static_cast<char*>(reserved);
+  catch_bus_errors();
+}
+
+FileReader::~FileReader() {
+  if (address_space_ != nullptr) munmap(address_space_, kWindow + 2 * kLargePage);
+  std::free(bounce_);
+}
+
+char* FileReader::bounce() {
+  if (bounce_ == nullptr) bounce_ = static_cast<char*>(std::aligned_alloc(4096, kPiece));
+  if (bounce_ == nullptr) throw std::bad_alloc();
+  return bounce_;
+}
+
+/// The file's bytes from an offset on; null if they cannot be mapped.
+const char* FileReader::map(int fd, uint64_t offset, size_t bytes) {
+  if (address_space_ == nullptr) return nullptr;
+  char* aligned = address_space_ + -reinterpret_cast<uintptr_t>(address_space_) % kLargePage;
+  // As far from a large page's start as in the file.
+  const uint64_t from = offset / 4096 * 4096;
+  char* place = aligned + from % kLargePage;
+  const size_t length = static_cast<size_t>(offset - from) + bytes;
+  void* mapped =
+      mmap(place, length, PROT_READ, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(from));
+  if (mapped == MAP_FAILED) return nullptr;
+  if (madvise(place, length, MADV_POPULATE_READ) != 0) return nullptr;
+  return place + (offset - from);
+}
+
+void FileReader::unmap() {
+  mmap(address_space_, kWindow + 2 * kLargePage, PROT_NONE,
+       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+/// False if the pages could not all be read so; `walk` is then anything.
+bool FileReader::read_mapped(int fd, const Window& window, Walk& walk) {
+  const ChunkedPart& part = window.part;
+  const char* source = map(fd, part.offset + window.begin, window.end - window.begin);
+  const bool read = source != nullptr && guarded([&] {
+                      for (size_t at = window.begin; at < window.end;) {
+                        const size_t end = walk.piece_end(part, at, window.end), bytes = end - at;
+                        const char* piece = source + (at - window.begin);
+                        const bool checked = part.checked[at / part.chunk];
+                        if (walk.is_wanted(at, end) && checked) {
+                          walk.crc = copy_crc32(walk.to + walk.done, piece, bytes, walk.crc);
+                          walk.take(bytes);
+                        } else {
+                          if (checked) walk.crc = crc32(piece, bytes, walk.crc);
+                          walk.copy_from(piece, at, end);
+                        }
+                        if (!walk.close_chunk(part, end)) break;
+                        at = end;
+                      }
+                    });
+  fence_streamed_copies();
+  unmap();
+  return read;
+}
+
+void FileReader::read_window(int fd, const Window& window, Walk& walk) {
+  const ChunkedPart& part = window.part;
+  for (size_t at = window.begin; at < window.end;) {
+    const size_t end = walk.piece_end(part, at, window.end);
+    const bool checked = part.checked[at / part.chunk], in_place = walk.is_wanted(at, end);
+    // Of what is not checked, just what is wanted.
+    const size_t begin = checked || walk.over() ? at : std::min(std::max(at, walk.next()), end);
+    if (checked || (!walk.over() && begin < end)) {
+      char* to = in_place ? walk.to + walk.done : bounce();
+      const size_t bytes = end - begin;
+      if (read_at(fd, to, bytes, part.offset + begin) < bytes) {
+        walk.outcome = {ReadOutcome::kTruncated, at / part.chunk, 0};
+        return;
+      }
+      if (checked) walk.crc = crc32(to, bytes, walk.crc);
+      in_place ? walk.take(bytes) : walk.copy_from(to, begin, end);
+    }
+    if (!walk.close_chunk(part, end)) return;
+    at = end;
+  }
+  fence_streamed_copies();
+}
+
+ReadOutcome FileReader::read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin,
+                             size_t end) {
+  const dev_t device = device_of(fd);
+  Walk walk(runs, begin);
+  while (begin < end && walk.outcome.kind == ReadOutcome::kRead) {
+    // Nothing is read that is neither checked nor wanted.
+    if (!part.checked[begin / part.chunk] && (walk.over() || walk.next() > begin)) {
+      const size_t chunk_end = std::min((begin / part.chunk + 1) * part.chunk, end);
+      if (walk.over() || walk.next() >= chunk_end) {
+        begin = chunk_end;
+        continue;
+      }
+    }
+    const Choice choice = choose(device);
+    const size_t most = choice.sample ? kSample : kWindow;
+    const uint64_t offset = part.offset + begin;
+    const size_t bytes = std::min(end - begin, most - static_cast<size_t>(offset % most));
+    const Window window = {part, begin, begin + bytes};
+    const bool fetched = fetch(fd, offset, bytes);
+    const int64_t start = now_ns();
+    const Walk before = walk;
+    bool read = false;
+    if (choice.way == kMapped && !(read = read_mapped(fd, window, walk))) {
+      walk.index = before.index;
+      walk.at = before.at, walk.done = before.done, walk.to = before.to, walk.crc = before.crc;
+      walk.outcome = before.outcome;
+    }
+    if (!read) read_window(fd, window, walk);
+    if (!fetched) note(device, choice.way, static_cast<double>(now_ns() - start), bytes);
+    begin += bytes;
+  }
+  return walk.outcome;
+}
+
+bool FileReader::prefers_mapping(int fd, uint64_t offset, size_t bytes) {
+  const dev_t device = device_of(fd);
+  const Runs nothing = {nullptr, 0, 0, {}, {}, {}};
+  const std::vector<uint32_t> checksums(1);
+  const char checked = 1;
+  for (size_t done = 0; choose(device).sample && done + kSample <= bytes; done += kSample) {
+    // As a single chunk, whose checksum is not looked at.
+    const ChunkedPart part = {offset + done, kSample, kSample, checksums.data(), &checked};
+    read(fd, part, nothing, 0, kSample);
+  }
+  const std::lock_guard<std::mutex> lock(rates_mutex);
+  const Rates& rates = all_rates()[device];
+  if (rates.samples[kMapped] == 0 || rates.samples[kRead] == 0) return true;
+  return rates.best[kMapped] <= rates.best[kRead];
+}
+
+}  // namespace tilework

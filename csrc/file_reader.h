@@ -1,0 +1,75 @@
+// Reading of files whose contents have checksums, straight to where they belong.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tilework {
+
+/// The bytes of a part of a file that are wanted, and their places: runs of `run` bytes. They are the
+/// elements of an array with gaps, in ascending order in the file: counts[d] of them, from[d] bytes
+/// apart in the file and to[d] in memory, the last d fastest.
+struct Runs {
+  char* target;  // of the first run; null if nothing is wanted
+  size_t first;  // where it begins in the part
+  size_t run;
+  std::vector<size_t> counts, from;
+  std::vector<int64_t> to;
+
+  /// The end of the last run, in the part.
+  size_t end() const;
+};
+
+/// A part of a file, cut into chunks that have a checksum each.
+struct ChunkedPart {
+  uint64_t offset;  // in the file
+  size_t bytes, chunk;
+  const uint32_t* checksums;
+  const char* checked;  // for each chunk: true if this call compares its checksum
+};
+
+struct ReadOutcome {
+  enum Kind { kRead, kDamaged, kTruncated } kind = kRead;
+  size_t chunk = 0;
+  uint32_t found = 0;  // its checksum
+};
+
+/// Reads parts of files, each byte but once where it can be: checksums are computed of what is in a
+/// cache. The system's pages of the file are mapped, a window at a time, where that is faster than
+/// read(); which it is, is measured on the way, for each device.
+///
+/// Mapped pages may vanish: a file is cut, or a disk fails. The signal of that is caught; then read()
+/// tells what is wrong. Memory of windows is given back at once.
+class FileReader {
+ public:
+  FileReader();
+  ~FileReader();
+  FileReader(const FileReader&) = delete;
+  FileReader& operator=(const FileReader&) = delete;
+
+  /// Read what is wanted of a part between `begin` and `end`, multiples of a chunk or the part's end.
+  /// Throws std::system_error where the system cannot read.
+  ReadOutcome read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin, size_t end);
+
+  /// True if mapped pages of a file are read faster than by read(): measured with some bytes of it,
+  /// unless it is known of the device.
+  bool prefers_mapping(int fd, uint64_t offset, size_t bytes);
+
+ private:
+  struct Window;
+  struct Walk;
+
+  const char* map(int fd, uint64_t offset, size_t bytes);
+  void unmap();
+  bool read_mapped(int fd, const Window& window, Walk& walk);
+  void read_window(int fd, const Window& window, Walk& walk);
+  char* bounce();
+
+  char* address_space_;
+  char* bounce_ = nullptr;
+};
+
+}  // namespace tilework

@@ -1,0 +1,70 @@
+"""Shared parts of local files: each rank of a host checks some chunks, and takes what it needs.
+
+What one rank has read is in the system's pages of the file, where the others find it: they map
+these pages, and nothing is sent. Nor does any rank wait for another; all learn at the end if what
+they took was whole. Ranks go through parts in the same order, so that what one checks is often in a
+cache for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tilework.checkpoint.format import chunk_count
+from tilework.checkpoint.load_planning import LoadPlan, Need, Wanted
+from tilework.checkpoint.reading import PartReader
+
+#: The view of this rank's memory for a need of a tensor: of the need's box.
+TargetOf = Callable[[int, Need], Tensor]
+
+
+def read_shared(
+    plan: LoadPlan,
+    wanted: Sequence[Wanted],
+    reader: PartReader,
+    here: tuple[int, TargetOf],
+    progress: Callable[[int], None],
+) -> None:
+    """Check this rank's chunks of shared parts, and fill what it needs of all. Local.
+
+    Args:
+        plan: This rank's.
+        wanted: The tensors.
+        reader: Reads parts.
+        here: This rank, and what finds the memory for its needs.
+        progress: Told the bytes of each need.
+
+    Raises:
+        CheckpointError: Some of the chunks that this rank checks are damaged.
+    """
+    rank, target_of = here
+    own = _own_chunks(plan, rank, wanted, reader.index.chunk_bytes)
+    for number, part, needs in plan.shared:
+        tensor = wanted[number].saved
+        checked = bytes(own[number, part.file, part.offset])
+        boxes = [need for need in needs if rank in need.ranks]
+        for need in boxes:
+            target = target_of(number, need)
+            reader.read_shared_box(tensor, part, need.box, target, checked)
+            progress(need.box.volume * tensor.torch_dtype.itemsize)
+            checked = bytes(len(checked))
+        if not boxes:
+            reader.read_shared_box(tensor, part, None, None, checked)
+
+
+def _own_chunks(
+    plan: LoadPlan, rank: int, wanted: Sequence[Wanted], chunk: int
+) -> dict[tuple[int, str, int], bytearray]:
+    """For each shared part a byte for each chunk: 1 if this rank is to check it."""
+    own = {
+        (number, part.file, part.offset): bytearray(chunk_count(part.nbytes, chunk))
+        for number, part, _ in plan.shared
+    }
+    for unit in plan.units[rank]:
+        itemsize = wanted[unit.tensor].saved.torch_dtype.itemsize
+        first, last = unit.start * itemsize // chunk, -(-unit.stop * itemsize // chunk)
+        flags = own[unit.tensor, unit.part.file, unit.part.offset]
+        flags[first:last] = b"\1" * (last - first)
+    return own

@@ -1,0 +1,171 @@
+"""The core's reading of parts of files, against slices."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilework import _core
+from tilework.checkpoint.memory import Runs, no_runs, runs_of
+from tilework.layout import Box
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    descriptor = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+    yield descriptor
+    os.close(descriptor)
+
+
+def sums(data: bytes, chunk: int) -> bytes:
+    return b"".join(
+        zlib.crc32(data[at : at + chunk]).to_bytes(4, "little") for at in range(0, len(data), chunk)
+    )
+
+
+def whole(memory: torch.Tensor) -> Runs:
+    return memory.data_ptr(), 0, memory.nbytes, [], [], []
+
+
+def read(
+    file: int,
+    data: bytes,
+    runs: Runs,
+    *,
+    offset: int = 0,
+    chunk: int = MIB,
+    checked: bytes | None = None,
+) -> tuple[int, int | None] | None:
+    chunks = -(-len(data) // chunk)
+    flags = b"\1" * chunks if checked is None else checked
+    reader = _core.FileReader()
+    return reader.read(file, offset, len(data), chunk, sums(data, chunk), flags, runs, 0, len(data))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_box_comes_to_its_place(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shape = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple))
+    shape = (*shape, data.draw(st.sampled_from([32, 200, 3000])))
+    box = []
+    for size in shape:
+        start = data.draw(st.integers(0, size - 1))
+        box.append((start, data.draw(st.integers(start + 1, size))))
+    saved = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+    content, offset = (
+        bytes(saved.view(-1).view(torch.uint8).numpy()),
+        data.draw(st.integers(0, 5000)),
+    )
+    path = tmp_path_factory.mktemp("x") / "x"
+    path.write_bytes(b"-" * offset + content + b"-")
+    chunk = data.draw(st.sampled_from([16, 4096, 1 << 16, MIB])) if len(content) < MIB else MIB
+    room = torch.full([size + 3 for size in shape], -1, dtype=torch.int32)
+    slices = tuple(slice(a, b) for a, b in box)
+    target = room[tuple(slice(1, 1 + b - a) for a, b in box)]
+    part = Box((0,) * len(shape), shape)
+    runs = runs_of(part, Box(tuple(a for a, _ in box), tuple(b - a for a, b in box)), target)
+    checked = bytes(
+        data.draw(st.lists(st.booleans(), min_size=(n := -(-len(content) // chunk)), max_size=n))
+        if len(content) < 64 * chunk
+        else [1] * (-(-len(content) // chunk))
+    )
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if runs is None:  # too short
+            assert (box[-1][1] - box[-1][0]) * 4 < 64
+            return
+        assert read(descriptor, content, runs, offset=offset, chunk=chunk, checked=checked) is None
+    finally:
+        os.close(descriptor)
+    expected = torch.full_like(room, -1)
+    expected[tuple(slice(1, 1 + b - a) for a, b in box)] = saved[slices]
+    assert room.equal(expected)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4097, MIB, 3 * MIB + 77, 21 * MIB + 5])
+def test_lengths(file: int, nbytes: int) -> None:
+    data = os.urandom(nbytes)
+    os.write(file, data)
+    memory = torch.zeros(nbytes + 1, dtype=torch.uint8)
+    for shift in (0, 1):  # of another alignment
+        target = memory[shift : shift + nbytes]
+        assert read(file, data, whole(target)) is None
+        assert bytes(target.numpy()) == data
+
+
+@pytest.mark.parametrize("flipped", [0, 5 * MIB + 3, 20 * MIB - 1])
+def test_damage_is_told(file: int, flipped: int) -> None:
+    data = os.urandom(20 * MIB)
+    damaged = bytearray(data)
+    damaged[flipped] ^= 1
+    os.write(file, damaged)
+    chunk = flipped // MIB
+    expected = (chunk, zlib.crc32(damaged[chunk * MIB : (chunk + 1) * MIB]))
+    memory = torch.empty(20 * MIB, dtype=torch.uint8)
+    for _ in range(4):  # by both ways
+        assert read(file, data, whole(memory)) == expected
+        assert read(file, data, no_runs()) == expected
+    flags = bytearray(b"\1" * 20)
+    flags[chunk] = 0
+    assert read(file, data, whole(memory), checked=bytes(flags)) is None
+
+
+def test_a_file_that_ends_too_early(file: int) -> None:
+    """Pages beyond its end are mapped, and are not there: that is no end of the process."""
+    data = os.urandom(20 * MIB)
+    os.write(file, data)
+    memory = torch.empty(20 * MIB, dtype=torch.uint8)
+    assert read(file, data, whole(memory)) is None
+    for length in (15 * MIB + 7, 0):
+        os.ftruncate(file, length)
+        for runs in (whole(memory), no_runs()):
+            assert read(file, data, runs) == (length // MIB, None)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(OSError, match="directory"):
+        read(descriptor, b"x" * 64, no_runs())
+    os.close(descriptor)
+
+
+def test_arguments_that_make_no_sense(file: int) -> None:
+    os.write(file, data := b"x" * 64)
+    memory = ctypes.create_string_buffer(64)
+    address = ctypes.addressof(memory)
+    for runs in (
+        (address, 1, 64, [], [], []),
+        (address, 0, 0, [], [], []),
+        (address, 0, 32, [3], [32], [32]),
+    ):
+        with pytest.raises(ValueError, match="within the part"):
+            read(file, data, runs)
+    with pytest.raises(ValueError, match="for each chunk"):
+        read(file, data, no_runs(), checked=b"")
+
+
+def test_memory_is_copied() -> None:
+    x, y = os.urandom(3 * MIB), bytearray(3 * MIB)
+    to = ctypes.addressof(ctypes.c_char.from_buffer(y))
+    held = ctypes.create_string_buffer(x, len(x))
+    source = ctypes.addressof(held)
+    _core.copy_streamed([(to, source, MIB + 1), (to + MIB + 1, source + MIB + 1, 2 * MIB - 1)])
+    assert bytes(y) == x
+
+
+def test_the_faster_way_is_measured(file: int) -> None:
+    os.ftruncate(file, 32 * MIB)
+    reader = _core.FileReader()
+    assert reader.prefers_mapping(file, 64, 32 * MIB - 64) in (True, False)
