@@ -396,6 +396,7 @@ NB_MODULE(_core, m) {
         return set_tensor_types(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
       },
       "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
+  m.def("set_profiled", &set_profiled, "profiled"_a);
   bind_completion(m);
   bind_group(m);
   bind_arena(m);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "provenance.h"
@@ -46,6 +47,8 @@ Names& names() {
   static auto* all = new Names();
   return *all;
 }
+
+std::atomic<bool> profiled{false};
 
 bool find(PyObject* const* table, size_t count, PyObject* object, unsigned& index) {
   for (index = 0; index < count; ++index)
@@ -184,6 +187,8 @@ void set_reduce_op_objects(const nb::dict& known) {
   }
 }
 
+void set_profiled(bool now) { profiled.store(now, std::memory_order_relaxed); }
+
 FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::object on_failure)
     : timeout(timeout_),
       group_owner_(std::move(group)),
@@ -214,7 +219,9 @@ bool FastPath::run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, n
 bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
                    int root, nb::handle in_rows, nb::handle out_rows) {
   unsigned which, reduction = 0;
-  if (!find(names().forms, kFormCount, name.ptr(), which)) return false;
+  if (!find(names().forms, kFormCount, name.ptr(), which) ||
+      profiled.load(std::memory_order_relaxed))
+    return false;
   if (!reduce_op.is_none() && !find(names().reductions, kReduceOps, reduce_op.ptr(), reduction))
     return false;
   const OpForm& form = kForms[which];
@@ -262,7 +269,9 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
 int FastPath::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
   TensorView view;
   const int lowest = is_send ? 0 : kAnyRank;
-  if (peer < lowest || peer >= group_.core().size() || !view_tensor(tensor.ptr(), view)) return -2;
+  if (peer < lowest || peer >= group_.core().size() || profiled.load(std::memory_order_relaxed))
+    return -2;
+  if (!view_tensor(tensor.ptr(), view)) return -2;
   const RequestPtr request = request_of(is_send, peer, view.buffer, view.dtype, tag, timeout);
   const char* name = is_send ? "send" : "recv";
   OpRecord record{name, view.dtype};

@@ -43,4 +43,8 @@ class FastPath {
 /// Set the objects that stand for the reductions: {object: name}.
 void set_reduce_op_objects(const nb::dict& names);
 
+/// While a profiler runs the fast path refuses everything: whoever prepares the operation then tells
+/// the profiler of it.
+void set_profiled(bool profiled);
+
 }  // namespace tilework

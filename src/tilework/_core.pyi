@@ -111,6 +111,9 @@ def register_torch(
     """Register the torch types and functions that FastPath needs; False if this torch exports no
     DLPack exchange table. `in_library` maps a file name to True if it is not the program's own."""
 
+def set_profiled(profiled: bool) -> None:
+    """Have every FastPath refuse from now on, or not: a profiler is to see operations."""
+
 #: How random numbers are distributed: small ints by name.
 DISTRIBUTIONS: dict[str, int]  # uniform normal integers bernoulli
 #: Levels of the instruction set that this processor has and the core was compiled for, best last.

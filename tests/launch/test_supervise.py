@@ -240,6 +240,31 @@ def test_hook_of_the_program_runs(launch: Launch) -> None:
     assert "rank 0 failed: ZeroDivisionError" in done.err
 
 
+def test_a_traceback_is_printed_once_although_torch_has_a_hook(launch: Launch) -> None:
+    done = launch(
+        """
+        import sys
+
+        def init_process_group(old_hook):
+            def hook(*error):
+                old_hook(*error)
+            hook.__module__ = "torch.distributed.distributed_c10d"
+            return hook
+
+        if sys.argv[1:] == ["own"]:
+            sys.excepthook = lambda kind, error, trace: print("own hook", file=sys.stderr)
+        sys.excepthook = init_process_group(sys.excepthook)
+        raise ValueError("once")
+        """,
+        "-n",
+        "1",
+    )
+    assert done.err.count("Traceback") == 1
+    own = launch.finish(launch.start("-n", "1", "script.py", "own"))
+    assert own.err.count("Traceback") == 1
+    assert own.err.count("own hook") == 1
+
+
 def test_failed_start_is_told_and_leaves_nothing(launch: Launch) -> None:
     name = launch.script(LAST_RANK.format(what="pass"))
     few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))  # noqa: E731

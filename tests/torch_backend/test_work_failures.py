@@ -137,6 +137,31 @@ def test_who_is_late_is_named(ranks: Launcher) -> None:
         assert at_fault == (1,)
         assert "all_reduce" in text
         assert "test_work_failures.py" in text  # where it was called, not where torch did
+        assert " Timed out waiting 500ms" in text  # as programs look for
+
+
+def monitored(rank: Rank) -> list[str]:
+    join(rank)
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    work_group: Any = dist.new_group()
+    found = []
+    if rank.number == 0:
+        with pytest.raises(tw.CollectiveTimeoutError) as caught:
+            group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True)
+        found.append(str(caught.value))
+        work: Any = dist.all_reduce(torch.ones(1), group=work_group, async_op=True)
+        with pytest.raises(tw.CollectiveTimeoutError) as caught:
+            work.wait(timedelta(seconds=0.1))
+        found.append(str(caught.value))
+    dist.barrier()
+    return found
+
+
+def test_time_outs_have_the_words_that_torch_s_have(ranks: Launcher) -> None:
+    late, waited = ranks(3, monitored)[0]
+    assert "Rank 0 timed out in monitoredBarrier" in late
+    assert "Ranks 1, 2 failed to pass monitoredBarrier" in late
+    assert " Timed out waiting 100ms" in waited
 
 
 def aborted(rank: Rank) -> str:

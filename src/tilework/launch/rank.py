@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -169,7 +169,7 @@ def _report(error: BaseException, code: int, fd: int) -> None:
         while data:
             data = data[os.write(fd, data) :]
     # A hook that the program set may do more than print (post a message, say).
-    if sys.excepthook is not sys.__excepthook__:
+    if _hook() is not sys.__excepthook__:
         _call_hook(error)
 
 
@@ -192,7 +192,20 @@ def _leave_groups() -> None:
 def _call_hook(error: BaseException) -> None:
     if not isinstance(error, SystemExit | KeyboardInterrupt):
         with contextlib.suppress(Exception):
-            sys.excepthook(type(error), error, error.__traceback__)
+            _hook()(type(error), error, error.__traceback__)
+
+
+def _hook() -> Callable[..., object]:
+    """The program's hook for what it does not catch; not torch.distributed's around it.
+
+    That prints the traceback of each rank with the rank in front, as the launcher does for all.
+    """
+    hook = sys.excepthook
+    if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
+        cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)  # type: ignore[attr-defined]
+        inner = [cell.cell_contents for name, cell in cells if name == "old_hook"]
+        return inner[0] if inner else sys.__excepthook__
+    return hook
 
 
 def _close_files() -> None:

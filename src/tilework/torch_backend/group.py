@@ -24,6 +24,7 @@ from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.group_plan import GroupPlan
 from tilework.comm.sparse import all_reduce_sparse
 from tilework.comm.world import GroupRecord, World
+from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
@@ -291,7 +292,27 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        self._group.monitored_barrier(timeout)
+        try:
+            self._group.monitored_barrier(timeout)
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{self._monitored(error, wait_all_ranks)}: {error}", ranks=error.ranks
+            ) from None
+
+    def _monitored(self, error: CollectiveTimeoutError, all_ranks: bool) -> str:
+        """The words of torch's own groups for a monitored barrier that ranks did not pass."""
+        me = self._group.rank()
+        if me != 0:
+            return (
+                f"Rank {me} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0"
+            )
+        late = sorted(self._group.global_ranks.index(rank) for rank in error.ranks)
+        if all_ranks and len(late) > 1:
+            whom = f"Ranks {', '.join(map(str, late))}"
+        else:
+            whom = f"Rank {late[0]}" if late else "Some rank"
+        return f"Rank 0 timed out in monitoredBarrier: {whom} failed to pass monitoredBarrier"
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._block = []

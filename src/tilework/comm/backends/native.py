@@ -8,6 +8,7 @@ pairs of reals (so complex64 fits float32).
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm import provenance
+from tilework.comm import profiling, provenance
 from tilework.comm.backends.engine_protocol import Completion, Engine, Operation, Parts
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import run_soon
@@ -213,7 +214,8 @@ class NativeGroup(ProcessGroup):
         title = f"send {label(source)} to rank {self.global_ranks[dst]} tag {tag}"
         slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
         call = Call(self, title, Effects([], [], []), source, slot)
-        return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout))
+        event = profiling.Event("send", [source], self) if profiling.profiled() else None
+        return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout), event)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
@@ -226,7 +228,8 @@ class NativeGroup(ProcessGroup):
         peer = ANY_PEER if src < 0 else self.global_ranks[src]
         slot = self.flight.begin(title, peer, tag, 2)
         call = Call(self, title, effects, target, slot)
-        return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout))
+        event = profiling.Event("recv", [target], self) if profiling.profiled() else None
+        return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout), event)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
@@ -244,12 +247,17 @@ class NativeGroup(ProcessGroup):
         only_read = operation.kind == "broadcast" and operation.root == self._rank
         effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
         slot = self.flight.begin(operation.summary(), None, 0, 3)
+        event = self._event(operation) if profiling.profiled() else None
         if opts.asyncOp:
             title = provenance.named(operation.describe())
             call = Call(self, title, effects, operation, slot)
-            return call.start(lambda: self.engine.submit(operation))
+            return call.start(lambda: self.engine.submit(operation), event)
         try:
-            self.engine.run(operation)
+            if event is None:
+                self.engine.run(operation)
+            else:
+                with event:
+                    self.engine.run(operation)
         except self.engine.fault_type as fault:
             title = provenance.named(operation.describe())
             error = self._explain(fault.args, title, call_site())
@@ -261,6 +269,12 @@ class NativeGroup(ProcessGroup):
         self.flight.end(slot)
         effects.settle()
         return CompletedWork(outputs)
+
+    def _event(self, operation: Operation) -> profiling.Event:
+        """The profiler's event of an operation."""
+        sides = operation.inputs, operation.outputs
+        given, taken = ([side] if isinstance(side, Tensor) else list(side) for side in sides)
+        return profiling.Event(operation.title or operation.kind, given or taken, self)
 
     def _check_devices(self, parts: Parts) -> None:
         for tensor in (parts,) if isinstance(parts, Tensor) else parts:
@@ -329,7 +343,8 @@ class NativeGroup(ProcessGroup):
         missing = "; ".join(
             f"rank {rank} was last in {last[self.global_ranks.index(rank)]}" for rank in ranks
         )
-        return f"{here}: timed out: {detail}. Still missing: rank {whom} ({missing}).{advice}"
+        waited = _waited(detail)
+        return f"{here}: {waited}: {detail}. Still missing: rank {whom} ({missing}).{advice}"
 
     def _all_reports(self) -> str:
         reports = self.engine.failure_reports(_REPORT_SECONDS)
@@ -419,10 +434,15 @@ class Call(Work):
         self._error: DistBackendError | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
-    def start(self, submit: Callable[[], Completion]) -> Call:
+    def start(self, submit: Callable[[], Completion], event: profiling.Event | None = None) -> Call:
         """Submit the operation; a failure to do so raises at once."""
+        self._event = event
         try:
-            self._completion = submit()
+            if event is None:
+                self._completion = submit()
+            else:
+                with event:
+                    self._completion = submit()
         except self._group.engine.fault_type as fault:
             error = self._group._explain(fault.args, self._title, self._site)
             self._group._note_failure(self._slot, error)
@@ -436,7 +456,11 @@ class Call(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = -1.0 if timeout is None else timeout.total_seconds()
         try:
-            done = self._completion.wait(seconds)
+            if self._event is None or not profiling.profiled():
+                done = self._completion.wait(seconds)
+            else:
+                with self._event.of_waiting():
+                    done = self._completion.wait(seconds)
         except self._group.engine.fault_type:
             done = True
         except BaseException as interruption:
@@ -444,8 +468,8 @@ class Call(Work):
             raise
         if not done:
             raise CollectiveTimeoutError(
-                f"{self._title} was not done after waiting {seconds:g} s; it goes on, "
-                f"wait again or abort the group"
+                f"{self._title}: Timed out waiting {seconds * 1000:g}ms: it was not done, and goes "
+                f"on; wait again or abort the group"
             )
         self._finish()
         if self._error is not None:
@@ -534,6 +558,12 @@ class _Several(Work):
             lambda done: [tensor for future in done.value() for tensor in future.value()]
         )
         return joined
+
+
+def _waited(detail: str) -> str:
+    """The words that torch's own groups have for this, which its programs and tests look for."""
+    seconds = re.search(r"within ([0-9.e+-]+) s", detail)
+    return "Timed out waiting" + (f" {float(seconds[1]) * 1000:g}ms" if seconds else "")
 
 
 def _with_ranks(ranks: Sequence[int], text: str) -> str:

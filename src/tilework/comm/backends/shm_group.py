@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm import provenance
+from tilework.comm import profiling, provenance
 from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
@@ -268,6 +268,9 @@ _KIND_OF: dict[str, Any] = {
 def _sides(parts: Any) -> Parts:
     return () if parts is None else parts
 
+
+if _core is not None:
+    profiling.follow(_core.set_profiled)
 
 _sees_tensors = _core is not None and _core.register_torch(
     Tensor,

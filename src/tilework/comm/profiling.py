@@ -1,0 +1,88 @@
+"""Events of operations for ``torch.profiler``: their names, and the bytes that this rank moves.
+
+An operation is an event ``tilework:all_reduce (8 bytes)``; an asynchronous one is such an event as
+it is submitted, and ``tilework:wait all_reduce (8 bytes)`` while it is waited for. With
+``record_shapes=True`` the event also has its tensors, and the bytes, the group and its size as
+arguments. While no profiler runs an operation reads one flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from tilework.comm.contract import ProcessGroup
+
+_Fast: Any = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+
+
+#: torch's functions for this, which older torch lacks.
+_FLAG: Final = "_is_profiler_enabled"
+_SETTER: Final = "_set_is_profiler_enabled"
+
+
+def profiled() -> bool:
+    """True while a profiler of torch's runs in this process."""
+    return bool(getattr(profiler, _FLAG, False))
+
+
+def follow(tell: Callable[[bool], None]) -> None:
+    """Have ``tell`` called with True when a profiler starts, and with False when it stops.
+
+    torch has no place for this: its own function that keeps the flag is wrapped.
+    """
+    keep = getattr(profiler, _SETTER, None)
+    if keep is None:
+        return
+
+    def set_flag(enabled: bool) -> None:
+        keep(enabled)
+        tell(enabled)
+
+    setattr(profiler, _SETTER, set_flag)
+    tell(profiled())
+
+
+class Event:
+    """An operation's event, from entering to leaving it.
+
+    Args:
+        name: The operation, as the program knows it.
+        tensors: Those that it reads, or those that it writes if it reads none here: their bytes are
+            what the event tells.
+        group: The group that runs it.
+    """
+
+    __slots__ = ("_facts", "_name", "_record", "_tensors")
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._name = f"{name} ({nbytes:,} bytes)" if tensors else name
+        self._facts = {"bytes": nbytes, "group": group.group_name, "ranks": group.size()}
+        self._record: Any = None
+
+    def of_waiting(self) -> AbstractContextManager[Any]:
+        """The event of waiting for the operation."""
+        return self._event(f"tilework:wait {self._name}", ())
+
+    def __enter__(self) -> None:
+        self._record = self._event(f"tilework:{self._name}", self._tensors)
+        self._tensors = []
+        self._record.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        record, self._record = self._record, None
+        record.__exit__(*error)
+
+    def _event(self, title: str, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        if _Fast is None:
+            return record_function(title)
+        made: AbstractContextManager[Any] = _Fast(title, list(tensors), self._facts)
+        return made
