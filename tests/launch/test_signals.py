@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -204,6 +205,57 @@ def test_what_ranks_leave_running_is_ended(launch: Launch) -> None:
     assert not any(map(alive, children))
     assert done.status == 0
     assert all(f"{pid} (sleep)" in done.err for pid in children)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(launch: Launch, start: str) -> None:
+    """Neither a daemon, which has forked twice and left its session, nor what it has started."""
+    name = launch.script(
+        """
+        import os, subprocess, time
+        rank = os.environ["RANK"]
+
+        def note(name):
+            open(f"part-{name}-{rank}", "w").write(str(os.getpid()))
+            os.rename(f"part-{name}-{rank}", f"pid-{name}-{rank}")
+
+        for name in ("fork", "exec"):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    for fd in range(3, 256):
+                        try:
+                            os.close(fd)
+                        except OSError:
+                            pass
+                    note(name)
+                    if name == "exec":
+                        os.execvp("sleep", ["sleep", "60"])
+                    time.sleep(60)
+                os._exit(0)
+        note("rank")
+        time.sleep(60)
+        """
+    )
+    process = launch.start("-n", "2", "--start", start, name)
+    started = pids(launch, "pid-*", 6)
+    assert all(map(alive, started))
+    process.kill()
+    assert all_gone(*started)
+
+
+def test_a_stranger_is_spared_when_a_launcher_is_killed(launch: Launch) -> None:
+    """Also one that this program has started, beside the launcher."""
+    process = launch.start("-n", "2", launch.script(WAIT))
+    ranks = pids(launch, "pid-*")
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True, env=launch.environment)
+    try:
+        process.kill()
+        assert all_gone(*ranks)
+        time.sleep(0.3)
+        assert alive(stranger.pid)
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 def test_what_ends_by_itself_soon_is_let_finish(launch: Launch) -> None:

@@ -3,16 +3,23 @@
 A launcher that gets SIGKILL runs no code any more. On Linux the kernel then kills the ranks,
 but not what they started; elsewhere nobody does. So a shell of a few hundred kilobytes waits
 on a pipe from the launcher: it reads which process groups there are, and when the pipe closes
-without a farewell, it kills them.
+without a farewell, it kills them, and then looks for what has left those groups. Every process of
+the job bears its *mark*: in its environment, which programs hand on to what they start, and, if it
+is a fork of a rank that has loaded no other program, in its mappings.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
+
+from tilework.launch import sweep
+from tilework.launch.sweep import MARK_VARIABLE
 
 _SCRIPT: Final = """
 trap '' INT TERM HUP QUIT
@@ -23,11 +30,12 @@ while read -r line; do
 done
 for group in $groups; do kill -KILL "-$group" 2>/dev/null; done
 if [ -n "$1" ]; then rm -rf -- "$1"; fi
+if [ -n "$4" ]; then exec "$2" -I -S "$3" "$4" >/dev/null 2>&1 </dev/null; fi
 """
 
 
 class Guardian:
-    """Kills process groups and removes a folder should this process die without :meth:`close`.
+    """Kills the processes of a job and removes a folder should this process die without closing it.
 
     Where there is no ``/bin/sh`` it does nothing, and :attr:`pid` is None.
 
@@ -36,15 +44,21 @@ class Guardian:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
+        #: The value of :data:`MARK_VARIABLE` for the job's processes.
+        self.mark = secrets.token_hex(12)
         reader, self._writer = os.pipe()
+        mark = self.mark if sys.platform == "linux" and sys.executable else ""
+        # It must not bear the mark itself, nor that of a job which this launcher is part of.
+        environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         arguments = ["/bin/sh", "-c", _SCRIPT, "tilework-guardian", str(folder or "")]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                arguments,
+                [*arguments, sys.executable, sweep.__file__, mark],
                 stdin=reader,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env=environment,
                 start_new_session=True,  # a terminal's Ctrl-C and hang-up are not for it
                 cwd="/",
             )

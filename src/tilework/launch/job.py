@@ -38,6 +38,7 @@ from tilework.launch.signals import SignalInbox
 from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
+from tilework.launch.sweep import MARK_VARIABLE
 from tilework.launch.termination import Step
 from tilework.store import StoreServer, UnixStore
 
@@ -240,9 +241,12 @@ class Job:
         return FreshStarter(self._plan(0, rendezvous), self._program)
 
     def _plan(self, rank: int, rendezvous: Rendezvous) -> RankPlan:
+        environment = rank_environment(self._settings, rank, rendezvous, place=self._place)
+        if self._guardian is not None:
+            environment[MARK_VARIABLE] = self._guardian.mark
         return RankPlan(
             rank=rank,
-            environment=rank_environment(self._settings, rank, rendezvous, place=self._place),
+            environment=environment,
             report_fd=-1,
             launcher=os.getpid(),
             # The kernel watches the starting thread; only the main one surely lives on.

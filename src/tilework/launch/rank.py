@@ -25,6 +25,7 @@ from tilework.comm.flight import watch
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
 from tilework.launch.program import Program
+from tilework.launch.sweep import MARK_VARIABLE, map_mark
 
 #: What a launcher handles itself and a rank must not inherit.
 HANDLED_SIGNALS = tuple(
@@ -32,6 +33,10 @@ HANDLED_SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP", "SIGWINCH", "SIGUSR1")
     if hasattr(signal, name)
 )
+
+
+#: Held until this process ends.
+_kept: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ def enter(plan: RankPlan) -> None:
         linux.die_with_parent(plan.launcher)
     os.environ.clear()
     os.environ.update(plan.environment)
+    if MARK_VARIABLE in os.environ:
+        _kept.append(map_mark(os.environ[MARK_VARIABLE]))
     os.set_inheritable(plan.report_fd, False)
     # An own file, so that a trace is whole however many ranks crash at once.
     faulthandler.enable(plan.report_fd, all_threads=True)
