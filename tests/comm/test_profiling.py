@@ -80,7 +80,7 @@ def test_operations_are_events(kind: Any) -> None:
 
 
 def test_events_have_their_shapes_bytes_and_group() -> None:
-    def program(rank: int) -> object:
+    def program(rank: int) -> tuple[Any, Any]:
         with profile(record_shapes=True) as made:
             dist.all_reduce(torch.ones(3, 5, dtype=torch.float64))
         (event,) = events(made)

@@ -209,7 +209,7 @@ def _hook() -> Callable[..., object]:
     """
     hook = sys.excepthook
     if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
-        cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)  # type: ignore[attr-defined]
+        cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
         inner = [cell.cell_contents for name, cell in cells if name == "old_hook"]
         return inner[0] if inner else sys.__excepthook__
     return hook
