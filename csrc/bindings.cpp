@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "calibration.h"
 #include "copy.h"
 #include "crc32.h"
 #include "fast_path.h"
@@ -397,6 +398,17 @@ NB_MODULE(_core, m) {
       },
       "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
   m.def("set_profiled", &set_profiled, "profiled"_a);
+  m.def("calibrate", [] {
+    Calibration result;
+    {
+      nb::gil_scoped_release unlocked;
+      result = calibrate();
+    }
+    nb::list measurements;
+    for (const Measurement& one : result.measurements)
+      measurements.append(nb::make_tuple(one.operation, one.bytes, one.way, one.seconds));
+    return nb::make_tuple(dict_of(result.tunables), measurements);
+  });
   bind_completion(m);
   bind_group(m);
   bind_arena(m);

@@ -328,6 +328,11 @@ Tunables Group::tunables() {
   return engine_->context.segment.tunables();
 }
 
+void Group::set_tunables(const Tunables& tunables) {
+  ActiveCall active(*this);
+  engine_->context.segment.set_tunables(tunables);
+}
+
 void Group::report_failure(const std::string& text) {
   ActiveCall active(*this);
   FailureReport& report = control(rank_).report;

@@ -62,6 +62,8 @@ class Group : public std::enable_shared_from_this<Group> {
   /// How ranks read each other's memory, or why they cannot, for people.
   std::string single_copy();
   Tunables tunables();
+  /// Use others, which all ranks must do between the same two operations.
+  void set_tunables(const Tunables& tunables);
 
   /// Leave the group: pending operations fail, other threads of this rank leave its methods, the
   /// core's threads end. Idempotent; may be called by a callback.

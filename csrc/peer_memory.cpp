@@ -120,7 +120,8 @@ bool PeerMemory::try_peer(int rank, Peer& peer) {
   if (peer.proof_address == 0) return refuse(rank, kTurnedOff), false;
   if (control.pid_namespace.load() != mine.pid_namespace.load())
     return refuse(rank, kOtherNamespace), false;
-  if (peer.pid == getpid()) peer.local = Registry::of_this_process().find(segment_.number(), rank);
+  if (peer.pid == getpid() && segment_.tunables().threads_apart == 0)
+    peer.local = Registry::of_this_process().find(segment_.number(), rank);
   if (peer.local) return true;
   if (read(peer, {}, 0, {})) return true;
   return refuse(rank, errno), false;

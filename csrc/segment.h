@@ -163,6 +163,7 @@ class Segment {
   size_t bytes() const { return layout_.arenas; }
   size_t arena_bytes() const { return layout_.arena_bytes; }
   const Tunables& tunables() const { return tunables_; }
+  void set_tunables(const Tunables& tunables) { tunables_ = tunables; }
   /// A number that tells segments apart while they exist.
   uint64_t number() const { return number_; }
 

@@ -18,6 +18,8 @@ struct Tunables {
   uint64_t streamed_bytes = 4 * 1024 * 1024;  // outputs from here on are written past the caches
   uint64_t single_copy_bytes = kNeverBytes;   // messages from here on are read from peers' memory
   uint64_t single_copy_reduce_bytes = kNeverBytes;  // likewise the inputs of reductions
+  /// 1: threads of one process read each other as processes do, for calibration and tests.
+  uint64_t threads_apart = 0;
   uint64_t thread_copy_bytes = 64 * 1024;  // the same, both, where all ranks share a process
 };
 
@@ -33,6 +35,7 @@ constexpr TunableField kTunableFields[] = {
     {"single_copy_bytes", &Tunables::single_copy_bytes},
     {"single_copy_reduce_bytes", &Tunables::single_copy_reduce_bytes},
     {"thread_copy_bytes", &Tunables::thread_copy_bytes},
+    {"threads_apart", &Tunables::threads_apart},
 };
 
 }  // namespace tilework

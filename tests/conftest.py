@@ -19,6 +19,8 @@ import pytest
 from tilework.comm.backend import core_error
 
 WHY = core_error()
+# Tests of the calibration turn it on.
+os.environ.setdefault("TILEWORK_CALIBRATION", "0")
 DEADLINE = pytest.StashKey[float]()
 
 # A busy machine is no fault of a property.

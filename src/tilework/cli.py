@@ -302,12 +302,17 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "doctor", help="tell what this machine has, and test a group of two ranks"
     )
-    parser.set_defaults(command=lambda options: _doctor())
+    parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
+    parser.set_defaults(command=lambda options: _doctor(options.calibrate))
 
 
-def _doctor() -> int:
+_CALIBRATE_HELP = "measure anew which ways of moving data are fast here, keep and print that"
+
+
+def _doctor(calibrate: bool) -> int:
     # By name, since it imports torch: seconds that wrong use and help should not cost.
-    status: int = importlib.import_module("tilework.launch.doctor").doctor()
+    module = importlib.import_module("tilework.launch.doctor")
+    status: int = module.calibrate() if calibrate else module.doctor()
     return status
 
 

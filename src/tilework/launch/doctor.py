@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
 import tilework.distributed as dist
 from tilework.comm.backend import core_error, is_backend_available
+from tilework.comm.backends.calibration import cache_sizes, host_calibration, host_facts
 from tilework.cores import cpu_quota, usable_cores
 from tilework.testing import run_ranks
 
@@ -52,6 +53,7 @@ def doctor() -> int:
         "This machine": machine(),
         "Backends": backends(),
         "Self-test": self_test(),
+        "Large tensors": data_movement(),
     }
     _show(sections)
     return int(any(f.state == "bad" for findings in sections.values() for f in findings))
@@ -97,6 +99,102 @@ def self_test() -> list[Finding]:
     if core_error() is None:
         kinds.append("processes")
     return [_try(kind) for kind in kinds]
+
+
+def data_movement() -> list[Finding]:
+    """The ways in which processes exchange large tensors here, and since which sizes."""
+    if core_error() is not None:
+        return [Finding("calibration", "needs the shared-memory core", "no")]
+    return [_single_copy(), _calibration()]
+
+
+def _single_copy() -> Finding:
+    """A group of two processes tells whether they can read each other's memory, and do."""
+    name = "single copy"
+    try:
+        how = run_ranks(_TEST_RANKS, _how_it_reads, kind="processes", timeout=_TEST_TIMEOUT)[0]
+    except Exception as error:  # as in _try
+        return Finding(
+            name, "not known", "no", f"{type(error).__name__}: {error}".partition("\n")[0]
+        )
+    can, moves, reductions = how
+    if not can.startswith("possible"):
+        note = "Large tensors move in two copies, through memory that ranks share."
+        if "Operation not permitted" in can:
+            note += " (The kernel's Yama, a container's seccomp, or another user forbids it.)"
+        return Finding(name, can, "no", note)
+    used = [
+        f"{what} from {_size(n)} on" for what, n in (("moves", moves), ("sums", reductions)) if n
+    ]
+    if used:
+        return Finding(name, f"used: {', '.join(used)}", note=can)
+    return Finding(name, "not used: two copies are faster here", "no", can)
+
+
+def _how_it_reads(rank: int) -> tuple[str, int, int]:
+    """(how peers are read, since which size when moving, when reducing); 0: never."""
+    core = _core_group()
+    for _ in range(3):
+        dist.barrier()  # ranks try each other's memory with the second operation
+    sizes = core.tunables()
+    never = importlib.import_module("tilework._core").NEVER_BYTES
+    moves, reductions = (
+        0 if sizes[name] >= never else max(1, sizes[name])
+        for name in ("single_copy_bytes", "single_copy_reduce_bytes")
+    )
+    return core.single_copy(), moves, reductions
+
+
+def _core_group() -> Any:
+    group: Any = dist.get_default_group()
+    return group.engine.group
+
+
+def _calibration() -> Finding:
+    known = host_calibration()
+    caches = ", ".join(f"{level} {size}" for level, size in cache_sizes().items())
+    return Finding("calibration", known.origin, note=f"caches of data: {caches or 'unknown'}")
+
+
+def calibrate() -> int:
+    """Measure this host's calibration anew, keep it and print it; the exit status."""
+    if core_error() is not None:
+        print(f"tilework doctor: there is nothing to calibrate: {core_error()}", file=sys.stderr)
+        return 1
+    known = host_calibration(remake=True)
+    rows = [
+        (operation, _size(n), way, f"{s * 1e6:,.1f}") for operation, n, way, s in known.measurements
+    ]
+    _print_table("measured on two ranks", ("operation", "bytes", "way", "µs"), rows)
+    chosen = [
+        (name, _size(value)) for name, value in known.tunables.items() if name != "threads_apart"
+    ]
+    _print_table("chosen", ("tunable", "value"), chosen)
+    for name, value in host_facts().items():
+        print(f"{name}: {value}")
+    print(known.origin)
+    return 0
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= 1 << 40:
+        return "never"
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right" if head in ("bytes", "µs", "value") else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _try(kind: Kind) -> Finding:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
+from tilework.comm.backends.calibration import group_tunables
 from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
 from tilework.comm.elastic.ledger import MemoryLedger
 from tilework.errors import DistBackendError, DistStoreError
@@ -73,7 +74,7 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     nonce = secrets.token_bytes(16)
     # Socket names are there for every user to read: the nonce must not be in one.
     name = f"tilework-shm-{secrets.token_hex(16)}"
-    fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce)
+    fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce, group_tunables())
     ledger_fd = -1
     try:
         ledger_fd = MemoryLedger.create()

@@ -1,0 +1,253 @@
+"""The host's calibration: sizes at which the core's algorithms take over from each other.
+
+The core measures them (csrc/calibration.cpp), once per host; they are kept in the user's cache
+folder under what they depend on. Nobody trusts the file: what cannot be read, or was written for
+something else, is measured again. A file appears as a whole or not at all; where none can be
+written, each process that makes groups measures for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tilework.cores import usable_cores
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
+#: "0" or "off": nothing is measured nor read; the core's defaults are used.
+CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
+#: "0" or "off": never; "1" or "on": wherever possible; else: where measured to be faster.
+SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
+_OFF, _ON = ("0", "off"), ("1", "on")
+#: The least messages that are read from peers where the user wants that.
+_WANTED_FROM_BYTES: Final = 64 * 1024
+_MOST_FILE_BYTES: Final = 1 << 16
+#: With more programs waiting for each core than this, times mean little.
+_BUSY_LOAD_PER_CORE: Final = 2.0
+
+#: (operation, bytes of each rank, way, seconds).
+Measurement = tuple[str, int, str, float]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Values for all tunables of the core.
+
+    Args:
+        tunables: Sizes in bytes, by name; see csrc/tunables.h.
+        measurements: The times that they follow from; none where nothing was measured.
+        origin: Where they come from, for people.
+    """
+
+    tunables: Mapping[str, int]
+    measurements: tuple[Measurement, ...]
+    origin: str
+
+
+def group_tunables() -> dict[str, int]:
+    """The tunables for a new group's segment. May measure for some tens of milliseconds."""
+    tunables = dict(host_calibration().tunables)
+    wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
+    if wanted in _ON:
+        for name in ("single_copy_bytes", "single_copy_reduce_bytes"):
+            tunables[name] = _WANTED_FROM_BYTES
+    elif wanted in _OFF:
+        for name in ("single_copy_bytes", "single_copy_reduce_bytes", "thread_copy_bytes"):
+            tunables[name] = _core.NEVER_BYTES
+    return tunables
+
+
+_lock = threading.Lock()
+_known: dict[str, Calibration] = {}
+
+
+def host_calibration(*, remake: bool = False) -> Calibration:
+    """This host's calibration: known, kept in the cache folder, or measured now.
+
+    Args:
+        remake: Measure in any case, and keep that.
+    """
+    if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
+        return _defaults("turned off, by TILEWORK_CALIBRATION=0")
+    facts = host_facts()
+    path = cache_folder() / f"calibration-{_digest(facts)}.json"
+    with _lock:  # threads of one process make groups at the same time
+        known = None if remake else _known.get(str(path)) or load(path, facts)
+        if known is None:
+            known = _measured(path, facts, patient=not remake)
+        _known[str(path)] = known
+        return known
+
+
+def _measured(path: Path, facts: Mapping[str, object], *, patient: bool) -> Calibration:
+    """Measure, and keep it; the defaults where this is no time for that, and ``patient``."""
+    if patient and _busy():
+        return _defaults("not measured: the machine was busy")
+    with _alone(path) as alone:
+        if patient and not alone:
+            return _defaults("not measured: another process was measuring")
+        try:
+            tunables, measurements = _core.calibrate()
+        except (OSError, RuntimeError) as error:
+            return _defaults(f"not measured: {error}")
+    kept = save(path, facts, tunables, measurements)
+    return Calibration(tunables, tuple(measurements), "measured now, " + kept)
+
+
+def _defaults(why: str) -> Calibration:
+    return Calibration(_core.DEFAULT_TUNABLES, (), why)
+
+
+def _busy() -> bool:
+    try:
+        return os.getloadavg()[0] > _BUSY_LOAD_PER_CORE * usable_cores()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """True unless another process measures at the same time, which would disturb both."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield True  # nowhere to tell
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(lock)
+
+
+def cache_folder() -> Path:
+    """The folder for what is kept per user and host; it need not exist."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):  # others are to be ignored, says the specification
+        return Path(given) / "tilework"
+    try:
+        return Path.home() / ".cache" / "tilework"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"tilework-{os.getuid()}"
+
+
+def host_facts() -> dict[str, object]:
+    """All that a calibration depends on."""
+    return {
+        "processor": processor_name(),
+        "caches": cache_sizes(),
+        "cores": usable_cores(),
+        "kernel": platform.release(),
+        "huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "tilework": _version(),
+        "abi": _core.ABI,
+    }
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tilework")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def processor_name() -> str:
+    """The processor's model, as far as the system tells."""
+    for line in _text("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache_sizes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> dict[str, str]:
+    """Sizes of the first core's caches of data, by level: {"L2": "1024K"}; empty where unknown.
+
+    Example:
+        >>> all(name.startswith("L") for name in cache_sizes())
+        True
+    """
+    sizes = {}
+    for index in sorted(folder.glob("index*")):
+        if _text(index / "type") in ("Data", "Unified"):
+            sizes[f"L{_text(index / 'level')}"] = _text(index / "size")
+    return sizes
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _digest(facts: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(path: Path, facts: Mapping[str, object]) -> Calibration | None:
+    """The calibration in a file; None if there is none for these facts, or garbage."""
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MOST_FILE_BYTES))
+        tunables = _checked_tunables(content["tunables"])
+        measurements = tuple(
+            (str(operation), int(nbytes), str(way), float(seconds))
+            for operation, nbytes, way, seconds in content["measurements"]
+        )
+        if content["facts"] != dict(facts):
+            return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return None
+    return Calibration(tunables, measurements, f"kept in {path}")
+
+
+def _checked_tunables(found: Any) -> dict[str, int]:
+    """Values of all tunables, and nothing else; raises ValueError or TypeError."""
+    if set(found) != set(_core.DEFAULT_TUNABLES):
+        raise ValueError("other tunables")
+    for value in found.values():
+        if type(value) is not int or not 0 <= value <= _core.NEVER_BYTES:
+            raise ValueError("no size")
+    return dict(found)
+
+
+def save(
+    path: Path,
+    facts: Mapping[str, object],
+    tunables: Mapping[str, int],
+    measurements: list[Measurement],
+) -> str:
+    """Write a file, whole or not at all; "kept in …", or why not."""
+    content = {"facts": facts, "tunables": tunables, "measurements": measurements}
+    new = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, new = tempfile.mkstemp(".new", "calibration-", path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if new:
+                os.unlink(new)
+        return f"not kept: {error.strerror or error}: {path.parent}"
+    return f"kept in {path}"

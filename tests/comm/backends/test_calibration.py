@@ -1,0 +1,158 @@
+"""The calibration of a host: measured once, kept, and never trusted blindly."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tilework.comm.backend import core_error
+from tilework.comm.backends import calibration
+from tilework.comm.backends.calibration import group_tunables, host_calibration
+from tilework.testing import run_ranks
+
+if core_error() is not None:
+    pytest.skip("calibrates the core", allow_module_level=True)
+
+from tilework import _core
+
+MEASURED = {**_core.DEFAULT_TUNABLES, "chunk_bytes": 131072}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """An empty cache folder, and a core that measures at once; one entry for each time it does."""
+    measured: list[int] = []
+
+    def calibrate() -> tuple[dict[str, int], list[Any]]:
+        measured.append(1)
+        return dict(MEASURED), [("all_gather", 4096, "outboxes", 1e-6)]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TILEWORK_CALIBRATION", "1")
+    monkeypatch.delenv("TILEWORK_SINGLE_COPY", raising=False)
+    monkeypatch.setattr(_core, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "_busy", lambda: False)
+    monkeypatch.setattr(calibration, "_known", {})
+    return measured
+
+
+def files() -> list[Path]:
+    return list(calibration.cache_folder().glob("*.json"))
+
+
+def test_a_host_is_measured_once(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = host_calibration()
+    assert first.origin.startswith("measured now, kept in ")
+    assert host_calibration() is first
+    monkeypatch.setattr(calibration, "_known", {})  # as another process
+    again = host_calibration()
+    assert again.origin.startswith("kept in ")
+    assert (again.tunables, again.measurements) == (MEASURED, first.measurements)
+    assert len(runs) == 1
+    host_calibration(remake=True)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\0\xff" * 100,
+        b"[" * 60_000,
+        b"[]",
+        b'{"tunables": {}, "measurements": [], "facts": {}}',
+        json.dumps({"tunables": {**MEASURED, "chunk_bytes": -1}, "measurements": []}).encode(),
+        json.dumps({"tunables": {**MEASURED, "chunk_bytes": True}, "measurements": []}).encode(),
+        json.dumps({"tunables": MEASURED, "measurements": [], "facts": {}}).encode(),
+    ],
+)
+def test_garbage_is_measured_again(
+    runs: list[int], garbage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_calibration()
+    (path,) = files()
+    path.write_bytes(garbage)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert host_calibration().tunables == MEASURED
+    assert len(runs) == 2
+    assert json.loads(path.read_bytes())["tunables"] == MEASURED
+
+
+def test_another_kernel_is_another_host(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    host_calibration()
+    facts = {**calibration.host_facts(), "kernel": "7.0"}
+    monkeypatch.setattr(calibration, "host_facts", lambda: facts)
+    host_calibration()
+    assert (len(runs), len(files())) == (2, 2)
+
+
+def test_nowhere_to_keep_it(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in there
+    assert host_calibration().origin.startswith("measured now, not kept: Not a directory")
+    assert host_calibration().tunables == MEASURED
+    assert len(runs) == 1  # this process knows
+
+
+def test_it_can_be_turned_off(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWORK_CALIBRATION", "off")
+    assert host_calibration().tunables == _core.DEFAULT_TUNABLES
+    assert (runs, files()) == ([], [])
+
+
+def test_a_busy_machine_is_not_measured(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_busy", lambda: True)
+    assert host_calibration().origin == "not measured: the machine was busy"
+    assert (runs, files()) == ([], [])
+
+
+def test_writers_at_the_same_time_leave_a_whole_file(runs: list[int]) -> None:
+    threads = [threading.Thread(target=host_calibration, kwargs={"remake": True}) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (path,) = files()
+    assert json.loads(path.read_bytes())["tunables"] == MEASURED
+    assert not list(path.parent.glob("*.new"))
+
+
+def test_one_process_measures_at_a_time(runs: list[int]) -> None:
+    path = calibration.cache_folder() / "calibration-x.json"
+    with calibration._alone(path) as first, calibration._alone(path) as second:
+        assert (first, second) == (True, False)
+
+
+def test_the_single_copy_can_be_asked_for(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert group_tunables()["single_copy_bytes"] == _core.NEVER_BYTES
+    monkeypatch.setenv("TILEWORK_SINGLE_COPY", "1")
+    assert group_tunables()["single_copy_bytes"] == 65536
+    monkeypatch.setenv("TILEWORK_SINGLE_COPY", "0")
+    assert group_tunables()["thread_copy_bytes"] == _core.NEVER_BYTES
+
+
+def test_all_ranks_use_the_same(runs: list[int]) -> None:
+    def program(rank: int) -> dict[str, int]:
+        dist.all_reduce(torch.ones(2))
+        group: Any = dist.get_default_group()
+        return dict(group.engine.group.tunables())
+
+    assert run_ranks(2, program, backend="shm") == [MEASURED, MEASURED]
+
+
+def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    tunables, measurements = _core.calibrate()
+    assert set(tunables) == set(_core.DEFAULT_TUNABLES)
+    assert tunables["threads_apart"] == 0
+    assert {way for _, _, way, _ in measurements} >= {"outboxes", "chunks", "cached stores"}
+    assert all(seconds > 0 for *_, seconds in measurements)
+    assert len(os.sched_getaffinity(0)) >= 1
