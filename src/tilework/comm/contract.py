@@ -393,6 +393,24 @@ class ProcessGroup:
         """The group ranks that the backend knows to have ended or left. Local, never blocks."""
         return ()
 
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        """The group ranks that wait in an operation which this rank has not called, and in which.
+
+        Local, never blocks for long. A rank counts if it is its own thread that waits, so that it
+        can do nothing else meanwhile.
+        """
+        return ()
+
+    def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
+        """Abort the group because of what global ``ranks`` did. Not collective.
+
+        Args:
+            kind: That of the error which operations raise: "mismatch", "peer_lost" or "timeout".
+            ranks: Those at fault.
+            text: The reason.
+        """
+        self.abort(text)
+
     def _successors(self) -> Successors:
         if self.successors is None:
             raise ValueError(f"{self!r} is not registered: make it with init_process_group")

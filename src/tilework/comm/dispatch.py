@@ -53,6 +53,16 @@ class DispatchGroup(ProcessGroup):
         if by_device.get("cpu") is self.ends[0]:
             self.fast_path = self.ends[0].fast_path  # it refuses the tensors of other devices
 
+    def departed(self) -> Sequence[int]:
+        return sorted({rank for end in self.ends for rank in end.departed()})
+
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        return [pair for end in self.ends for pair in end.blocked()]
+
+    def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
+        for end in self.ends:
+            end.abort_for(kind, ranks, text)
+
     def getBackendName(self) -> str:
         return ",".join(f"{device}:{end.name()}" for device, end in self.by_device.items())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,9 @@ from tilework.comm.dispatch import DispatchGroup
 from tilework.comm.elastic.ledger import StoreLedger, identity_key
 from tilework.comm.elastic.liveness import process_identity, thread_identity
 from tilework.comm.elastic.watched_store import WatchedStore
+from tilework.comm.group_wait import GroupWait
 from tilework.comm.world import GroupRecord, World
+from tilework.errors import DistBackendError, DistError, DistNetworkError, text_of
 from tilework.store import PrefixStore, Store
 
 
@@ -47,41 +50,65 @@ class GroupPlan:
     timeout: timedelta
     desc: str = ""
     watch: Watch | None = None
+    #: The wait of the ranks that make it, where they have met already.
+    wait: GroupWait | None = None
 
     def make(self, config: BackendConfig, pg_options: Any, fall_back: bool) -> ProcessGroup:
-        """Make and register it; with ``fall_back``, on hybrid where ranks share no memory."""
+        """Make and register it; with ``fall_back``, on hybrid where ranks share no memory.
+
+        Raises:
+            DistError: It cannot be made; on every rank, whichever it failed on.
+        """
+        me = self.ranks[self.group_rank]
+        groups = list(self.world.records)
+        wait = self.wait or GroupWait(
+            self.name, me, self.ranks, self.store, self.world.watch, groups
+        )
+        watch = self.watch or Watch(wait.check, self.timeout)
+        with told_to_all(wait):
+            group, config, backend = self._make_on(config, pg_options, fall_back, watch)
+        record = GroupRecord(group, self.store, config, backend, self.timeout)
+        self.world.register(record, self.name, self.ranks, self.desc)
+        logger.info("made %r", group)
+        return group
+
+    def _make_on(
+        self, config: BackendConfig, pg_options: Any, fall_back: bool, watch: Watch
+    ) -> tuple[ProcessGroup, BackendConfig, str]:
+        """The group, with what it was made on; its ledger knows this rank."""
         try:
-            group = self._make(config, pg_options)
+            group = self._make(config, pg_options, watch)
         except Exception as error:
             if not (fall_back and getattr(error, "elsewhere", False)):
                 raise
             instead = "hybrid" if is_backend_available("hybrid") else "gloo"
             logger.info("ranks do not share one host, using %s: %s", instead, error)
             config = BackendConfig(str(config).replace("cpu:shm", f"cpu:{instead}"))
-            group = self._make(config, pg_options)
+            group = self._make(config, pg_options, watch)
         backends = config.get_device_backend_map()
         backend = backends.get("cpu", next(iter(backends.values())))
-        self._introduce(group, backend)
-        record = GroupRecord(group, self.store, config, backend, self.timeout)
-        self.world.register(record, self.name, self.ranks, self.desc)
-        logger.info("made %r", group)
-        return group
+        try:
+            self._introduce(group, backend)
+        except BaseException:
+            group.close()
+            raise
+        return group, config, backend
 
     def _introduce(self, group: ProcessGroup, backend: str) -> None:
         """Write this rank's identity into the group's ledger."""
         if group.ledger is None:
             group.ledger = StoreLedger(PrefixStore(f"{self.name}/ledger", self.store))
-        identity = thread_identity() if backend == Backend.THREADS else process_identity()
-        group.ledger.write(identity_key(self.group_rank), identity)
+        group.ledger.write(identity_key(self.group_rank), identity_on(BackendConfig(backend)))
 
-    def _make(self, config: BackendConfig, pg_options: Any) -> ProcessGroup:
+    def _make(self, config: BackendConfig, pg_options: Any, watch: Watch) -> ProcessGroup:
         by_device = config.get_device_backend_map()
-        by_name = {name: self._end(name, pg_options) for name in dict.fromkeys(by_device.values())}
+        names = dict.fromkeys(by_device.values())
+        by_name = {name: self._end(name, pg_options, watch) for name in names}
         if len(by_name) == 1:
             return next(iter(by_name.values()))
         return DispatchGroup({device: by_name[name] for device, name in by_device.items()})
 
-    def _end(self, name: str, pg_options: Any) -> ProcessGroup:
+    def _end(self, name: str, pg_options: Any, watch: Watch) -> ProcessGroup:
         request = DistributedBackendOptions(
             PrefixStore(name, self.store),
             self.group_rank,
@@ -90,12 +117,45 @@ class GroupPlan:
             self.name,
             self.ranks,
         )
-        if self.watch is None:
-            return make_backend(name, request, pg_options)
-        limit = min(self.timeout, self.watch.limit)
-        watched = WatchedStore(name, self.store, self.watch.check)
+        limit = min(self.timeout, watch.limit)
+        watched = WatchedStore(name, self.store, watch.check)
         watched.set_timeout(limit)
         group = make_backend(name, replace(request, store=watched, timeout=limit), pg_options)
-        if isinstance(group, NativeGroup):  # torch's engines keep the time that they began with
+        # torch's engines keep the time that they began with
+        if limit != self.timeout and isinstance(group, NativeGroup):
             group.set_timeout(self.timeout)
         return group
+
+
+def identity_on(config: BackendConfig) -> str:
+    """This rank's identity: a thread where ranks are threads, else the process."""
+    threads = Backend.THREADS in config.get_device_backend_map().values()
+    return thread_identity() if threads else process_identity()
+
+
+@contextlib.contextmanager
+def told_to_all(wait: GroupWait) -> Iterator[None]:
+    """Let every rank that makes the group hear of what fails here meanwhile.
+
+    Raises:
+        DistError: Instead of what the system, or torch, raised.
+    """
+    try:
+        yield
+    except DistNetworkError as error:
+        raise wait.explain(error) from error
+    except DistError as error:
+        wait.fail(error)
+        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        failed = DistBackendError(
+            f"rank {wait.me} could not make its end of group {wait.name!r}: "
+            f"{type(error).__name__}: {text_of(error)}",
+            ranks=[wait.me],
+        )
+        wait.fail(failed)
+        raise failed from error
+    except BaseException as error:
+        reason = f"rank {wait.me} raised {type(error).__name__}: {text_of(error)}"
+        wait.fail(DistBackendError(reason, ranks=[wait.me]))
+        raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +14,10 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
-from tilework.comm.group_plan import GroupPlan
+from tilework.comm.group_plan import GroupPlan, identity_on
+from tilework.comm.group_wait import GroupWait
 from tilework.comm.init_generation import InitGeneration
+from tilework.comm.rank_watch import RankWatch
 from tilework.comm.world import (
     AnyGroup,
     GroupMember,
@@ -25,9 +27,10 @@ from tilework.comm.world import (
     get_rank,
     resolve,
 )
-from tilework.errors import CollectiveMismatchError
+from tilework.errors import CollectiveMismatchError, DistNetworkError
 from tilework.rendezvous import rendezvous
-from tilework.store import PrefixStore, Store, store_based_barrier
+from tilework.store import PrefixStore, Store
+from tilework.store.barrier import Barrier, meet
 
 #: The time that an operation may wait for other ranks unless another is given.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -106,8 +109,11 @@ def init_process_group(
         generation = InitGeneration(store, rank)
         ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
         asked = f"{world_size} ranks, backend {config}"
-        _agree(generation.store, name, asked, rank, ranks, limit, generation.check)
-        plan = GroupPlan(world, generation.store, ranks, rank, name, limit)
+        identity = identity_on(config)
+        world.watch = RankWatch(generation.store, rank, world_size, identity)
+        wait = GroupWait(name, rank, ranks, generation.store, world.watch)
+        _agree(wait, asked, limit, generation.check)
+        plan = GroupPlan(world, generation.store, ranks, rank, name, limit, wait=wait)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
         world.default_group.successors = _SUCCESSORS
         world.seats = ranks
@@ -357,7 +363,8 @@ def new_group(
         return None
     store = PrefixStore(name, record.store)
     awaited = members if use_local_synchronization else record.group.global_ranks
-    _agree(store, name, f"ranks {list(members)}, backend {config}", me, awaited, limit)
+    wait = GroupWait(name, me, awaited, store, world.watch, list(world.records))
+    _agree(wait, f"ranks {list(members)}, backend {config}", limit)
     if me not in members:
         return NonMember(name, members)
     plan = GroupPlan(world, store, members, members.index(me), name, limit, group_desc)
@@ -392,20 +399,29 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
 
 
 def _agree(
-    store: Store,
-    name: str,
-    asked: str,
-    me: int,
-    awaited: Sequence[int],
-    limit: timedelta,
-    meanwhile: Callable[[], None] | None = None,
+    wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None = None
 ) -> None:
-    """Meet the ``awaited`` ranks, and make sure that all ask for the same group.
+    """Meet the ranks that are awaited, and make sure that all ask for the same group.
 
     Raises:
-        CollectiveMismatchError: On every rank, if not.
+        CollectiveMismatchError: On every rank, if not; or where one waits in something else.
+        PeerLostError: A rank ended.
         DistStoreError: Some rank did not come in time.
     """
+    try:
+        _meet(wait, asked, limit, check)
+    except DistNetworkError as error:
+        raise wait.explain(error) from error
+
+
+def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None) -> None:
+    store, name, me = wait.store, wait.name, wait.me
+
+    def meanwhile(missing: Collection[int]) -> None:
+        if check is not None:
+            check()
+        wait.meanwhile(missing)
+
     first = store.compare_set("asked", "", f"rank {me} asks for {asked}").decode()
     if first.partition(" asks for ")[2] != asked:
         store.set(
@@ -413,9 +429,11 @@ def _agree(
             f"ranks disagree on group {name!r}: rank {me} asks for {asked}, but {first}. "
             f"Make the same groups in the same order with the same arguments on every rank",
         )
-    store_based_barrier(
-        awaited.index(me), store, name, len(awaited), limit, limit / 2, meanwhile=meanwhile
-    )
+    position, count = wait.ranks.index(me), len(wait.ranks)
+    barrier = Barrier(store, name, count, message=wait.roll)
+    told = meet(position, barrier, limit, limit / 2, meanwhile)
+    if wait.watch is not None:
+        wait.watch.learn(told.decode())
     if store.check(["disagreement"]):
         raise CollectiveMismatchError(store.get("disagreement").decode())
 

@@ -26,6 +26,7 @@ from tilework.comm.callbacks import finish_callbacks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import watch
 from tilework.comm.flight.notes import Notes
+from tilework.comm.rank_watch import RankWatch
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 
@@ -100,6 +101,8 @@ class World:
     owned_store: Store | None = None
     #: Overrides LOCAL_RANK where ranks share one environment.
     local_rank: int | None = None
+    #: Over the ranks that met at the store; None once they have new numbers.
+    watch: RankWatch | None = None
     #: For the flight record.
     notes: Notes = field(default_factory=Notes)
     #: Stands for torch's default generator where ranks share a process; None: torch's own.
@@ -174,6 +177,7 @@ class World:
             if known is not group:
                 self.forget(known)
         self.default_group, self.seats = group, seats
+        self.end_watch()
         self.group_count, self.local_counts = itertools.count(1), {}
         self.warned.clear()
         for state in self.states.values():
@@ -206,9 +210,16 @@ class World:
         self.default_group, self.seats = None, ()
         self.group_count, self.local_counts = itertools.count(1), {}
         self.warned.clear()
+        self.end_watch()
         store, self.owned_store = self.owned_store, None
         if store is not None:
             store.close()
+
+    def end_watch(self) -> None:
+        """Watch over the ranks that met at the store no longer."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
 
     def abort(self, reason: str) -> None:
         """Make every operation on every group raise PeerLostError, on all ranks."""

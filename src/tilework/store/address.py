@@ -246,6 +246,15 @@ def tune_tcp(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+def watch_closely(sock: socket.socket) -> None:
+    """Notice within a few seconds that the other host, or the link to it, is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+    for option, value in (*options, ("TCP_USER_TIMEOUT", 3500)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 def _listen_advice(error: OSError) -> str:
     advice = {
         errno.EADDRINUSE: "Another process listens there, perhaps an earlier job: end it, or use "

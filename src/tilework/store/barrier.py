@@ -9,12 +9,14 @@ from datetime import timedelta
 
 from tilework.errors import DistStoreError, StoreTimeoutError
 from tilework.store import checks
-from tilework.store.contract import Store
+from tilework.store.checks import data_bytes
+from tilework.store.contract import Data, Store
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between looks of a waiting rank for a reason not to wait any longer.
-_LOOK_SECONDS = 1.0
+#: Seconds between looks of a waiting rank for a reason not to wait any longer; with very many
+#: ranks more, so that the store's server has time for them.
+_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK = 0.2, 0.001
 #: Ranks that an error message spells out.
 _RANKS_SHOWN = 16
 
@@ -28,7 +30,7 @@ def store_based_barrier(
     logging_interval: timedelta = timedelta(seconds=10),
     *,
     ranks: Collection[int] | None = None,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[Collection[int]], None] | None = None,
 ) -> None:
     """Block until ``rendezvous_count`` ranks have called this with the same name and store.
 
@@ -43,7 +45,8 @@ def store_based_barrier(
         timeout: How long to wait for the last one.
         logging_interval: How often to log who is missing meanwhile.
         ranks: Their numbers; ``range(rendezvous_count)`` unless given.
-        meanwhile: Called each second while this rank waits. What it raises ends the wait.
+        meanwhile: Called now and then, with the ranks that have not come, while this rank waits.
+            What it raises ends the wait.
 
     Raises:
         DistStoreError: Time-out; it names the ranks that did not come.
@@ -53,10 +56,23 @@ def store_based_barrier(
 
         store_based_barrier(rank, store, "start", world_size, timedelta(seconds=30))
     """
+    call = Barrier(store, group_name, rendezvous_count, ranks)
+    meet(rank, call, timeout, logging_interval, meanwhile)
+
+
+def meet(
+    rank: int,
+    call: Barrier,
+    timeout: timedelta,
+    logging_interval: timedelta,
+    meanwhile: Callable[[Collection[int]], None] | None = None,
+) -> bytes:
+    """:func:`store_based_barrier`; returns what the last rank to come had to say."""
+    store, group_name = call.store, call.group_name
     limit = checks.seconds(timeout)
     deadline, interval = checks.Deadline(limit), checks.seconds(checks.positive(logging_interval))
     next_log = checks.Deadline(interval)
-    call = _Barrier(store, group_name, rendezvous_count, ranks)
+    look = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * call.count)
     call.arrive(rank)
     while not call.complete():
         left = deadline.left()
@@ -65,54 +81,72 @@ def store_based_barrier(
                 "Timed out initializing process group in store based barrier on rank "
                 f"{rank} after {limit:g} s: {call.describe()} (group {group_name!r}, {store!r})."
             )
-        if call.wait(min(left, next_log.left(), _LOOK_SECONDS if meanwhile else left)):
-            return
+        if call.wait(min(left, next_log.left(), look if meanwhile else left)):
+            return call.told
         if meanwhile:
-            meanwhile()
+            meanwhile(call.missing())
         if next_log.passed and not deadline.passed:
             next_log = checks.Deadline(interval)
             _log.info("rank %d waits for group %r: %s", rank, group_name, call.describe())
+    return call.told
 
 
-class _Barrier:
-    """The keys of one barrier, and their meaning."""
+class Barrier:
+    """The keys of one barrier, and their meaning.
+
+    Args:
+        message: Called on the last rank that comes; what it returns is told to all.
+    """
 
     def __init__(
-        self, store: Store, group_name: str, count: int, ranks: Collection[int] | None
+        self,
+        store: Store,
+        group_name: str,
+        count: int,
+        ranks: Collection[int] | None = None,
+        message: Callable[[], Data] = lambda: b"1",
     ) -> None:
-        self._store = store
-        self._count = count
+        self.store, self.group_name, self.count = store, group_name, count
         self._ranks = ranks
+        self._message = message
+        #: What the last rank to come says.
+        self.told = b""
         self._arrived_key = f"store_based_barrier/{group_name}/arrived"
         self._done_key = f"store_based_barrier/{group_name}/done"
         self._arrived: Counter[int] = Counter()
 
     def arrive(self, rank: int) -> None:
-        self._store.append(self._arrived_key, f"{rank},")
+        self.store.append(self._arrived_key, f"{rank},")
 
     def complete(self) -> bool:
         """Count the ranks that have come; if all have, wake those that wait."""
         # One list, not one key per rank: a thousand ranks read it once each, not a thousand keys.
-        text = self._store.get(self._arrived_key).decode()
+        text = self.store.get(self._arrived_key).decode()
         self._arrived = Counter(int(part) for part in text.split(",") if part)
-        if len(self._arrived) < self._count:
+        if len(self._arrived) < self.count:
             return False
-        self._store.set(self._done_key, b"1")
+        self.told = data_bytes(self._message())
+        self.store.set(self._done_key, self.told)
         return True
 
     def wait(self, seconds: float) -> bool:
         """Wait for the last one; whether it came."""
         try:
-            self._store.wait([self._done_key], timedelta(seconds=seconds))
+            self.told = self.store.get(self._done_key, timedelta(seconds=seconds))
         except StoreTimeoutError:
             return False
         return True
 
+    def missing(self) -> list[int]:
+        """The ranks that have not come, as of the last count."""
+        expected = range(self.count) if self._ranks is None else self._ranks
+        return sorted(set(expected) - set(self._arrived))
+
     def describe(self) -> str:
         """The ranks that have come and those that have not."""
-        came = f"{len(self._arrived)} of {self._count} ranks came"
-        expected = range(self._count) if self._ranks is None else self._ranks
-        missing = sorted(set(expected) - set(self._arrived))
+        came = f"{len(self._arrived)} of {self.count} ranks came"
+        expected = range(self.count) if self._ranks is None else self._ranks
+        missing = self.missing()
         strangers = set(self._arrived) - set(expected)
         if strangers:
             text = f"{came}: {_show(sorted(self._arrived))}"

@@ -95,6 +95,12 @@ class RemoteStore(Store):
         """The number of keys."""
         return self._ask_number(Code.NUM_KEYS)
 
+    def leave_will(self, key: str, value: Data) -> Callable[[], None]:
+        """Have ``value`` appended to ``key`` when this process ends; see the contract."""
+        will = (checks.key_bytes(key), checks.data_bytes(value))
+        limit = checks.seconds(self._timeout)
+        return self._pool.hold(wire.encode(Code.WILL, will), wire.encode(Code.WILL, ()), limit)
+
     def close(self) -> None:
         """Close the connections, and the server if this store has it; threads that wait raise."""
         self._finalizer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
@@ -102,6 +102,16 @@ class Store(ABC):
         checks.same_length(keys, values)
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
+
+    def leave_will(self, key: str, value: Data) -> Callable[[], None] | None:
+        """Have ``value`` appended to ``key`` when this process ends, or becomes another program.
+
+        However that comes about: a connection of its own is kept for it, which the server sees
+        close. Call what is returned to revoke the will. None where nobody could carry it out.
+        """
+        checks.key_bytes(key)
+        checks.data_bytes(value)
+        return None
 
     def close(self) -> None:
         """Release sockets, threads and files. Idempotent; other methods then raise."""

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from tilework.errors import DistNetworkError, StoreTimeoutError
@@ -65,6 +66,12 @@ class Channel:
             raise
         except OSError as error:
             raise _HungUpError from error
+
+    def tell(self, request: bytes) -> None:
+        """Send one last message, and wait for nothing."""
+        with contextlib.suppress(OSError):
+            self._sock.setblocking(False)
+            self._sock.send(request)
 
     def greet(self, secret: bytes | None, wait_seconds: float) -> None:
         """Agree on the protocol, and prove the secret to each other. Raises DistNetworkError."""
@@ -126,6 +133,8 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._all: set[Channel] = set()
+        #: Those of them that nobody asks on, kept for what their end tells the server.
+        self._held: set[Channel] = set()
         watch_forks(self)
 
     def ask(self, request: bytes, wait_seconds: float) -> Message:
@@ -143,6 +152,30 @@ class Pool:
             raise
         self._give_back(channel)
         return answer
+
+    def hold(self, first: bytes, last: bytes, wait_seconds: float) -> Callable[[], None]:
+        """Keep a connection for itself, on which ``first`` is asked, and in the end ``last``.
+
+        The returned function ends it. Raises DistNetworkError; StoreTimeoutError.
+        """
+        channel = self._open_more(wait_seconds)
+        try:
+            channel.ask(first, wait_seconds)
+        except (TimeoutError, GarbageError, _HungUpError) as error:
+            self._drop(channel)
+            raise self._explain(error, wait_seconds) from error
+        with self._lock:
+            self._held.add(channel)
+
+        def end() -> None:
+            with self._lock:
+                known = channel in self._held
+                self._held.discard(channel)
+            if known:
+                channel.tell(last)
+                self._drop(channel)
+
+        return end
 
     def connect(self, wait_seconds: float) -> None:
         """Make the first connection, retrying until the server is there or the time is up."""
@@ -170,9 +203,10 @@ class Pool:
         with self._lock:
             self.closed = True
             idle, self._idle = self._idle, []
-            busy = self._all - set(idle)
+            held, self._held = self._held, set()
+            busy = self._all - set(idle) - held
             self._all.clear()
-        for channel in idle:
+        for channel in (*idle, *held):
             channel.close()
         for channel in busy:
             channel.interrupt()  # The thread that uses it closes it.
@@ -182,7 +216,7 @@ class Pool:
         self._lock = threading.Lock()
         for channel in self._all:
             channel.close()
-        self._all, self._idle = set(), []
+        self._all, self._idle, self._held = set(), [], set()
 
     def _take(self, wait_seconds: float) -> Channel:
         with self._lock:

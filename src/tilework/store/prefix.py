@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from tilework.store import checks
@@ -77,6 +77,10 @@ class PrefixStore(Store):
     def delete_key(self, key: str) -> bool:
         """Remove ``key``; return whether it existed."""
         return self._open_store().delete_key(self._full(key))
+
+    def leave_will(self, key: str, value: Data) -> Callable[[], None] | None:
+        """Have ``value`` appended to ``key`` when this process ends; see the contract."""
+        return self._open_store().leave_will(self._full(key), value)
 
     def num_keys(self) -> int:
         """The number of keys in the complete underlying store."""

@@ -26,6 +26,7 @@ class Client(Protocol):
         self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
     ) -> None: ...
     def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None: ...
+    def leave_will(self, will: tuple[bytes, bytes] | None) -> None: ...
 
 
 class StoreState:
@@ -186,6 +187,15 @@ def _wait_workers(client: Client, state: StoreState, fields: list[bytes]) -> Non
     )
 
 
+def _will(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    if fields:
+        key, value = _fields(fields, 2)
+        client.leave_will((key, value))
+    else:
+        client.leave_will(None)
+    client.ok()
+
+
 HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = {
     Code.SET: _set,
     Code.GET: _get,
@@ -199,4 +209,5 @@ HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = 
     Code.MULTI_SET: _multi_set,
     Code.JOIN: _join,
     Code.WAIT_WORKERS: _wait_workers,
+    Code.WILL: _will,
 }

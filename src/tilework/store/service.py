@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Final
 
 from tilework.errors import DistStoreError
 from tilework.store import wire
-from tilework.store.address import Address, TcpAddress, tune_tcp
+from tilework.store.address import Address, TcpAddress, tune_tcp, watch_closely
 from tilework.store.checks import LONGEST_WAIT_SECONDS
 from tilework.store.requests import HANDLERS, StoreState
 from tilework.store.wire import Code, GarbageError
@@ -150,6 +151,8 @@ class Connection:
         self._why_not = why_not
         self._nonces: tuple[bytes, bytes] | None = None
         self._on_message = self._hello
+        #: Key and value to append when this connection closes.
+        self._will: tuple[bytes, bytes] | None = None
         #: Undoes the waiting of a parked request; None while none is parked.
         self._unpark: Callable[[], None] | None = None
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
@@ -167,6 +170,10 @@ class Connection:
         self._fd = -1
         self.sock.close()
         self._service.forget(self)
+        will, self._will = self._will, None
+        if will is not None:
+            with contextlib.suppress(DistStoreError):  # the value there has become too long
+                self._service.state.table.append(*will)
 
     def send(self, code: Code, fields: Sequence[bytes] = ()) -> None:
         """Send an answer; what the kernel does not take now follows when it does."""
@@ -191,6 +198,12 @@ class Connection:
         after = min(max(0, milliseconds) / 1000, LONGEST_WAIT_SECONDS)
         self._unpark = undo
         self._deadline = self._loop.call_later(after, self._expire, expired)
+
+    def leave_will(self, will: tuple[bytes, bytes] | None) -> None:
+        """Append a value to a key when this connection closes, whatever closes it."""
+        self._will = will
+        if self.sock.family != getattr(socket, "AF_UNIX", None):
+            watch_closely(self.sock)
 
     def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None:
         """The answer to the parked request."""

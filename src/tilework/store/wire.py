@@ -82,6 +82,8 @@ class Code(IntEnum):
     JOIN = 26
     #: milliseconds, number of workers; answered by how many have come
     WAIT_WORKERS = 27
+    #: key, value: appended when this connection closes; nothing: no longer
+    WILL = 28
 
     #: Success, with the fields named above.
     OK = 64

@@ -162,3 +162,71 @@ def test_gloo_finds_the_way_by_itself(hosts: Hosts) -> None:
         return tensor.item()
 
     assert run_on_hosts(hosts, PAIRS, body, backend="gloo") == [6.0] * 4
+
+
+def test_a_cut_link_is_noticed_on_both_sides() -> None:
+    with two_hosts() as cut:
+
+        def story(rank: int, say: Say) -> None:
+            cut[PAIRS[rank]].enter()
+            store = dist.TCPStore(cut[0].address, 29400, 4, rank == 0)
+            dist.init_process_group("hybrid", store=store, rank=rank, world_size=4)
+            dist.barrier()
+            say("ready")
+            try:
+                while True:
+                    dist.all_reduce(torch.ones(300_000))
+            except dist.PeerLostError as error:
+                say((error.ranks, time.monotonic()))
+            time.sleep(20)
+
+        with ForkedRanks(4, story) as ranks:
+            for rank in ranks:
+                assert rank.hear() == "ready"
+            time.sleep(0.2)
+            cut[1].run("ip", "link", "set", cut[1].interface, "down")
+            begun = time.monotonic()
+            for number, rank in enumerate(ranks):
+                lost, when = rank.hear()
+                assert set(lost) & ({2, 3} if number < 2 else {0, 1}), (number, lost)
+                assert when - begun < 8.0
+            for rank in ranks:
+                rank.kill()
+
+
+def test_a_rank_of_another_host_that_calls_a_collective_instead_of_new_group(hosts: Hosts) -> None:
+    def body(rank: int) -> str:
+        dist.barrier()
+        wrong: Callable[[], object] = lambda: dist.all_reduce(torch.ones(3))  # noqa: E731
+        call = wrong if rank == 3 else dist.new_group
+        with pytest.raises(dist.CollectiveMismatchError, match="group_1") as caught:
+            call()
+        return str(caught.value)
+
+    texts = run_on_hosts(hosts, PAIRS, body, timeout=timedelta(seconds=60))
+    assert all("all_reduce" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_dies_instead_of_new_group(hosts: Hosts, victim: int) -> None:
+    def story(rank: int, say: Say) -> None:
+        hosts[PAIRS[rank]].enter()
+        store = dist.TCPStore(hosts[0].address, 29401 + victim, 4, rank == 0)
+        dist.init_process_group("hybrid", store=store, rank=rank, world_size=4)
+        dist.barrier()
+        if rank == victim:
+            say(time.monotonic())
+            os.execvp("sleep", ["sleep", "30"])
+        with pytest.raises(dist.PeerLostError) as caught:
+            dist.new_group()
+        say((caught.value.ranks, time.monotonic()))
+        time.sleep(20)
+
+    with ForkedRanks(4, story) as ranks:
+        begun = ranks[victim].hear()
+        for rank in ranks.others(victim):
+            lost, when = rank.hear()
+            assert lost == (victim,)
+            assert when - begun < 2.0
+        for rank in ranks:
+            rank.kill()

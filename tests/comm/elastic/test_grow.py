@@ -93,5 +93,5 @@ def test_members_go_on_where_a_newcomer_has_ended() -> None:
 
 
 def ended_identity() -> str:
-    kind, place, pid, start = process_identity().split(" ")
+    kind, place, pid, start, _ = process_identity().split(" ")
     return f"{kind} {place} {pid} {int(start) + 1}"

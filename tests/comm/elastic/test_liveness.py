@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -30,7 +32,7 @@ def test_a_process_has_ended_before_it_is_reaped() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    kind, place, _, _ = process_identity().split(" ")
+    kind, place, *_ = process_identity().split(" ")
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert has_ended(f"{kind} {place} {child} 1")
     os.waitpid(child, 0)
@@ -38,7 +40,7 @@ def test_a_process_has_ended_before_it_is_reaped() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_another_process_with_the_same_number_is_another() -> None:
-    kind, place, pid, start = process_identity().split(" ")
+    kind, place, pid, start, _ = process_identity().split(" ")
     assert has_ended(f"{kind} {place} {pid} {int(start) + 1}")
 
 
@@ -52,3 +54,21 @@ def test_a_process_tells_its_own_identity() -> None:
     program = "from tilework.comm.elastic.liveness import process_identity as i; print(i())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert has_ended(done.stdout.strip())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_that_became_another_program_has_ended() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, process_identity().encode())
+        os.execvp("sleep", ["sleep", "30"])
+    identity = os.read(reader, 1000).decode()
+    deadline = time.monotonic() + 5
+    while not has_ended(identity) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert has_ended(identity)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)

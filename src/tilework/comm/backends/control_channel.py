@@ -19,14 +19,19 @@ import time
 from typing import Protocol
 
 from tilework.comm.backend import DistributedBackendOptions
-from tilework.errors import DistBackendError
+from tilework.comm.elastic.watched_store import look
+from tilework.errors import DistBackendError, DistError
 from tilework.store import Store
+from tilework.store.address import watch_closely
 
 _FRAME = struct.Struct("=IB")
 _HELLO = struct.Struct("=32sI")
 #: A frame is written at once unless its reader is stopped and the kernel's buffers are full.
 SEND_SECONDS = 5.0
 _CHUNK = 1 << 16
+#: Seconds between looks, of a rank that is to be called, whether those that it awaits have ended;
+#: and of an attempt to call another.
+_LOOK_SECONDS, _CALL_SECONDS = 0.2, 2.0
 
 
 class FrameKind(enum.IntEnum):
@@ -37,6 +42,9 @@ class FrameKind(enum.IntEnum):
     FAILURE_REPORT = 3
     MISSING = 4
     GOODBYE = 5
+    #: What do you wait in? And its answer.
+    QUESTION = 6
+    ANSWER = 7
 
 
 class Listener(Protocol):
@@ -144,10 +152,12 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
         try:
             for peer in range(rank):
                 sockets[peer] = _call(store, rank, peer, token, deadline)
-            _accept(listener, sockets, size - rank - 1, token, deadline)
+            _accept(listener, sockets, size - rank - 1, token, deadline, store)
+        except DistError:
+            _close(sockets)
+            raise
         except OSError as error:
-            for sock in sockets.values():
-                sock.close()
+            _close(sockets)
             ranks = request.global_ranks_in_group
             missing = [ranks[r] for r in range(size) if r != rank and r not in sockets]
             raise DistBackendError(
@@ -159,7 +169,13 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
     for sock in sockets.values():
         sock.settimeout(SEND_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_closely(sock)
     return sockets
+
+
+def _close(sockets: dict[int, socket.socket]) -> None:
+    for sock in sockets.values():
+        sock.close()
 
 
 def _listen(address: str, backlog: int) -> socket.socket:
@@ -176,7 +192,12 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 def _call(store: Store, rank: int, peer: int, token: bytes, deadline: float) -> socket.socket:
     port, host = store.get(f"control/{peer}").decode().split(" ", 1)
-    sock = socket.create_connection((host, int(port)), _left(deadline))
+    while True:
+        try:
+            sock = socket.create_connection((host, int(port)), min(_CALL_SECONDS, _left(deadline)))
+            break
+        except TimeoutError:
+            look(store)
     sock.sendall(_HELLO.pack(token, rank))
     return sock
 
@@ -187,12 +208,17 @@ def _accept(
     count: int,
     token: bytes,
     deadline: float,
+    store: Store,
 ) -> None:
     """Accept ``count`` ranks, and nobody else."""
     expected = len(sockets) + count
     while len(sockets) < expected:
-        listener.settimeout(_left(deadline))
-        sock, _ = listener.accept()
+        listener.settimeout(min(_LOOK_SECONDS, _left(deadline)))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            look(store)
+            continue
         sock.settimeout(min(SEND_SECONDS, _left(deadline)))
         try:
             hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)

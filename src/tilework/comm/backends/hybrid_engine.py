@@ -90,6 +90,11 @@ class HybridEngine(PythonEngine):
         self._in_flight: list[_Transfers] = []
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
+        #: The number and the name of the operation that the rank's own thread is in.
+        self._current = (0, "")
+        self._owner = threading.current_thread()
+        #: By rank: what it said that it waits in, when asked.
+        self._answers: dict[int, tuple[int, str]] = {}
         self._failures: list[str | None] = [None] * self.size
         #: By host: the ranks that are missing there, as reported by those who waited for them.
         self._missing: dict[int, list[int]] = {}
@@ -101,6 +106,8 @@ class HybridEngine(PythonEngine):
         self.check_open()
         self._deadline = time.monotonic() + operation.timeout
         self._performed += 1
+        if threading.current_thread() is self._owner:
+            self._current = self._performed, operation.title or operation.kind
         # Only the header carries what the operation means, not the steps within a host.
         with torch.inference_mode(), provenance.carrying(0):
             step = STEPS[operation.kind](self, operation)
@@ -303,12 +310,22 @@ class HybridEngine(PythonEngine):
     def departed(self) -> Sequence[int]:
         return [*self._left, *self._died]
 
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        self._control.send_all(FrameKind.QUESTION)  # the answers are there at the next look
+        return [
+            (rank, f"operation #{number} {name}")
+            for rank, (number, name) in sorted(self._answers.items())
+            if number > self._performed
+        ]
+
     # -- frames of the control channel ---------------------------------------------------
 
     def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None:
         if kind is FrameKind.ANNOUNCEMENT:
             self._messages.on_announcement(source, payload)
             return
+        if kind is FrameKind.QUESTION:
+            self._control.send(source, FrameKind.ANSWER, json.dumps(self._current).encode())
         if kind is FrameKind.ABORT:
             self._abort_by(source, *json.loads(payload))
         with self._changed:
@@ -316,6 +333,9 @@ class HybridEngine(PythonEngine):
                 self._failures[source] = payload.decode()
             elif kind is FrameKind.MISSING:
                 self._missing[self.hosts.host_of(source)] = json.loads(payload)
+            elif kind is FrameKind.ANSWER:
+                number, name = json.loads(payload)
+                self._answers[source] = number, name
             elif kind is FrameKind.GOODBYE:
                 self._left.add(source)
             self._changed.notify_all()
@@ -329,7 +349,15 @@ class HybridEngine(PythonEngine):
         with self._changed:
             if source not in self._left:
                 self._died[source] = time.monotonic()
+                timer = threading.Timer(2 * _ASK_SECONDS, self._give_up, [self._performed])
+                timer.daemon = True
+                timer.start()
             self._changed.notify_all()
+
+    def _give_up(self, number: int) -> None:
+        """End an operation that still waits in Gloo, which notices no cut link, for a lost rank."""
+        if self._performed == number and self._in_flight and not self.closed:
+            self.interrupt()
 
     def on_tick(self) -> bool:
         return self._messages.end_receives()

@@ -375,6 +375,13 @@ class NativeGroup(ProcessGroup):
     def departed(self) -> Sequence[int]:
         return self.engine.departed()
 
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        return self.engine.blocked()
+
+    def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
+        self.engine.abort(kind, _with_ranks(ranks, text))
+        note_fault(f"aborted group {self.group_name!r}: {text}")
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout.total_seconds()
 

@@ -10,6 +10,7 @@ reaches all through a verdict.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import selectors
@@ -23,7 +24,8 @@ from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.calibration import group_tunables
 from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
 from tilework.comm.elastic.ledger import MemoryLedger
-from tilework.errors import DistBackendError, DistStoreError
+from tilework.comm.elastic.watched_store import look
+from tilework.errors import DistBackendError, DistStoreError, PeerLostError
 
 try:
     from tilework import _core
@@ -35,8 +37,14 @@ _READY, _GO = b"R", b"G"
 #: Connections that may be open without a greeting, and for how long if there are more.
 _MAX_NEWCOMERS = 256
 _HELLO_SECONDS = 1.0
-# Verdicts: all is well; ranks that cannot share memory; anything else, each with its reason.
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_STARVED_SECONDS = 0.5
+#: Errors that say that ranks cannot reach each other's memory; any other is a failure of one rank.
+_UNREACHABLE = (errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ECONNRESET)
+# Verdicts: all is well; ranks that cannot share memory; anything else; a rank that ended, or could
+# not make its end, with its number. Each but the first with its reason.
 _FINE, _ELSEWHERE, _FAILED = "fine", "elsewhere", "failed"
+_LOST, _BROKEN = "lost", "broken"
 #: Rank 0 gives its verdict before it hangs up, unless it died.
 _VERDICT_TIMEOUT = timedelta(seconds=10)
 
@@ -75,7 +83,7 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     # Socket names are there for every user to read: the nonce must not be in one.
     name = f"tilework-shm-{secrets.token_hex(16)}"
     fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce, group_tunables())
-    ledger_fd = -1
+    ledger_fd, group = -1, None
     try:
         ledger_fd = MemoryLedger.create()
         group = _core.Group(fd, 0, request.group_size, nonce)
@@ -84,10 +92,15 @@ def _host(request: DistributedBackendOptions) -> _Ends:
             listener.listen(_MAX_NEWCOMERS)
             request.store.set("shm/host", f"{name} {nonce.hex()} {_host_identity()}")
             reception = _Reception(request, listener, (fd, ledger_fd), nonce)
-            verdict = reception.receive_all()
-            request.store.set("shm/verdict", verdict)
-            reception.dismiss(go=verdict == _FINE)
+            verdict = _FAILED
+            try:
+                verdict = reception.receive_all()
+                request.store.set("shm/verdict", verdict)
+            finally:
+                reception.dismiss(go=verdict == _FINE)
     except BaseException:
+        if group is not None:
+            group.close()
         if ledger_fd >= 0:
             os.close(ledger_fd)
         raise
@@ -103,6 +116,10 @@ def _host(request: DistributedBackendOptions) -> _Ends:
 def _error_of(verdict: str) -> DistBackendError:
     """Every rank raises the same."""
     kind, _, reason = verdict.partition(":")
+    if kind in (_LOST, _BROKEN):
+        rank, _, reason = reason.partition(":")
+        error = PeerLostError if kind == _LOST else DistBackendError
+        return error(reason, ranks=[int(rank)] if rank.isascii() and rank.isdecimal() else [])
     return CannotShareMemoryError(reason) if kind == _ELSEWHERE else DistBackendError(reason)
 
 
@@ -124,6 +141,8 @@ class _Reception:
         self._newcomers: dict[socket.socket, float] = {}
         self._joined: dict[int, socket.socket] = {}
         self._ready: set[int] = set()
+        #: Since when there have been no descriptors left.
+        self._starved: float | None = None
 
     def receive_all(self) -> str:
         """Wait until every rank has mapped the segment; return the verdict."""
@@ -138,10 +157,12 @@ class _Reception:
                     lost = self._serve(selector, key)
                     if lost is not None:
                         rank = request.global_ranks_in_group[lost]
-                        return self._refusal() or f"{_FAILED}:rank {rank} ended while joining"
+                        ended = f"{_LOST}:{rank}:lost rank {rank}: rank {rank} ended while joining"
+                        return self._refusal() or ended
                 refusal = self._refusal()
                 if refusal:
                     return refusal
+                look(request.store)
                 if time.monotonic() > deadline:
                     return f"{_FAILED}:{self._late(limit)}"
         return _FINE
@@ -149,9 +170,7 @@ class _Reception:
     def _refusal(self) -> str:
         """The verdict that a rank's refusal leads to; "" if none refused."""
         store = self._request.store
-        if not store.check(["shm/refused"]):
-            return ""
-        return f"{_ELSEWHERE}:{store.get('shm/refused').decode()}"
+        return store.get("shm/refused").decode() if store.check(["shm/refused"]) else ""
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> int | None:
         """Serve the connections that are ready; the rank that was lost thereby, if any."""
@@ -179,13 +198,25 @@ class _Reception:
         for _ in range(_MAX_NEWCOMERS - len(self._newcomers)):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # there is none, or there are no descriptors left for now
+            except OSError as error:
+                self._note_starvation(error)
+                return
+            self._starved = None
             connection.setblocking(False)
             if _peer_uid(connection) == os.geteuid():
                 self._greet(selector, connection)
             else:
                 connection.close()
+
+    def _note_starvation(self, error: OSError) -> None:
+        """Raise if there are no descriptors left for connections, and that for long."""
+        if error.errno not in _OUT_OF_DESCRIPTORS:
+            return  # nobody is there
+        now = time.monotonic()
+        self._starved = self._starved or now
+        if now - self._starved > _STARVED_SECONDS:
+            raise error
+        time.sleep(0.01)  # the listener is ready all the time
 
     def _greet(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         """Hand the segment to who proves to be one of us; close on anyone else."""
@@ -269,6 +300,10 @@ def _join(request: DistributedBackendOptions) -> _Ends:
         verdict = store.get("shm/verdict").decode()
     except DistStoreError:
         verdict = f"{_FAILED}:rank 0 ended while the group was made"
+    except BaseException:
+        for end in ends or ():
+            end.close()
+        raise
     if ends is not None and verdict == _FINE:
         return ends
     for end in ends or ():
@@ -291,8 +326,10 @@ def _enter(
 
 
 def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends:
-    _, fds, _, _ = socket.recv_fds(connection, 1, 2)
+    _, fds, flags, _ = socket.recv_fds(connection, 1, 2)
     try:
+        if len(fds) < 2 and flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "too many open files: none is left for the segment")
         if len(fds) < 2:
             raise ConnectionError("rank 0 closed the connection without handing over the segment")
         group = _core.Group(fds[0], rank, size, nonce)
@@ -305,14 +342,20 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
 def _refuse(request: DistributedBackendOptions, identity: str, error: Exception) -> None:
     """Tell rank 0, and so everyone, that this rank cannot share memory with it."""
     ranks = request.global_ranks_in_group
-    own = _host_identity()
+    me, own = ranks[request.group_rank], _host_identity()
     where = "on one host" if own == identity else f"on different hosts ({identity} and {own})"
-    try:
-        request.store.set(
-            "shm/refused",
-            f"rank {ranks[request.group_rank]} cannot share memory with rank {ranks[0]}, {where}: "
-            f"{error}. Use backend 'gloo' for ranks that do not share a host",
+    if isinstance(error, OSError) and error.errno and error.errno not in _UNREACHABLE:
+        verdict = (
+            f"{_BROKEN}:{me}:rank {me} could not make its end of group {request.group_id!r}: "
+            f"{type(error).__name__}: {error}"
         )
+    else:
+        verdict = (
+            f"{_ELSEWHERE}:rank {me} cannot share memory with rank {ranks[0]}, {where}: {error}. "
+            f"Use backend 'gloo' for ranks that do not share a host"
+        )
+    try:
+        request.store.set("shm/refused", verdict)
     except DistStoreError as gone:
         raise DistBackendError(f"cannot reach rank 0: {error}; {gone}") from error
 

@@ -132,7 +132,18 @@ class ShmEngine:
         ]
 
     def departed(self) -> Sequence[int]:
-        return ()  # the ledger tells
+        try:
+            return self.group.lost_ranks()
+        except self.fault_type:  # closed here
+            return ()
+
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        try:
+            ranks = self.group.blocked_ranks()
+            entered = self.last_entered() if ranks else []
+        except self.fault_type:  # closed here
+            return ()
+        return [(rank, f"operation {entered[rank]}") for rank in ranks]
 
     def close(self) -> None:
         self.group.close()

@@ -64,6 +64,8 @@ class _Hub:
         self.closed = [False] * size
         self.failures: list[str | None] = [None] * size
         self.entered = ["nothing yet"] * size
+        #: By rank: the number of the operation that its own thread has entered.
+        self.blocked = [0] * size
         self.abortion: Abort | None = None
 
     def lost(self, ranks: Sequence[int]) -> list[int]:
@@ -163,6 +165,8 @@ class ThreadsEngine(PythonEngine):
             meeting.operations[self.rank] = operation, header
             hub.entered[self.rank] = f"#{number} {operation.title or operation.kind}"
             meeting.arrived += 1
+            if hub.owners[self.rank] is threading.current_thread():
+                hub.blocked[self.rank] = number
             hub.changed.notify_all()
             hub.wait(lambda: meeting.arrived == hub.size, lambda: self._missing(meeting), deadline)
         arrived = [each for each in meeting.operations if each is not None]
@@ -226,6 +230,10 @@ class ThreadsEngine(PythonEngine):
 
     def departed(self) -> Sequence[int]:
         return self.hub.lost(range(self.size))
+
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        hub, here = self.hub, self._performed
+        return [(r, f"operation {hub.entered[r]}") for r, n in enumerate(hub.blocked) if n > here]
 
     def aborted(self) -> Abort | None:
         return self.hub.abortion

@@ -29,6 +29,7 @@ from tilework.comm.backends.torch_calls import CALLS, c10d, kind_of
 from tilework.comm.backends.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 from tilework.store.torch_bridge import as_torch_store
@@ -100,6 +101,9 @@ class TorchEngine(PythonEngine):
             return TorchCompletion(start(), memory, timeout, self._run)
         except RuntimeError as error:
             raise self._fault(error) from error
+
+    def blocked(self) -> Sequence[tuple[int, str]]:
+        return ()  # it is not told
 
     def departed(self) -> Sequence[int]:
         return ()  # torch's engines do not tell
@@ -236,11 +240,12 @@ def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -
     """
     store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
     if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return c10d.ProcessGroupGloo(store, rank, size, request.timeout)
-    options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = request.timeout
-    return c10d.ProcessGroupGloo(store, rank, size, options)
+        options = request.timeout
+    else:
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = request.timeout
+    return while_looking(lambda: c10d.ProcessGroupGloo(store, rank, size, options), request.store)
 
 
 def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:

@@ -1,15 +1,20 @@
 """The knowledge which ranks have ended: processes, or threads where ranks are threads.
 
 A rank writes its identity into the group's ledger when the group is made. Others ask the system
-about it: the start time tells a process from a later one with its number. A rank in another place
-(host, container) cannot be asked for; it is neither known to live nor to have ended.
+about it: the start time tells a process from a later one with its number, and a memory file that
+it keeps open, until it ends or becomes another program (exec), tells the program from a later one
+in the same process. A rank in another place (host, container) cannot be asked for; it is neither
+known to live nor to have ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import sys
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -28,21 +33,56 @@ def thread_identity() -> str:
 
 def process_identity() -> str:
     """The identity of this process, as a rank."""
-    return f"process {_place()} {os.getpid()} {_start_time(os.getpid()) or 0}"
+    return f"process {_place()} {os.getpid()} {_start_time(os.getpid()) or 0} {_mark()}"
 
 
 def has_ended(identity: str) -> bool:
     """True if the rank with this identity has ended; False also where that cannot be known."""
     parts = identity.split(" ")
-    if len(parts) != 4 or parts[1] != _place():
+    if len(parts) not in (4, 5) or parts[1] != _place():
         return False
-    kind, _, pid, number = parts
+    kind, _, pid, number = parts[:4]
     if kind == "process":
-        return int(number) > 0 and _start_time(int(pid)) != int(number)
+        ended = int(number) > 0 and _start_time(int(pid)) != int(number)
+        return ended or _has_lost(int(pid), *parts[4:])
     if int(pid) != os.getpid():
         return False
     thread = _threads.get(int(number))
     return thread is None or not thread.is_alive()
+
+
+@dataclass(slots=True)
+class _Mark:
+    """The memory file of this program."""
+
+    descriptor: int = -1
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_own_mark = _Mark()
+
+
+def _mark() -> str:
+    """A descriptor that exec closes, and its file; "-" where there are none."""
+    with _own_mark.lock, contextlib.suppress(OSError):
+        if _own_mark.descriptor < 0 and sys.platform == "linux":
+            _own_mark.descriptor = os.memfd_create("tilework-program", os.MFD_CLOEXEC)
+        if _own_mark.descriptor >= 0:
+            return f"{_own_mark.descriptor}:{os.fstat(_own_mark.descriptor).st_ino}"
+    return "-"
+
+
+def _has_lost(pid: int, mark: str = "-") -> bool:
+    """True if a process that lives has no such file any more; False where nobody may look."""
+    descriptor, _, inode = mark.partition(":")
+    if not inode:
+        return False
+    try:
+        return os.stat(f"/proc/{pid}/fd/{descriptor}").st_ino != int(inode)
+    except FileNotFoundError:
+        return os.path.exists(f"/proc/{pid}/stat")
+    except (OSError, ValueError):
+        return False
 
 
 def _place() -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 from tilework.errors import StoreTimeoutError
 from tilework.store import PrefixStore, Store
 
-#: Seconds between looks whether waiting is futile.
-_LOOK_SECONDS = 0.05
+T = TypeVar("T")
+#: Seconds between looks whether waiting is futile, from the first to the longest.
+_FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.3
 
 
 class WatchedStore(PrefixStore):
@@ -21,21 +28,60 @@ class WatchedStore(PrefixStore):
         self._check = check
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._retry(partial(super().wait, keys), timeout)
+
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+        return self._retry(partial(super().get, key), timeout)
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        return self._retry(partial(super().multi_get, keys), timeout)
+
+    def look(self) -> None:
+        """Ask ``check``."""
+        self._check()
+
+    def _retry(self, ask: Callable[[timedelta], T], timeout: timedelta | None) -> T:
         limit = (self.timeout if timeout is None else timeout).total_seconds()
-        deadline = time.monotonic() + limit
+        deadline, look = time.monotonic() + limit, _FIRST_LOOK
         while True:
             left = deadline - time.monotonic()
             try:
-                return super().wait(keys, timedelta(seconds=max(0.0, min(left, _LOOK_SECONDS))))
+                return ask(timedelta(seconds=max(0.0, min(left, look))))
             except StoreTimeoutError:
-                if left <= _LOOK_SECONDS:
+                if left <= look:
                     raise
             self._check()
+            look = min(1.5 * look, _LONGEST_LOOK)
 
-    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        self.wait([key], timeout)
-        return super().get(key, timeout)
 
-    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        self.wait(keys, timeout)
-        return super().multi_get(keys, timeout)
+def while_looking(act: Callable[[], T], store: Store) -> T:
+    """The result of ``act()``, which may wait for ranks for long, without a look of its own.
+
+    It runs on another thread, which is left to itself where waiting has become futile.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    context = copy_context()  # which tells the rank that this is
+    name = "tilework-wait"
+    threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
+    while True:
+        try:
+            return future.result(_LONGEST_LOOK)
+        except FutureTimeoutError:
+            if future.done():
+                return future.result()
+            look(store)
+
+
+def look(store: Store) -> None:
+    """Ask whether waiting is futile, where a store's waits are watched."""
+    if isinstance(store, WatchedStore):
+        store.look()
+    elif isinstance(store, PrefixStore):
+        look(store.underlying_store)

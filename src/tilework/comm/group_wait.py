@@ -1,0 +1,175 @@
+"""A rank's wait for others while a group is made: what ends it early, and its line on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.late_notice import LateNotice
+from tilework.comm.rank_watch import RankWatch
+from tilework.errors import (
+    CollectiveMismatchError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    PeerLostError,
+)
+from tilework.store import Store
+
+#: Seconds between looks, from the first to the longest.
+_FIRST_LOOK, _LONGEST_LOOK = 0.1, 0.3
+#: Seconds for which a rank must have waited in another operation to be at odds with this one.
+_STUCK_SECONDS = 0.8
+#: Seconds in which a process whose connections have closed is gone from the system's lists, too.
+_GONE_SECONDS = 1.0
+_KINDS = (PeerLostError, CollectiveMismatchError, DistBackendError)
+
+
+@dataclass
+class GroupWait:
+    """A group that is being made, as one of its ranks waits for the others.
+
+    Any rank's failure ends the wait of all, who hear of it through the group's store.
+    """
+
+    name: str
+    me: int
+    #: The global ranks that are awaited.
+    ranks: Sequence[int]
+    #: Seen by those who make this group only.
+    store: Store
+    watch: RankWatch | None = None
+    #: This rank's groups, the default group first.
+    groups: Sequence[ProcessGroup] = ()
+
+    def __post_init__(self) -> None:
+        self._begun = time.monotonic()
+        self._next_look, self._pause = self._begun + _FIRST_LOOK, _FIRST_LOOK
+        #: By rank: since when it has waited in which operation.
+        self._stuck: dict[int, tuple[str, float]] = {}
+        self._notice = LateNotice(self._begun)
+
+    def meanwhile(self, missing: Collection[int]) -> None:
+        """Look, while the barrier of the group misses these of its ranks, by position."""
+        self.check([self.ranks[position] for position in missing])
+
+    def roll(self) -> str:
+        """The identities of all; read by the rank that comes last, since the store may go soon."""
+        return "" if self.watch is None else self.watch.roll()
+
+    def check(self, missing: Collection[int] | None = None) -> None:
+        """Raise if waiting is futile. To be called now and then; it looks as often as is right.
+
+        Args:
+            missing: The global ranks that have not come; None: it is not known which.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._pause = min(1.5 * self._pause, _LONGEST_LOOK)
+        self._hear()
+        self._check_lost()
+        self._check_stuck(self.ranks if missing is None else missing, now)
+        if missing and self._notice.due(now) and self._is_first_to_tell():
+            self._notice.tell(self._late_text(missing))
+        self._next_look = time.monotonic() + self._pause
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other ranks hear why this one cannot make the group. Never raises."""
+        kind = next(
+            (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
+        )
+        ranks = list(getattr(error, "ranks", ())) or [self.me]
+        record = json.dumps({"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error)})
+        with contextlib.suppress(DistError):
+            self.store.compare_set("failed", "", record)
+
+    def explain(self, error: DistNetworkError) -> DistError:
+        """The error for a store that went away: the loss of the rank that served it, if one did."""
+        deadline = time.monotonic() + _GONE_SECONDS
+        while self.watch is not None and time.monotonic() < deadline:
+            lost = self.watch.ended_here(self.watch.everyone())
+            if lost:
+                return self._lost_error(lost, f" ({error})")
+            time.sleep(0.02)
+        if self.watch is not None and self.watch.server_is_unknown():
+            return self._lost_error([0], f", or never came ({error})")
+        return error
+
+    # -- reasons ----------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        if not self.store.check(["failed"]):
+            return
+        told = json.loads(self.store.get("failed"))
+        if told["rank"] != self.me:
+            text = f"rank {self.me}: group {self.name!r} is not made: rank {told['rank']} says: "
+            raise _KINDS[told["kind"]](text + told["text"], ranks=told["ranks"])
+
+    def _check_lost(self) -> None:
+        lost = set() if self.watch is None else self.watch.lost()
+        if self.groups:
+            default = self.groups[0]
+            lost = lost | {default.global_ranks[rank] for rank in default.departed()}
+        lost = lost.intersection(self.ranks) - {self.me}
+        if lost:
+            raise self._told(self._lost_error(lost))
+
+    def _lost_error(self, lost: Collection[int], why: str = "") -> PeerLostError:
+        ranks = sorted(lost)
+        return PeerLostError(
+            f"rank {self.me}: lost rank {', '.join(map(str, ranks))} while group {self.name!r} was "
+            f"made: its process ended, became another program, or left its groups{why}",
+            ranks=ranks,
+        )
+
+    def _check_stuck(self, missing: Collection[int], now: float) -> None:
+        """Raise where a rank that is awaited waits for this one in an operation."""
+        before, self._stuck = self._stuck, {}
+        for group in self.groups:
+            for position, operation in group.blocked():
+                rank = group.global_ranks[position]
+                if rank not in missing or rank == self.me:
+                    continue
+                what = f"{operation} of group {group.group_name!r}"
+                since = before[rank][1] if before.get(rank, ("",))[0] == what else now
+                self._stuck[rank] = what, since
+                if now - since > _STUCK_SECONDS:
+                    self._raise_at_odds(group, rank, what)
+
+    def _raise_at_odds(self, group: ProcessGroup, rank: int, what: str) -> None:
+        text = (
+            f"ranks called different things: rank {self.me} makes group {self.name!r} and waits "
+            f"for rank {rank}, which waits for rank {self.me} in {what}. Make groups, and call "
+            f"operations, in the same order on every rank"
+        )
+        group.abort_for("mismatch", [self.me, rank], text)
+        raise self._told(CollectiveMismatchError(text, ranks=[self.me, rank]))
+
+    def _told(self, error: DistBackendError) -> DistBackendError:
+        self.fail(error)
+        return error
+
+    # -- the line of those who wait -----------------------------------------------------------
+
+    def _is_first_to_tell(self) -> bool:
+        with contextlib.suppress(DistError):
+            key = f"late/{self._notice.number}"
+            return self.store.compare_set(key, "", str(self.me)) == str(self.me).encode()
+        return False
+
+    def _late_text(self, missing: Collection[int]) -> str:
+        came = [rank for rank in self.ranks if rank not in missing]
+        where = "".join(f"; rank {rank} is in {what}" for rank, (what, _) in self._stuck.items())
+        return f"group {self.name!r} is not made yet: waiting for {_ranks(sorted(missing))}, " + (
+            f"{_ranks(came)} came{where}"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,215 @@
+"""A rank that ends, or waits elsewhere, while a group is made is noticed and named by all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.faults.forked_ranks import ForkedRanks, Say
+from tests.faults.workload import SeenError, join
+from tilework.comm import group_plan
+from tilework.errors import CollectiveMismatchError, DistError, PeerLostError
+
+LIMIT = timedelta(minutes=5)
+#: The function by which a group is made once all have met.
+MAKE = "make_backend"
+
+
+def unused_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def seen(act: Callable[[], object]) -> SeenError:
+    """The error that ``act`` raises."""
+    try:
+        act()
+    except DistError as error:
+        return SeenError(type(error), str(error), getattr(error, "ranks", ()), time.monotonic())
+    raise AssertionError("nothing was raised")
+
+
+def store_of(kind: str, rank: int, where: str) -> dist.Store:
+    if kind == "file":
+        return dist.FileStore(where)
+    return dist.TCPStore("127.0.0.1", int(where), is_master=rank == 0, wait_for_workers=False)
+
+
+def init(rank: int, n: int, store: dist.Store, backend: str = "shm") -> None:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=LIMIT)
+
+
+def sleep_program() -> None:
+    os.execvp("sleep", ["sleep", "30"])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ENDS: dict[str, Callable[[], None]] = {"kill": die, "exec": sleep_program}
+
+
+def die_at_making(end: Callable[[], None]) -> None:
+    """End when the group is about to be made, after all have met."""
+    setattr(group_plan, MAKE, lambda *args: end())
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("when", ["meeting", "making"])
+def test_an_end_while_the_first_group_is_made(
+    when: str, victim: int, kind: str, end: str, tmp_path: Path
+) -> None:
+    where = str(tmp_path / "store") if kind == "file" else str(unused_port())
+    late = 2 if when == "meeting" else None
+
+    def story(rank: int, say: Say) -> None:
+        store = store_of(kind, rank, where)
+        if rank == victim:
+            if when == "making":
+                die_at_making(ENDS[end])
+            say("about to end")
+            if when == "meeting":
+                signal.signal(signal.SIGALRM, lambda *_: ENDS[end]())
+                signal.setitimer(signal.ITIMER_REAL, 0.4)
+        if rank == late:
+            time.sleep(20)
+        say(seen(lambda: init(rank, 3, store)))
+        time.sleep(20)
+
+    with ForkedRanks(3, story) as ranks:
+        assert ranks[victim].hear() == "about to end"
+        begun = time.monotonic()
+        for survivor in {0, 1, 2} - {victim, late}:
+            heard = ranks[survivor].hear()
+            assert heard.kind is PeerLostError, heard
+            assert heard.ranks == (victim,), heard
+            assert heard.when - begun < 0.5 + 2.0
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_instead_of_new_group(end: str, tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        join(rank, 3, tmp_path / "store", LIMIT)
+        if rank == 1:
+            dist.barrier()
+            say(time.monotonic())
+            time.sleep(0.3)
+            ENDS[end]()
+        dist.barrier()
+        say(seen(lambda: dist.new_group([0, 1])))
+
+    with ForkedRanks(3, story) as ranks:
+        begun = ranks[1].hear()
+        for rank in ranks.others(1):
+            heard = rank.hear()
+            assert (heard.kind, heard.ranks) == (PeerLostError, (1,)), heard
+            assert "group_1" in heard.text
+            assert heard.when - begun < 0.3 + 2.0
+        ranks[1].kill()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_leaving_instead_of_new_group(backend: str, tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        init(rank, 2, dist.FileStore(tmp_path / "store"), backend)
+        if rank == 1:
+            os._exit(0)
+        heard = seen(dist.new_group)
+        say((heard.kind, heard.ranks))
+
+    with ForkedRanks(2, story) as ranks:
+        assert ranks[0].hear() == (PeerLostError, (1,))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_collective_instead_of_new_group(asynchronous: bool, tmp_path: Path) -> None:
+    def collective() -> None:
+        work = dist.all_reduce(torch.ones(3), async_op=asynchronous)
+        if work is not None:
+            work.wait()
+
+    def story(rank: int, say: Say) -> None:
+        join(rank, 3, tmp_path / "store", LIMIT)
+        dist.barrier()
+        begun = time.monotonic()
+        say((begun, seen(collective if rank == 1 else dist.new_group)))
+
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
+            begun, heard = rank.hear()
+            assert heard.kind is CollectiveMismatchError, heard
+            assert 1 in heard.ranks
+            assert "'group_1'" in heard.text
+            assert "all_reduce" in heard.text
+            assert heard.when - begun < 3.0
+
+
+def test_a_slow_rank_is_waited_for_though_it_has_operations_under_way(tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        join(rank, 2, tmp_path / "store", LIMIT)
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True) if rank == 1 else None
+        if rank == 1:
+            time.sleep(1.5)
+        dist.new_group()
+        work = work or dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        say(tensor.tolist())
+
+    with ForkedRanks(2, story) as ranks:
+        assert [rank.hear() for rank in ranks] == [[2.0] * 3] * 2
+
+
+LIMITS = {
+    "address space": (resource.RLIMIT_AS, 0),
+    "descriptors": (resource.RLIMIT_NOFILE, 1),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_without_means_is_named_by_all(victim: int, limit: str, tmp_path: Path) -> None:
+    def used() -> int:
+        if limit == "descriptors":
+            return max(int(name) for name in os.listdir("/proc/self/fd"))
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+    def story(rank: int, say: Say) -> None:
+        store = dist.FileStore(tmp_path / "store")
+        if rank == victim:
+            make = getattr(group_plan, MAKE)
+
+            def make_with_nothing(*args: object) -> object:
+                number, more = LIMITS[limit]
+                hard = resource.getrlimit(number)[1]
+                resource.setrlimit(number, (used() + more, hard))
+                return make(*args)
+
+            setattr(group_plan, MAKE, make_with_nothing)
+        begun = time.monotonic()
+        heard = seen(lambda: dist.init_process_group(store=store, rank=rank, world_size=3))
+        say((begun, heard))
+
+    with ForkedRanks(3, story) as ranks:
+        for rank in ranks:
+            begun, heard = rank.hear()
+            assert f"rank {victim}" in heard.text, heard
+            assert ("memory" if limit == "address space" else "open files") in heard.text.lower()
+            assert heard.when - begun < 3.0
