@@ -160,7 +160,7 @@ def _copies_as_one(
     descriptions: Sequence[Description],
     ranks: Sequence[int],
 ) -> list[tuple[Facts, list[int]]]:
-    """One variant where all are one tensor, in the same tiles, with the same contents.
+    """The variants, as one where all are one tensor, in the same tiles, with the same contents.
 
     So a model that is tensor-parallel on each of several meshes, and replicated over them, is saved
     once. The ranks that hold a tile then write it in turn, as they do within one mesh.

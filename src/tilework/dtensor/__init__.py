@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tilework.dtensor import compiler_disable, optimizers, rules
+from tilework.dtensor.autograd import torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
@@ -54,7 +55,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, compiler_disable, foreach, optimizers, rules, tensor_attributes
+del call, compiler_disable, foreach, optimizers, rules, tensor_attributes, torch_backward
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -197,4 +198,6 @@ def write_dcp(source: Source, folder: Path) -> None:
         writer = FileSystemWriter(folder, single_file_per_rank=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(state, storage_writer=writer, no_dist=True)
+            # Before torch 2.9 it finds out by itself that there is no group.
+            alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}
+            save(state, storage_writer=writer, **alone)

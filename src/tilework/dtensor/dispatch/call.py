@@ -149,7 +149,7 @@ class Operator:
         self._title = self.name + "_" * in_place
 
     def handler(self) -> Handler:
-        """What runs its calls: the core's fast path, where there is the core."""
+        """The function that runs its calls: the core's fast path, where there is the core."""
         if _core is None:
             return self
         fast: Handler = _core.operator_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -62,7 +63,21 @@ def _constant_padding(
         here += [before if place == 0 else 0, after if place == count - 1 else 0]
     shape = [size + sum(by_dim.get(dim, (0, 0))) for dim, size in enumerate(input.shape)]
     out = resized(source, shape, {i: i for i in range(input.ndim)}, sizes)
-    return PlacedCall([source], [out], lambda x: F.pad(x, here, "constant", value))
+    return PlacedCall([source], [out], lambda x: _pad_with_constant(x, here, value))
+
+
+def _pad_with_constant(x: Tensor, widths: Sequence[int], value: Any) -> Tensor:
+    """``F.pad``, which before torch 2.8 refuses tensors without elements."""
+    if x.numel():
+        return F.pad(x, widths, "constant", value)
+    for dim, (before, after) in enumerate(zip(widths[-2::-2], widths[::-2], strict=True)):
+        shape = list(x.shape)
+        blocks = []
+        for width in (before, after):
+            shape[dim] = width
+            blocks.append(x.new_full(shape, value))
+        x = torch.cat([blocks[0], x, blocks[1]], dim)
+    return x
 
 
 def _grow_ends(before: int, after: int) -> Resize:

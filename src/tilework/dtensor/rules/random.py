@@ -133,7 +133,8 @@ def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
 def _bernoulli_of(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     """Ones with these probabilities, else zeros."""
     with torch.no_grad():
-        drawn = torch.rand_like(p.expand(shape), generator=generator)
+        # rand_like takes no generator before torch 2.9.
+        drawn = torch.empty_like(p.expand(shape)).uniform_(generator=generator)
         return (drawn < p).to(p.dtype)
 
 
@@ -161,7 +162,7 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResul
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
         like = mean + std  # has the shape and the layout that both broadcast to
         with torch.no_grad():
-            drawn = mean + std * torch.randn_like(like, generator=generator)
+            drawn = mean + std * torch.empty_like(like).normal_(generator=generator)
         return _with_zero_gradient(drawn, like)
 
     return Decomposition(run)

@@ -7,6 +7,7 @@ reducing copies the gradients into such a stack and reduce-scatters it.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ class FlatGroup:
             work.wait()
         pairs = [pair for param in self.params for pair in self._pairs(param, stack)]
         fulls = [param.full_local for param in self.params]
-        with torch.no_grad(), _keeping_versions(tuple(fulls)):
+        with torch.no_grad(), ExitStack() as versions:
+            for full in fulls:  # torch 2.6 takes them one by one
+                versions.enter_context(_keeping_versions(full))
             if pairs:
                 torch._foreach_copy_([full for _, full in pairs], [row for row, _ in pairs])
         for param in self.params:

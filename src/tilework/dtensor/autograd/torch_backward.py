@@ -1,0 +1,58 @@
+"""``torch.autograd.backward`` on DTensors with torch before 2.9, which asks no class about it.
+
+It would end at a DTensor without a word, and no parameter would have a gradient. There it is
+replaced by a function that asks, as newer ones do, and calls the original for all else. Reentrant
+checkpoints call it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function, is_tensor_like
+
+_is_tensor: Any = is_tensor_like
+
+
+class _Asked:
+    """An object with a class that is asked about calls with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
+        return None
+
+
+def asks_classes() -> bool:
+    """True if torch's function asks the classes of its arguments, as most of torch's do."""
+    backward: Any = torch.autograd.backward
+    try:
+        backward(_Asked())
+    except TypeError:  # it is taken for a sequence of tensors
+        return False
+    return True
+
+
+def asking(original: Any) -> Any:
+    """The function ``torch.autograd.backward``, asking classes first."""
+
+    def tuple_of(given: Any) -> tuple[Any, ...]:
+        alone = _is_tensor(given) or not isinstance(given, Iterable)
+        return (given,) if alone else tuple(given)
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+        tensors = tuple_of(tensors)
+        inputs = None if inputs is None else tuple_of(inputs)
+        asked = tuple(each for each in (*tensors, *(inputs or ())) if _is_tensor(each))
+        if has_torch_function(asked):
+            return handle_torch_function(backward, asked, tensors, *args, inputs=inputs, **kwargs)
+        return original(tensors, *args, inputs=inputs, **kwargs)
+
+    return backward
+
+
+if not asks_classes():
+    torch.autograd.backward = asking(torch.autograd.backward)
