@@ -16,6 +16,8 @@ class Capability(enum.Enum):
     UNEVEN_SIZES = "tensors of different sizes in all_gather, gather, scatter and reduce_scatter"
     #: Ranks that call different things get wrong data, hang or die.
     COMPARISON = "comparing what ranks are about to do"
+    #: Ranks whose tensors have parted communicate them unnoticed, but at an optimizer's steps.
+    PROVENANCE = "comparing how the tensors came about that DTensors communicate"
     #: All ranks get the same bits nevertheless.
     RANK_ORDER = "combining the ranks in ascending order"
     #: A sum's bits depend on the operation, the place in the tensor and its size.

@@ -187,6 +187,9 @@ class ProcessGroup:
     takes_rows: bool = False
     #: True if operations hold copies of all that they move, of whatever size.
     holds_copies: bool = False
+    #: True if it is a group of a mesh. A backend that does not always compare what ranks call does
+    #: so then, since operators of DTensors communicate unseen.
+    of_mesh: bool = False
     #: The fast path of blocking operations, tried before the methods below.
     fast_path: FastPath = NO_FAST_PATH
     #: The promises of the contract that the backend does not keep.

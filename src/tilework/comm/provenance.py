@@ -8,7 +8,9 @@ ranks; ``dtensor.provenance`` says what they are made of.
 
 from __future__ import annotations
 
+import os
 import threading
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +28,16 @@ _ADVICE = (
     "tensor, another branch, another number. tilework.dtensor.verify(model) tells which parameters "
     "have parted."
 )
+
+
+#: The environment variable that says how much is compared.
+VARIABLE = "TILEWORK_VERIFY"
+
+
+@cache
+def is_off() -> bool:
+    """True if the environment says that nothing is to be compared."""
+    return os.environ.get(VARIABLE) == "off"
 
 
 #: What a thread's collectives are for, innermost first: the operator or method, "" if unknown; the

@@ -29,8 +29,9 @@ from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial
 from tilework.mesh import DeviceMesh
 
-#: In the sampled mode the first steps of an optimizer are compared, and every so many later.
-_STEPS = 4
+#: In the sampled mode the first steps of an optimizer are compared, then each so many, and each so
+#: many once it has stepped often.
+_STEPS, _OFTEN, _LATER_STEPS = 4, 64, 16
 _SHOWN = 256
 #: Differences of replicated values that are none: parts of the largest value.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
@@ -122,15 +123,15 @@ _COUNT = "_tilework_steps"
 def compare_after_step(optimizer: Optimizer) -> None:
     """Compare an optimizer's parameters, if it is time to. Collective in that case.
 
-    The number of its steps decides, which is the same on all ranks: the first four and every fourth
-    in the sampled mode, all in the full one.
+    The number of its steps decides, which is the same on all ranks: the first four, every fourth up
+    to the 64th and every 16th later in the sampled mode, all in the full one.
 
     Raises:
         CollectiveMismatchError: Parameters have parted; on every rank.
     """
     how, state = mode(), optimizer.__dict__
     step = state[_COUNT] = state.get(_COUNT, 0) + 1
-    if how == "off" or (how == "sampled" and step > _STEPS and step % _STEPS):
+    if how == "off" or (how == "sampled" and not _is_due(step)):
         return
     by_mesh: dict[int, list[DTensor]] = {}
     for group in optimizer.param_groups:
@@ -142,6 +143,10 @@ def compare_after_step(optimizer: Optimizer) -> None:
         if mesh.here and mesh.size() > 1:
             with moving(step, f"the comparison after step {step} of {type(optimizer).__name__}"):
                 _compare_quickly(optimizer, params, how == "full")
+
+
+def _is_due(step: int) -> bool:
+    return step <= _STEPS or not step % (_STEPS if step <= _OFTEN else _LATER_STEPS)
 
 
 def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool) -> None:

@@ -110,11 +110,12 @@ class DeviceMesh:
         self.here = self._coordinate is not None
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        world = get_default_group()
-        if sorted(ranks) == list(range(world.size())):
-            return world
-        group = new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, ProcessGroup)
+        group = get_default_group()
+        if sorted(ranks) != list(range(group.size())):
+            made = new_group(ranks, use_local_synchronization=True)
+            assert isinstance(made, ProcessGroup)
+            group = made
+        group.of_mesh = True
         return group
 
     # -- what it is --------------------------------------------------------------------------

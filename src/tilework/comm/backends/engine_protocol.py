@@ -80,6 +80,8 @@ class Operation:
     title: str = ""
     #: The provenance digest that all ranks must have in common; 0: none.
     provenance: int = 0
+    #: True if an engine that does not always compare what ranks call is to do so.
+    compared: bool = False
     #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
     copy_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

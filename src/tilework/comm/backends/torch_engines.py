@@ -18,11 +18,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from tilework.comm import provenance
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
 from tilework.comm.backends.engine_protocol import Fault, FaultArgs, Operation, Parts
 from tilework.comm.backends.failure_log import FailureLog
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
+from tilework.comm.backends.operation_header import disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch_calls import CALLS, c10d, kind_of
@@ -46,6 +48,9 @@ _NEVER_SENT = 0x7FFF_FFFE
 class TorchEngine(PythonEngine):
     """A rank's end of one of torch's backends."""
 
+    #: True if it can exchange headers of operations: a few numbers in the host's memory.
+    compares = True
+
     def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
         super().__init__(request.group_rank, request.global_ranks_in_group)
         self.name = name
@@ -53,7 +58,23 @@ class TorchEngine(PythonEngine):
         self._failures = FailureLog(request.store, self.rank, self.size)
 
     def perform(self, operation: Operation) -> None:
+        if (operation.provenance or operation.compared) and self.compares:
+            self._meet(operation)
         self.blocking(lambda: CALLS[operation.kind](self._backend, operation, self.rank).wait())
+
+    def _meet(self, operation: Operation) -> None:
+        """Exchange headers with every rank; raise Fault unless all agree.
+
+        Only in groups of meshes: torch's engines compare nothing by themselves, and an exchange
+        takes as long as a collective of a few bytes.
+        """
+        header = torch.tensor(header_of(operation, self.rank, self.size), dtype=torch.int64)
+        headers = torch.empty((self.size, len(header)), dtype=torch.int64)
+        gather = Operation("all_gather", [header], headers, timeout=operation.timeout)
+        self.blocking(lambda: CALLS[gather.kind](self._backend, gather, self.rank).wait())
+        at_fault, why = disagreement(headers.tolist())
+        if at_fault:
+            raise Fault("mismatch", at_fault, why)
 
     def _run(self, act: Callable[[], object]) -> FaultArgs | None:
         return self.fault_of(lambda: self.blocking(act))
@@ -146,6 +167,8 @@ def end_connections(backend: Any, rank: int, size: int) -> None:
 class StreamEngine(TorchEngine):
     """An engine whose operations run on a device's streams: none waits on a thread."""
 
+    compares = False  # to look at headers would be to wait for the device
+
     def submit(self, operation: Operation) -> TorchCompletion:
         self.check_open()
         self._entered += 1
@@ -191,6 +214,7 @@ class EngineGroup(NativeGroup):
                 f"of different sizes; pad them, or use a backend that has it (hybrid, shm and "
                 f"threads do)"
             )
+        operation.compared = self.of_mesh and not provenance.is_off()
         return super()._start(operation, opts, outputs)
 
 
@@ -200,6 +224,8 @@ def _even(parts: Parts) -> bool:
 
 class GlooGroup(EngineGroup):
     """torch's Gloo."""
+
+    lacks: ClassVar[frozenset[Capability]] = EngineGroup.lacks - {Capability.PROVENANCE}
 
     def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, get_args
 
+from tilework.comm.provenance import VARIABLE
 from tilework.comm.world import current_world
 
 Mode = Literal["off", "sampled", "full"]
 _MODES = get_args(Mode)
-_VARIABLE = "TILEWORK_VERIFY"
 
 #: The number of ``verifying`` that are open, of all ranks of this process.
 _open = 0
@@ -32,8 +32,8 @@ class _Chosen:
 
 @cache
 def _default() -> Mode:
-    text = os.environ.get(_VARIABLE) or "sampled"
-    return _checked(text, f"the environment variable {_VARIABLE}")
+    text = os.environ.get(VARIABLE) or "sampled"
+    return _checked(text, f"the environment variable {VARIABLE}")
 
 
 def _checked(text: str, what: str) -> Mode:
@@ -62,9 +62,9 @@ def verifying(mode: Mode) -> Iterator[None]:
     """Compare so much meanwhile of what ranks are to do alike. Local; open it on all ranks.
 
     ``"off"`` compares nothing. ``"sampled"``, the default, hashes of large tensors a sample, and
-    compares parameters at every fourth step of an optimizer. ``"full"`` hashes every element, and
-    compares parameters at each step. The environment variable ``TILEWORK_VERIFY`` sets it for all
-    of a program.
+    compares parameters at every fourth step of an optimizer, later at every 16th. ``"full"`` hashes
+    every element, and compares parameters at each step. The environment variable
+    ``TILEWORK_VERIFY`` sets it for all of a program.
 
     Args:
         mode: One of these.

@@ -15,7 +15,12 @@ shortens ``world_sizes``.
 
 from __future__ import annotations
 
-from tilework.testing.groups.agreement import MismatchSuite, MisuseSuite, TimeoutSuite
+from tilework.testing.groups.agreement import (
+    MismatchSuite,
+    MisuseSuite,
+    ProvenanceSuite,
+    TimeoutSuite,
+)
 from tilework.testing.groups.aliases import AliasSuite
 from tilework.testing.groups.base import GroupSuite
 from tilework.testing.groups.exchanges import AllToAllSuite
@@ -44,6 +49,7 @@ class ProcessGroupContract(
     SubGroupSuite,
     MethodSuite,
     MismatchSuite,
+    ProvenanceSuite,
     TimeoutSuite,
     MisuseSuite,
 ):

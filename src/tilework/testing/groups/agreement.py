@@ -11,7 +11,9 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.capabilities import Capability
+from tilework.comm.provenance import carrying
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
+from tilework.mesh import init_device_mesh
 from tilework.testing.groups.base import (
     SHORT,
     Failure,
@@ -199,6 +201,55 @@ class MismatchSuite(GroupSuite):
             still_works(2, dist.new_group())
 
         self.run(2, body)
+
+
+@needs(Capability.PROVENANCE)
+class ProvenanceSuite(GroupSuite):
+    """Ranks whose collectives mean different tensors all raise, though all else is the same."""
+
+    def assert_parted(self, call: _Call) -> None:
+        def body(rank: int) -> Failure:
+            with carrying(3 if rank == 1 else 4, "item"):
+                return failure_of(call)
+
+        for error in self.run(2, body):
+            assert error.kind is CollectiveMismatchError, error
+            assert error.seconds < 2
+            assert "tilework.dtensor.verify" in error.text
+
+    def test_other_tensors(self) -> None:
+        self.assert_parted(lambda: dist.all_reduce(torch.ones(2)))
+        self.assert_parted(lambda: dist.all_gather_into_tensor(torch.empty(4, 3), torch.ones(2, 3)))
+
+    def test_other_tensors_of_an_asynchronous_operation(self) -> None:
+        def reduce() -> object:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            assert work is not None
+            return work.wait()
+
+        self.assert_parted(reduce)
+
+    def test_the_same_tensors(self) -> None:
+        def body(rank: int) -> float:
+            total = torch.ones(1)
+            for digest in (5, (1 << 64) - 1):
+                with carrying(digest):
+                    dist.all_reduce(total)
+            return float(total)
+
+        assert self.run(2, body) == [4.0, 4.0]
+
+    def test_a_rank_that_calls_nothing_of_the_kind(self) -> None:
+        def body(rank: int) -> Failure:
+            init_device_mesh("cpu", (2,))
+            if rank:
+                return failure_of(dist.barrier)
+            with carrying(3, "item"):
+                return failure_of(lambda: dist.all_reduce(torch.ones(2)))
+
+        for error in self.run(2, body):
+            assert error.kind is CollectiveMismatchError, error
+            assert error.seconds < 2
 
 
 class TimeoutSuite(GroupSuite):
