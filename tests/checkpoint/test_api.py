@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.checkpoint.states import dtensor, full, in_rows, model, numbers, train, zeros_like
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError, RandomState
+from tilework.checkpoint import CheckpointError, RandomState, SaveOptions
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -130,7 +130,7 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
 
 
 def test_the_index_is_json(tmp_path: Path) -> None:
-    checkpoint.save({"x": numbers(4), "n": 1}, tmp_path, meta={"step": 7})
+    checkpoint.save({"x": numbers(4), "n": 1}, tmp_path, SaveOptions(meta={"step": 7}))
     index = json.loads((tmp_path / "index.json").read_text())
     assert (index["format"], index["version"]) == ("tilework.checkpoint", 1)
     assert index["tensors"]["x"]["shape"] == [4]
@@ -145,7 +145,7 @@ def test_the_index_is_json(tmp_path: Path) -> None:
 
 
 def test_large_tensors_lie_in_several_files(tmp_path: Path) -> None:
-    checkpoint.save({"x": numbers(1000, 10)}, tmp_path, file_bytes=10_000)
+    checkpoint.save({"x": numbers(1000, 10)}, tmp_path, SaveOptions(file_bytes=10_000))
     assert len(data_files(tmp_path)) == 4
     assert checkpoint.read(tmp_path)["x"].equal(numbers(1000, 10))
 
@@ -510,7 +510,9 @@ def test_short_missing_and_linked_files_are_told(tmp_path: Path) -> None:
 
 
 def test_files_are_looked_at_before_memory_is_taken(tmp_path: Path) -> None:
-    checkpoint.save({"a": {"x": numbers(10)}, "b": numbers(10)}, tmp_path, file_bytes=40)
+    checkpoint.save(
+        {"a": {"x": numbers(10)}, "b": numbers(10)}, tmp_path, SaveOptions(file_bytes=40)
+    )
     first, second = data_files(tmp_path)
     state = {"a": None, "b": torch.zeros(10)}
     second.unlink()
@@ -540,7 +542,7 @@ def test_a_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 2
     assert checkpoint.read(tmp_path)["x"].tolist() == [2, 3, 4]
     with pytest.raises(CheckpointError, match="is a checkpoint already"):
-        checkpoint.save({"x": 1}, tmp_path, overwrite=False)
+        checkpoint.save({"x": 1}, tmp_path, SaveOptions(overwrite=False))
 
 
 @pytest.mark.parametrize("url", ["memory://ckpt/one", "file://{tmp}/two"])

@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.states import dtensor, numbers
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError
+from tilework.checkpoint import CheckpointError, SaveOptions
 from tilework.cli import dispatch
 from tilework.dtensor import Shard
 from tilework.testing import run_ranks
@@ -20,7 +20,7 @@ def saved(tmp_path: Path) -> Path:
     def program(rank: int) -> None:
         x = dtensor(numbers(8, 6), (2,), [Shard(0)])
         state = {"w": x, "b": numbers(3), "step": 7, "seed": rank}
-        checkpoint.save(state, tmp_path / "one", meta={"step": 7})
+        checkpoint.save(state, tmp_path / "one", SaveOptions(meta={"step": 7}))
 
     run_ranks(2, program)
     return tmp_path / "one"

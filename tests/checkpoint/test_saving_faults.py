@@ -19,7 +19,7 @@ import tilework.distributed as dist
 from tests.checkpoint.faulty_calls import fail_at, kill_at, killed_at, recorded, watched
 from tests.checkpoint.states import dtensor, full, numbers
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError, CheckpointManager, storage
+from tilework.checkpoint import CheckpointError, CheckpointManager, SaveOptions, storage
 from tilework.dtensor import Shard
 from tilework.errors import DistError
 from tilework.testing import run_ranks
@@ -41,7 +41,7 @@ def number_at(folder: Path) -> int:
 
 
 def save(number: int, folder: Path) -> None:
-    checkpoint.save(state(number), folder, file_bytes=1500)
+    checkpoint.save(state(number), folder, SaveOptions(file_bytes=1500))
 
 
 def test_the_order_of_calls_is_that_of_the_format(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_file_that_the_system_cuts(tmp_path: Path) -> None:
 
 def test_an_asynchronous_save_that_is_killed(tmp_path: Path) -> None:
     def later(number: int) -> None:
-        pending = checkpoint.async_save(state(number), tmp_path, file_bytes=1500)
+        pending = checkpoint.async_save(state(number), tmp_path, SaveOptions(file_bytes=1500))
         pending.wait()
 
     for number in range(2, 100, 5):

@@ -11,7 +11,8 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
   ``manager``: the checkpoints of one run;
 - ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
-- ``filling``, ``load_planning``, ``reading``, ``exchanging``, ``loading``: the way back;
+- ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``, ``loading``: the way
+  back;
 - ``showing``, ``verifying``, ``convert``, ``command``: looking at it, and other formats;
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
@@ -22,6 +23,7 @@ from tilework.checkpoint.convert.converting import ConvertOptions, convert
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.objects import RandomState
+from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show
 from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError
@@ -35,6 +37,7 @@ __all__ = [
     "LoadReport",
     "PendingSave",
     "RandomState",
+    "SaveOptions",
     "async_save",
     "convert",
     "diff",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tilework.checkpoint.asynchronous import PendingSave, finish_pending, start
+from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
 from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all, read_index
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.save_planning import FILE_BYTES
 from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
 from tilework.checkpoint.storage import LocalStorage, Storage, is_url
 from tilework.checkpoint.url_storage import UrlStorage
@@ -21,6 +20,7 @@ from tilework.comm.world import AnyGroup
 #: A folder, or a URL of fsspec's.
 AnyPath = str | os.PathLike[str]
 Names = str | Sequence[str] | None
+_DEFAULT = SaveOptions()
 
 
 def storage_at(path: AnyPath) -> Storage:
@@ -31,11 +31,9 @@ def storage_at(path: AnyPath) -> Storage:
 def save(
     state: Any,
     path: AnyPath,
+    options: SaveOptions = _DEFAULT,
     *,
-    meta: Mapping[str, Any] | None = None,
     group: AnyGroup = None,
-    overwrite: bool = True,
-    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write a checkpoint: whole, or not at all. Collective over the group; blocks.
 
@@ -50,10 +48,8 @@ def save(
             change it meanwhile.
         path: A folder that all ranks see, or a URL for fsspec. A checkpoint that is there stays
             what it is until the new one is complete, which then takes its place.
-        meta: Plain JSON for the index: the step, say.
+        options: What goes into the index besides, and whether what is there is replaced.
         group: The ranks that save; None: all, or this process if there is no group.
-        overwrite: False: raise if there is a checkpoint at the path.
-        file_bytes: The most bytes of elements in a file.
 
     Raises:
         CheckpointError: On all ranks alike: a file could not be written, or another save is at
@@ -70,9 +66,7 @@ def save(
         {'weight': tensor([1., 1.]), 'step': 3}
     """
     ranks = Ranks(group)
-    options = SaveOptions(dict(meta or {}), file_bytes, overwrite)
-    finish_pending(ranks)
-    prepared = prepare(storage_at(path), state, ranks, options)
+    prepared = prepare(storage_at(path), state, ranks, options, raise_pending)
     with _progress(f"saving {path}", prepared.nbytes, ranks) as progress:
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
 
@@ -80,11 +74,9 @@ def save(
 def async_save(
     state: Any,
     path: AnyPath,
+    options: SaveOptions = _DEFAULT,
     *,
-    meta: Mapping[str, Any] | None = None,
     group: AnyGroup = None,
-    overwrite: bool = True,
-    file_bytes: int = FILE_BYTES,
 ) -> PendingSave:
     """Write a checkpoint while the program goes on. Collective; blocks for one copy in memory.
 
@@ -95,10 +87,8 @@ def async_save(
     Args:
         state: As for :func:`save`.
         path: As for :func:`save`.
-        meta: As for :func:`save`.
+        options: As for :func:`save`.
         group: As for :func:`save`.
-        overwrite: As for :func:`save`.
-        file_bytes: As for :func:`save`.
 
     Returns:
         A handle: ``wait()`` blocks until the checkpoint is there, and raises if it failed. Without
@@ -118,7 +108,6 @@ def async_save(
         >>> checkpoint.read(folder)
         {'weight': tensor([1., 1.])}
     """
-    options = SaveOptions(dict(meta or {}), file_bytes, overwrite)
     return start(storage_at(path), state, Ranks(group).own(), options)
 
 

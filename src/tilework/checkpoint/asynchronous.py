@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilework.checkpoint.describing import local_view
 from tilework.checkpoint.format import CHUNK_BYTES
-from tilework.checkpoint.memory import empty_bytes
+from tilework.checkpoint.memory import copy_all, lasting_bytes
 from tilework.checkpoint.ranks import Ranks, before_end
 from tilework.checkpoint.save_planning import PlacedBox
 from tilework.checkpoint.saving import Save, SaveOptions, prepare, write_and_commit
@@ -111,19 +111,24 @@ def wait_for_pending() -> str | None:
     return f"the save to {last.path} before this one has failed: {last._error}"
 
 
+def raise_pending() -> None:
+    """Wait for this rank's save that is at work. Local.
+
+    Raises:
+        CheckpointError: It has failed, and nobody was told yet.
+    """
+    failure = wait_for_pending()
+    if failure is not None:
+        raise CheckpointError(failure)
+
+
 def finish_pending(ranks: Ranks) -> None:
     """Wait for saves that are at work. Collective.
 
     Raises:
         CheckpointError: One has failed, and some rank was not told yet; on all ranks.
     """
-
-    def finished() -> None:
-        failure = wait_for_pending()
-        if failure is not None:
-            raise CheckpointError(failure)
-
-    ranks.gather(finished)
+    ranks.gather(raise_pending)
 
 
 def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:
@@ -135,10 +140,9 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
         ranks: The ranks, in a group of their own.
         options: As for saving.
     """
-    finish_pending(ranks)
     background = current_world().state(_Background)
     background.close_with_rank()
-    save = prepare(storage, state, ranks, options)
+    save = prepare(storage, state, ranks, options, raise_pending)
     try:
         copies = copy_boxes(save, background)
     except BaseException:
@@ -168,17 +172,18 @@ def copy_boxes(save: Save, background: _Background) -> dict[PlacedBox, Tensor]:
     memory = background.copy
     if memory is None or not total <= memory.numel() <= 2 * total + (1 << 20):
         background.copy = memory = None
-        background.copy = memory = empty_bytes(total)
+        background.copy = memory = lasting_bytes(total)
     copies: dict[PlacedBox, Tensor] = {}
+    sources: list[tuple[Tensor, Tensor]] = []
     used = 0
     with torch.no_grad():
         for each in placed:
             path, _ = save.merged.sources[each.tensor]
             view = local_view(save.leaves[path], each.box, save.ranks.here)
-            copy = memory[used : used + each.nbytes].view(view.dtype).view(tuple(view.shape))
-            copy.copy_(view)
-            copies[each] = copy
+            copies[each] = memory[used : used + each.nbytes].view(view.dtype).view(view.shape)
+            sources.append((copies[each], view))
             used += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+        copy_all(sources)
     return copies
 
 

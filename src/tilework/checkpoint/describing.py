@@ -59,6 +59,13 @@ class MergedState:
     aliases: dict[str, str]
 
 
+def has_partial(flat: FlatState) -> bool:
+    """True if this rank's state has tensors whose values are yet to be reduced."""
+    return any(
+        isinstance(leaf, DTensor) and bool(leaf._spec.partial_axes) for leaf in flat.leaves.values()
+    )
+
+
 def settle(flat: FlatState) -> None:
     """Replace tensors that are partial by their values. Collective over their meshes."""
     for path, leaf in flat.leaves.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.checkpoint.asynchronous import wait_for_pending
+from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.describing import tiles_of
 from tilework.checkpoint.exchanging import Exchange
 from tilework.checkpoint.filling import Filling, MapNames, Target
@@ -159,9 +159,7 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
     made: list[_Prepared] = []
 
     def look_up() -> tuple[list[str], tuple[bool, list[_Asked], bool]]:
-        failure = wait_for_pending()
-        if failure is not None:
-            raise CheckpointError(failure)
+        raise_pending()
         index = read_index(storage)
         reader = PartReader(storage, index, options.verify)
         if not options.names:

@@ -13,7 +13,7 @@ from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.loading import LoadReport, read_index
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.saving import is_ours
+from tilework.checkpoint.saving import SaveOptions, is_ours
 from tilework.checkpoint.storage import LOCK_NAME, Storage
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
@@ -119,12 +119,12 @@ class CheckpointManager:
         ranks = Ranks(self._group)
         finish_pending(ranks)
         self._first_does(ranks, self._clean)
-        meta = {"step": step, "metrics": numbers}
+        options = SaveOptions(meta={"step": step, "metrics": numbers})
         path = self.path_of(step)
         if self._asynchronous:
-            self._pending = async_save(state, path, meta=meta, group=self._group)
+            self._pending = async_save(state, path, options, group=self._group)
             return
-        save(state, path, meta=meta, group=self._group)
+        save(state, path, options, group=self._group)
         self._first_does(ranks, self._clean)
 
     def wait(self) -> None:

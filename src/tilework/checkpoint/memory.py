@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -22,6 +25,8 @@ except ImportError:  # installed without the core
 #: the part, the bytes of a run, and for each dim the number of runs, and their distances in the
 #: part and in memory.
 Runs = tuple[int, int, int, list[int], list[int], list[int]]
+#: From here on large pages, and several threads, are worth it.
+_LARGE_BYTES = 8 << 20
 #: Torch copies shorter runs faster.
 _SHORTEST_RUN = 64
 
@@ -161,6 +166,66 @@ def full_crc32(tensor: Tensor, most_bytes: int = 1 << 20) -> int:
     for piece in pieces_in_order(tensor, most_bytes):
         crc = crc32(byte_view(piece), crc)
     return crc
+
+
+def lasting_bytes(nbytes: int) -> Tensor:
+    """Uninitialised memory on the CPU to be used again and again: in large pages, if there are.
+
+    Example:
+        >>> lasting_bytes(3).shape
+        torch.Size([3])
+    """
+    if nbytes < _LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return empty_bytes(nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without such pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Fill the first of each pair, contiguous on the CPU, with the second, of its shape and dtype.
+
+    As fast as memory is: past the caches, by as many threads as torch uses.
+    """
+    plain: list[tuple[int, int, int]] = []
+    for target, source in copies:
+        if _core is not None and is_in_place(source):
+            plain.append((target.data_ptr(), source.data_ptr(), target.nbytes))
+        else:
+            target.copy_(source)
+    if not plain:
+        return
+    total = sum(nbytes for _, _, nbytes in plain)
+    count = max(1, min(torch.get_num_threads(), total // _LARGE_BYTES))
+    if count == 1:
+        _core.copy_streamed(plain)
+        return
+    shares = list(_shares(plain, -(-total // count)))
+    threads = [Thread(target=_core.copy_streamed, args=(share,)) for share in shares[1:]]
+    for thread in threads:
+        thread.start()
+    _core.copy_streamed(shares[0])
+    for thread in threads:
+        thread.join()
+
+
+def _shares(
+    copies: Sequence[tuple[int, int, int]], most_bytes: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    """The copies in lists of so many bytes in all."""
+    share, room = list[tuple[int, int, int]](), most_bytes
+    for target, source, nbytes in copies:
+        done = 0
+        while done < nbytes:
+            now = min(room, nbytes - done)
+            share.append((target + done, source + done, now))
+            done, room = done + now, room - now
+            if not room:
+                yield share
+                share, room = [], most_bytes
+    if share:
+        yield share
 
 
 def empty_bytes(nbytes: int) -> Tensor:

@@ -19,11 +19,12 @@ from tilework.checkpoint.describing import (
     Description,
     MergedState,
     describe,
+    has_partial,
     local_view,
     merge,
     settle,
 )
-from tilework.checkpoint.flat_state import flatten, state_json
+from tilework.checkpoint.flat_state import FlatState, flatten, state_json
 from tilework.checkpoint.format import (
     CHUNK_BYTES,
     INDEX_NAME,
@@ -57,12 +58,21 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Settings of a save.
+    """Settings of a save, beside training or not.
 
     Args:
-        meta: What the program adds to the index: plain JSON.
-        file_bytes: The most bytes of elements in a file.
-        overwrite: Replace a checkpoint that is there; else it is an error.
+        meta: What the program adds to the index: plain JSON, such as the step.
+        file_bytes: The most bytes of elements in a file; larger tensors are split.
+        overwrite: Replace a checkpoint that is there; False: that is an error.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilework import checkpoint
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> options = checkpoint.SaveOptions(meta={"step": 3}, overwrite=False)
+        >>> checkpoint.save(state, folder, options)
+        >>> checkpoint.index_of(folder).meta
+        {'step': 3}
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -94,27 +104,53 @@ class Save:
         return pieces_in_order(view, CHUNK_BYTES)
 
 
-def prepare(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> Save:
+def prepare(
+    storage: Storage,
+    state: Any,
+    ranks: Ranks,
+    options: SaveOptions,
+    first: Callable[[], None],
+) -> Save:
     """Compare the ranks' states, plan, and take the path for this save. Collective; blocks.
+
+    Nothing is written or removed yet, so that it takes little time.
+
+    Args:
+        storage: The place.
+        state: The state.
+        ranks: The ranks.
+        options: Settings.
+        first: Done before all else; it may raise a CheckpointError.
 
     Raises:
         CheckpointError: Another save is at work there, or the folder cannot be made.
         TypeError, ValueError: The state has something that a checkpoint does not hold, or ranks
             disagree. Nothing was written.
     """
-    flat = flatten(state, Containers(state))
-    settle(flat)
-    token, release = _take(storage, ranks, options)
+    path = _Path(storage, options)
+    flats: list[FlatState] = []
+
+    def describe_own() -> tuple[str, Any]:
+        first()
+        flats.append(flatten(state, Containers(state)))
+        # What is partial has to be reduced before.
+        described = None if has_partial(flats[0]) else _as_plain(describe(flats[0], ranks.all))
+        return path.take() if ranks.is_first else "", described
+
     try:
-        descriptions = ranks.gather(lambda: _as_plain(describe(flat, ranks.all)))
+        answers = ranks.gather(describe_own)
+        descriptions = [described for _, described in answers]
+        if any(described is None for described in descriptions):
+            settle(flats[0])
+            descriptions = ranks.gather(lambda: _as_plain(describe(flats[0], ranks.all)))
         merged = merge([_from_plain(each) for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
-        prefix = f"{token}-rank{ranks.here:05}"
+        prefix = f"{answers[0][0]}-rank{ranks.here:05}"
         files = plan_files(merged.tensors, written[ranks.here], prefix, options.file_bytes)
     except BaseException:
-        release()
+        path.release()
         raise
-    return Save(storage, ranks, options, merged, flat.leaves, files, release)
+    return Save(storage, ranks, options, merged, flats[0].leaves, files, path.release)
 
 
 def _as_plain(description: Description) -> Any:
@@ -129,35 +165,25 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def _take(storage: Storage, ranks: Ranks, options: SaveOptions) -> tuple[str, Callable[[], None]]:
-    """The mark of this save, and what ends it: the first rank has the path meanwhile."""
-    release = nothing
+class _Path:
+    """The path of a save, which the first rank has for itself until the save ends."""
 
-    def take() -> str:
-        nonlocal release
-        if not ranks.is_first:
-            return ""
-        json.dumps(options.meta, allow_nan=False)
-        storage.prepare()
-        release = storage.lock()
-        try:
-            if not options.overwrite and INDEX_NAME in storage.names():
-                raise CheckpointError(
-                    f"{storage.location} is a checkpoint already: give another path, or "
-                    f"overwrite=True",
-                    file=storage.location,
-                )
-            remove_leftovers(storage)
-        except BaseException:
-            release()
-            raise
+    def __init__(self, storage: Storage, options: SaveOptions) -> None:
+        self._storage, self._options = storage, options
+        self.release: Callable[[], None] = nothing
+
+    def take(self) -> str:
+        """Take the path; the mark of this save. Local."""
+        json.dumps(self._options.meta, allow_nan=False)
+        self._storage.prepare()
+        self.release = self._storage.lock()
+        if not self._options.overwrite and INDEX_NAME in self._storage.names():
+            raise CheckpointError(
+                f"{self._storage.location} is a checkpoint already: give another path, or "
+                f"overwrite=True",
+                file=self._storage.location,
+            )
         return secrets.token_hex(4)
-
-    try:
-        return ranks.gather(take)[0], release
-    except BaseException:
-        release()
-        raise
 
 
 def remove_leftovers(storage: Storage) -> list[str]:
@@ -265,6 +291,8 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
             checkpoint is as it was.
     """
     try:
+        # Before anybody needs the room that they take.
+        ranks.gather(lambda: _removed(save.storage) if ranks.is_first else 0)
         reports = ranks.gather(
             lambda: [
                 (f.name, f.nbytes, f.header_crc32, [s.tobytes() for s in f.checksums])
@@ -285,6 +313,10 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
         raise
     finally:
         save.release()
+
+
+def _removed(storage: Storage) -> int:
+    return len(remove_leftovers(storage))
 
 
 def _clean(storage: Storage) -> None:

@@ -80,7 +80,7 @@ class Storage(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the folder, unless it is there."""
+        """Make the folder, unless it is there. It lasts after :meth:`sync`."""
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:
@@ -175,6 +175,8 @@ class LocalStorage(Storage):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.location = str(folder)
+        #: Folders that have a new name in them, which is not on the disk yet.
+        self._changed: list[Path] = []
 
     def prepare(self) -> None:
         folder = self.folder
@@ -189,7 +191,7 @@ class LocalStorage(Storage):
                 if not each.is_dir():
                     raise
                 continue
-            _sync_folder(each.parent)
+            self._changed.append(each.parent)
 
     def create(self, name: str) -> FileWriter:
         return _LocalWriter(self.folder / f"{name}{UNFINISHED}", self.folder / name)
@@ -208,6 +210,8 @@ class LocalStorage(Storage):
             calls.unlink(self.folder / name)
 
     def sync(self) -> None:
+        while self._changed:
+            _sync_folder(self._changed.pop(0))
         _sync_folder(self.folder)
 
     def inner(self, name: str) -> Storage:

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.checkpoint.states import dtensor, model, numbers, train
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError, ConvertOptions
+from tilework.checkpoint import CheckpointError, ConvertOptions, SaveOptions
 from tilework.dtensor import Replicate, Shard
 from tilework.testing import run_ranks
 
@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "step": 3,
             "rates": [0.1, float("inf")],
         }
-        checkpoint.save(state, folder, meta={"step": 3})
+        checkpoint.save(state, folder, SaveOptions(meta={"step": 3}))
 
     run_ranks(4, program)
     return folder
