@@ -6,7 +6,10 @@
 
 The same processes run all contestants by turns, on the same bytes and the same disk, all of them
 with flushes: only ratios within one run mean much. A time is that of the slowest rank, from a
-barrier to a barrier; of several rounds the median counts.
+barrier to a barrier; of several rounds the median counts. Plain files are read by readinto() into
+memory that was touched before, as all contestants' is; where a rank needs columns, as many bytes.
+"Room" is what the memory of a rank grew by while it loaded, at the most, beside what it loads into.
+Last comes a step of training by one rank, alone and beside async_save: on two cores or more.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ MIB = 1 << 20
 LIMIT = timedelta(minutes=5)
 PLAIN, OURS, DCP, SAFETENSORS = "plain files", "tilework", "DCP", "safetensors"
 Call = Callable[[], object]
+#: The dim in which a rank has what it loads; None: it has all. Saved is dim 0.
+LAYOUTS = {"load, same layout": 0, "load, rows to columns": 1, "load, all of it": None}
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -178,6 +183,16 @@ class Contest:
 
     after: Call = staticmethod(lambda: None)
 
+    def room(self) -> dict[str, int]:
+        """MiB that a rank's memory grows by while it loads, for each layout."""
+        found = {}
+        for name, dim in LAYOUTS.items():
+            state = self.state(self.memory(dim), dim)
+            before = memory_peak(reset=True)
+            checkpoint.load(self.folder / "ours", into=state)
+            found[name] = max(0, memory_peak() - before)
+        return found
+
     def by_turns(self, calls: dict[str, Call], rounds: int) -> dict[str, float]:
         """Seconds of each call on the slowest rank, the median of the rounds."""
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -194,6 +209,40 @@ class Contest:
                 if turn:  # the first warms up
                     times[name].append(taken.item())
         return {name: statistics.median(found) for name, found in times.items()}
+
+
+def memory_peak(*, reset: bool = False) -> int:
+    """The most memory that this process had, in MiB, since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) // 1024
+
+
+def beside(rank: int, folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds of a step alone, and beside async_save, on one rank."""
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = torch.rand(256, 512)
+    state = {"t": [torch.rand(4 * MIB) for _ in range(max(1, options.mib // 16))]}
+    times: dict[str, list[float]] = {"a step alone": [], "a step beside async_save": []}
+
+    def step(name: str) -> None:
+        begun = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times[name].append(time.perf_counter() - begun)
+
+    for _ in range(options.rounds):
+        for _ in range(20):
+            step("a step alone")
+        pending = checkpoint.async_save(state, folder / "beside")
+        while not pending.done():
+            step("a step beside async_save")
+        pending.wait()
+    return {"a step": {name: statistics.median(found) for name, found in times.items()}}
 
 
 def flush(folder: Path) -> None:
@@ -217,17 +266,14 @@ def work(rank: int, ranks: int, folder: Path, options: argparse.Namespace) -> An
     rounds = options.rounds
     found: dict[str, dict[str, float]] = {}
     found["save"] = contest.by_turns(contest.saves(), rounds)
-    for name, dim in (
-        ("load, same layout", 0),
-        ("load, rows to columns", 1),
-        ("load, all of it", None),
-    ):
+    for name, dim in LAYOUTS.items():
         if dim is not None or options.mib * ranks <= 4096:
             found[name] = contest.by_turns(contest.loads(dim), rounds)
     check(contest)
+    room = contest.room()
     found["held by async_save"] = contest.by_turns(contest.held(), rounds)
     reference.destroy_process_group()
-    return found
+    return found, room
 
 
 def check(contest: Contest) -> None:
@@ -286,12 +332,21 @@ def main() -> None:
     for ranks in options.ranks:
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
-            figures[f"{ranks} ranks"] = found = run_ranks(
+            found, room = run_ranks(
                 ranks, work, ranks, folder, options, kind="processes", timeout=LIMIT
             )[0]
+            figures[f"{ranks} ranks"] = {**found, "room": room}
         finally:
             shutil.rmtree(folder)
         Console(width=110).print(table(found, ranks, options))
+        print("room, in MiB:", ", ".join(f"{name}: {mib}" for name, mib in room.items()))
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        found = run_ranks(1, beside, folder, options, kind="processes", timeout=LIMIT)[0]
+    finally:
+        shutil.rmtree(folder)
+    figures["beside"] = found
+    Console(width=110).print(table(found, 1, options))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 
