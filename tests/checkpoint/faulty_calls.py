@@ -82,7 +82,8 @@ def kill_at(number: int) -> Before:
     def before(found: int, name: str, args: tuple[Any, ...]) -> None:
         if found == number:
             if name == "write":
-                os.write(args[0], args[1][: len(args[1]) // 2])
+                memory = b"".join(args[1])
+                os.write(args[0], memory[: len(memory) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
     return before

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    r"""The memory of a contiguous tensor on the CPU. The tensor must be kept meanwhile.
+    r"""The memory of a contiguous tensor on the CPU, which is kept as long as the view.
 
     Example:
         >>> numbers = torch.tensor([1, 2], dtype=torch.uint8)
@@ -88,7 +89,8 @@ def byte_view(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(b"")
-    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
     return memoryview(memory).cast("B")
 
 
