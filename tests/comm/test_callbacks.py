@@ -56,3 +56,20 @@ def test_finishing_waits_for_what_tasks_hand_in() -> None:
     threading.Timer(0.05, first.set).start()
     finish_callbacks()
     assert events == ["inner"]
+
+
+def test_a_callback_that_never_returns_is_waited_for_a_while(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    never = threading.Event()
+
+    def wait() -> None:
+        never.wait()
+
+    run_soon(wait)
+    assert not finish_callbacks(word=0.01, limit=0.05)
+    told = capfd.readouterr().err
+    assert "waits for 1 callbacks of futures to return" in told
+    assert "have not returned within 0.05 s" in told
+    never.set()
+    assert finish_callbacks()

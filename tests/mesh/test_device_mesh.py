@@ -200,3 +200,73 @@ def test_meshes_are_sliced_in_any_order_and_flattened() -> None:
         same(cut(GRID, mesh["tp"], [Shard(1)]).sum(), GRID.sum())
 
     run_ranks(4, program)
+
+
+# -- after ranks were lost ------------------------------------------------------------------
+
+
+def lose(rank: int, lost: tuple[int, ...]) -> bool:
+    """True for a rank that is lost; the others have a group of those that are left."""
+    if rank in lost:
+        return True
+    try:
+        dist.barrier()
+    except dist.PeerLostError:
+        dist.shrink_group()
+    return False
+
+
+def test_a_mesh_of_one_axis_shrinks_to_the_ranks_that_are_left() -> None:
+    def program(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+        part = DeviceMesh("cpu", [3, 1, 0])
+        if lose(rank, (1,)):
+            return None
+        mesh, part = mesh.shrink(), part.shrink()
+        x = torch.ones(1)
+        dist.all_reduce(x, group=mesh.get_group("x"))
+        return x.item(), mesh.mesh.tolist(), part.mesh.tolist()
+
+    assert run_ranks(4, program) == [
+        None if rank == 1 else (3.0, [0, 1, 2], [2, 0]) for rank in range(4)
+    ]
+
+
+def test_a_mesh_of_two_axes_loses_whole_rows() -> None:
+    def program(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        if lose(rank, (3,)):
+            return None
+        rows, columns = mesh.shrink("dp"), mesh.shrink("tp")
+        sums = []
+        for each in (rows, columns):
+            if each.here:
+                x = torch.tensor([float(rank)])
+                dist.all_reduce(x, group=each.get_group("dp"))
+                sums.append(x.item())
+        again = rows.shrink()
+        return rows.mesh.tolist(), columns.mesh.tolist(), sums, again == rows
+
+    results = run_ranks(6, program)
+    # Rank 3 was lost, so 4 and 5 are 3 and 4 now.
+    rows, columns = [[0, 1], [3, 4]], [[0], [2], [3]]
+    sums = {0: [4.0, 6.0], 1: [6.0], 2: [6.0], 4: [4.0, 6.0], 5: [6.0]}
+    for rank, expected in sums.items():
+        assert results[rank] == (rows, columns, expected, True)
+
+
+def test_a_mesh_without_a_whole_slice_cannot_shrink() -> None:
+    def program(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        part = mesh["tp"]
+        if lose(rank, (0, 3)):
+            return None
+        with pytest.raises(ValueError, match=r"no slice across axis 0 .* without ranks \[0, 3\]"):
+            mesh.shrink()
+        with pytest.raises(RuntimeError, match="is a part of dp=2 tp=2: let that shrink"):
+            part.shrink()
+        with pytest.raises(KeyError, match="pp"):
+            mesh.shrink("pp")
+        return dist.get_world_size()
+
+    assert run_ranks(4, program)[1:3] == [2, 2]

@@ -84,3 +84,30 @@ def test_values() -> None:
 def test_what_is_no_mesh(make: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+@given(data=st.data())
+def test_what_is_left_has_whole_slices_only(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    mesh = MeshSpec.regular(shape)
+    ranks = data.draw(st.permutations(range(mesh.size)))
+    mesh = MeshSpec(shape, tuple(ranks))
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    lost = data.draw(st.sets(st.integers(0, mesh.size - 1)))
+
+    def index(rank: int) -> int:
+        place = mesh.coordinate(rank)
+        assert place is not None
+        return place[axis]
+
+    kept = sorted(set(range(shape[axis])) - {index(rank) for rank in lost})
+    if not kept:
+        with pytest.raises(ValueError, match="no slice"):
+            mesh.without(lost, axis)
+        return
+    left = mesh.without(lost, axis)
+    assert left.shape == (*shape[:axis], len(kept), *shape[axis + 1 :])
+    for rank in left.ranks:
+        here, before = left.coordinate(rank), mesh.coordinate(rank)
+        assert here is not None
+        assert before == (*here[:axis], kept[here[axis]], *here[axis + 1 :])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -12,6 +14,8 @@ _Task = Callable[[], None]
 
 #: Seconds that a thread without a task is kept.
 _IDLE_SECONDS = 2.0
+#: Seconds that the end of a process waits for callbacks: until it says so, and at most.
+_WORD_SECONDS, _LIMIT_SECONDS = 3.0, 60.0
 
 
 class _Threads:
@@ -55,14 +59,34 @@ class _Threads:
                     self._open -= 1
                     self._ended.notify_all()
 
-    def finish(self) -> None:
+    def finish(self, word: float = _WORD_SECONDS, limit: float = _LIMIT_SECONDS) -> bool:
         """Wait until every task has ended, those included that tasks hand in. Blocks.
 
         To be called before the interpreter ends: it stops threads that ask for its lock by
         unwinding them, and within torch's futures that ends the process with SIGABRT.
+
+        Args:
+            word: Seconds after which a line on stderr says what is waited for.
+            limit: Seconds after which it is waited for no longer.
+
+        Returns:
+            False if some task has not ended within the limit.
         """
         with self._ended:
-            self._ended.wait_for(lambda: not self._open)
+            if self._ended.wait_for(lambda: not self._open, word):
+                return True
+            self._say(f"waits for {self._open} callbacks of futures to return")
+            if self._ended.wait_for(lambda: not self._open, limit - word):
+                return True
+            self._say(
+                f"{self._open} callbacks of futures have not returned within {limit:g} s, and are "
+                f"left: what they wait for never came"
+            )
+            return False
+
+    def _say(self, what: str) -> None:
+        with contextlib.suppress(Exception):  # stderr may be gone
+            print(f"tilework: the process ends, and {what}", file=sys.stderr, flush=True)
 
 
 _threads = _Threads()

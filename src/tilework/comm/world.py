@@ -267,7 +267,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def end_process() -> None:
-    """Close this process's groups, and wait for the callbacks that run. Idempotent; blocks.
+    """Close this process's groups, and wait a minute for the callbacks that run. Idempotent.
 
     Programs that end without destroying their groups leave them in order all the same.
     """

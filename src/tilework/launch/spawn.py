@@ -83,7 +83,8 @@ def spawn(
     backend: str | None = ...,
     timeout: timedelta | None = ...,
     join: Literal[True] = ...,
-) -> None: ...
+) -> None:
+    """Nothing, once all ranks have ended."""
 
 
 @overload
@@ -96,7 +97,8 @@ def spawn(
     backend: str | None = ...,
     timeout: timedelta | None = ...,
     join: Literal[False],
-) -> RunningRanks: ...
+) -> RunningRanks:
+    """The ranks, at once; see below for the arguments."""
 
 
 def spawn(

@@ -106,6 +106,8 @@ class DeviceMesh:
         self.history: Any = None
         #: torch's mesh of the same ranks, where there is one.
         self._torch: Any = None
+        #: The seats of its ranks, which they keep when ranks are numbered anew.
+        self._seats = _seats_of(spec.ranks)
         #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
 
@@ -251,6 +253,53 @@ class DeviceMesh:
         if name:
             self._root._flat[name] = mesh
         return mesh
+
+    def shrink(self, axis: int | str = 0) -> DeviceMesh:
+        """The mesh of its ranks that are left, once the default group has shrunk or grown.
+
+        Collective over all ranks of the default group, with groups of its own; blocks. In a mesh of
+        one axis the ranks that were lost are left out. In a mesh of several a slice across ``axis``
+        goes as a whole if one of its ranks was lost, so that the other axes keep their lengths:
+        of ``dp=3 tp=2`` without rank 3 the first and the last row are left. Ranks of such a slice
+        that live are outside the new mesh. A rank that was started again is in its old place.
+
+        Tensors on the old mesh, whose groups are closed, are to be laid out anew.
+
+        Args:
+            axis: The axis that becomes shorter, of which ranks hold replicas as a rule.
+
+        Raises:
+            ValueError: No slice is whole; on all ranks.
+            RuntimeError: It is a part of another mesh: that is to shrink.
+
+        Example:
+            >>> import tilework.distributed as dist
+            >>> from tilework.mesh import init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            ...     if rank == 1:
+            ...         return None  # and ends
+            ...     try:
+            ...         dist.barrier()
+            ...     except dist.PeerLostError:
+            ...         dist.shrink_group()
+            ...     mesh = mesh.shrink("dp")
+            ...     return mesh.shape, mesh.get_coordinate()
+            >>> run_ranks(4, program)
+            [((1, 2), None), None, ((1, 2), [0, 0]), ((1, 2), [0, 1])]
+        """
+        if self._root is not self:
+            raise RuntimeError(
+                f"the mesh {self.spec} is a part of {self._root.spec}: let that shrink, and take "
+                f"its part again"
+            )
+        now = {seat: rank for rank, seat in enumerate(_seats_of(range(get_world_size())))}
+        here = dict(zip(self.spec.ranks, self._seats, strict=True))
+        lost = [rank for rank, seat in here.items() if seat not in now]
+        left = self.spec.without(lost, axis)
+        ranks = tuple(now[here[rank]] for rank in left.ranks)
+        return DeviceMesh(self.device_type, MeshSpec(left.shape, ranks, left.names))
 
     def _related(self, spec: MeshSpec, groups: list[ProcessGroup]) -> DeviceMesh:
         mesh = object.__new__(DeviceMesh)
@@ -548,6 +597,11 @@ def find_or_make(
     spec = MeshSpec(tuple(shape), tuple(ranks), None if names is None else tuple(names))
     known = current_world().state(_Meshes).known.get((device_type, spec))
     return known or DeviceMesh(device_type, spec)
+
+
+def _seats_of(ranks: Iterable[int]) -> tuple[int, ...]:
+    seats = current_world().seats
+    return tuple(seats[rank] if rank < len(seats) else rank for rank in ranks)
 
 
 def _check_device_type(device_type: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,6 +160,40 @@ class MeshSpec:
         if name is None and self.names is not None:
             name = "_".join(self.names)
         return MeshSpec((self.size,), self.ranks, None if name is None else (name,))
+
+    def without(self, lost: Collection[int], axis: int | str = 0) -> MeshSpec:
+        """The mesh that is left without some ranks: whole slices across an axis, in their order.
+
+        Every slice that has one of them goes as a whole, so that the other axes keep their lengths.
+
+        Args:
+            lost: Ranks; those that are not in the mesh do not count.
+            axis: The axis that becomes shorter.
+
+        Raises:
+            ValueError: No slice is whole.
+
+        Example:
+            >>> mesh = MeshSpec.regular((3, 2), ("dp", "tp"))
+            >>> mesh.without([3]).nested(), mesh.without([3], "tp").nested()
+            ([[0, 1], [4, 5]], [[0], [2], [4]])
+        """
+        which, gone = self.axis(axis), set(lost)
+        inner = math.prod(self.shape[which + 1 :])
+        extent = self.shape[which]
+
+        def place(position: int) -> int:
+            return position // inner % extent
+
+        broken = {place(position) for position, rank in enumerate(self.ranks) if rank in gone}
+        if len(broken) == extent:
+            raise ValueError(
+                f"no slice across axis {axis!r} of the mesh {self} is whole without ranks "
+                f"{sorted(gone.intersection(self.ranks))}: name another axis, or make a new mesh"
+            )
+        ranks = [rank for at, rank in enumerate(self.ranks) if place(at) not in broken]
+        shape = (*self.shape[:which], extent - len(broken), *self.shape[which + 1 :])
+        return MeshSpec(shape, tuple(ranks), self.names)
 
     def named(self, names: Iterable[str] | None) -> MeshSpec:
         """The same grid with other names."""
