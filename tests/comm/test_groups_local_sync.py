@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import tilework.distributed as dist
 from tests.comm.conftest import Join, Runner
+from tilework.testing import run_ranks
 
 
 def assert_pair_gathers(group: object, rank: int) -> None:
@@ -53,3 +55,22 @@ def test_duplicates_do_not_conflict(ranks: Runner, join: Join) -> None:
             assert_pair_gathers(group, rank)
 
     ranks(4, body)
+
+
+def test_a_group_that_is_awaited_ends_with_the_default_group() -> None:
+    """Rank 2 is lost; rank 1 notices, and never comes to the group that rank 0 makes with it."""
+
+    def program(rank: int) -> object:
+        if rank == 2:
+            return None
+        if rank == 1:
+            with pytest.raises(dist.PeerLostError):
+                dist.barrier()
+        else:
+            with pytest.raises(dist.PeerLostError):
+                dist.new_group([0, 1], use_local_synchronization=True)
+        group = dist.shrink_group()
+        again = dist.new_group([0, 1], use_local_synchronization=True)
+        return group.size(), dist.get_world_size(again)
+
+    assert run_ranks(3, program) == [(2, 2), (2, 2), None]

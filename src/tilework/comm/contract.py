@@ -20,6 +20,7 @@ from tilework.comm.capabilities import Capability
 from tilework.comm.elastic.ledger import Ledger
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
+from tilework.errors import DistBackendError
 
 
 class Work(ABC):
@@ -403,6 +404,10 @@ class ProcessGroup:
         can do nothing else meanwhile.
         """
         return ()
+
+    def why_aborted(self) -> DistBackendError | None:
+        """The error of every operation since the group was aborted; None if it was not. Local."""
+        return None
 
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
         """Abort the group because of what global ``ranks`` did. Not collective.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.errors import DistBackendError
 
 _BY_TENSORS = (
     "allreduce",
@@ -58,6 +59,9 @@ class DispatchGroup(ProcessGroup):
 
     def blocked(self) -> Sequence[tuple[int, str]]:
         return [pair for end in self.ends for pair in end.blocked()]
+
+    def why_aborted(self) -> DistBackendError | None:
+        return next((error for end in self.ends if (error := end.why_aborted())), None)
 
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
         for end in self.ends:

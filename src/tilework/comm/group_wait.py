@@ -73,6 +73,7 @@ class GroupWait:
         self._pause = min(1.5 * self._pause, _LONGEST_LOOK)
         self._hear()
         self._check_lost()
+        self._check_aborted()
         self._check_stuck(self.ranks if missing is None else missing, now)
         if missing and self._notice.due(now) and self._is_first_to_tell():
             self._notice.tell(self._late_text(missing))
@@ -118,6 +119,15 @@ class GroupWait:
         lost = lost.intersection(self.ranks) - {self.me}
         if lost:
             raise self._told(self._lost_error(lost))
+
+    def _check_aborted(self) -> None:
+        """Raise if the default group was aborted: those that are awaited may have gone elsewhere.
+
+        To the group of those that are left, say, since a rank was lost that this group is without.
+        """
+        error = self.groups[0].why_aborted() if self.groups else None
+        if error is not None:
+            raise self._told(error)
 
     def _lost_error(self, lost: Collection[int], why: str = "") -> PeerLostError:
         ranks = sorted(lost)

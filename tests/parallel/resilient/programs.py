@@ -133,7 +133,9 @@ def train_step(loop: Resilient[float], state: State, number: int, divided: bool)
     return total.item()
 
 
-def make_loop(kind: str, disturb: Callable[[int], None], **options: Any) -> Resilient[float]:
+def make_loop(
+    kind: str | Callable[[], State], disturb: Callable[[int], None], **options: Any
+) -> Resilient[float]:
     """A loop that calls ``disturb(number)`` in the middle of each step."""
     divided = kind != "tensor parallel"
 
@@ -141,7 +143,8 @@ def make_loop(kind: str, disturb: Callable[[int], None], **options: Any) -> Resi
         disturb(number)
         return train_step(loop, state, number, divided)
 
-    loop: Resilient[float] = Resilient(BUILDS[kind], step, **options)
+    build = BUILDS[kind] if isinstance(kind, str) else kind
+    loop: Resilient[float] = Resilient(build, step, **options)
     return loop
 
 

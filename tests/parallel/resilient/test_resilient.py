@@ -240,3 +240,26 @@ def test_a_newcomer_gets_its_part_of_the_state(kind: str, shared: bool) -> None:
         assert losses == pytest.approx({n: expected[n] for n in losses}, rel=1e-3)
     assert len(results[1][0]) == steps
     assert 0 < len(results[3][0]) < steps
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_lost_while_meshes_are_made(victim: int) -> None:
+    """At the start, and again while the others build anew."""
+    build = BUILDS["both"]
+
+    def program(rank: int) -> object:
+        counts = []
+
+        def build_or_end() -> Any:
+            counts.append(rank)
+            if rank == victim or (rank == 1 and len(counts) == 2):
+                raise Gone
+            return build()
+
+        loop = make_loop(build_or_end, lambda number: None)
+        return [loss for _, loss in loop.run(STEPS)]
+
+    results = run_ranks(4, program, return_exceptions=True)
+    expected = pytest.approx(undisturbed("both", STEPS), rel=1e-4)
+    left = [rank for rank in range(4) if rank not in (1, victim)]
+    assert all(results[rank] == expected for rank in left), results

@@ -378,6 +378,15 @@ class NativeGroup(ProcessGroup):
     def blocked(self) -> Sequence[tuple[int, str]]:
         return self.engine.blocked()
 
+    def why_aborted(self) -> DistBackendError | None:
+        try:
+            if self.engine.aborted() is None:
+                return None
+        except self.engine.fault_type:  # closed on this rank
+            return None
+        place = f"rank {self.global_ranks[self._rank]}, group {self.group_name!r}"
+        return self._aborted_error(place, "waiting for other ranks", "")
+
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
         self.engine.abort(kind, _with_ranks(ranks, text))
         note_fault(f"aborted group {self.group_name!r}: {text}")
