@@ -90,7 +90,7 @@ def _counting(copy: Tensor) -> Tensor:
 
 
 class _Piece:
-    """A of the results of an operator that makes several views."""
+    """A result of an operator that makes several views."""
 
     __slots__ = ("func", "number")
 
