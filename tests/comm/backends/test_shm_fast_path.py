@@ -20,6 +20,10 @@ import tilework.distributed as dist
 from tilework.testing import run_ranks
 
 LIMIT = timedelta(seconds=30)
+needs_exchange_table = pytest.mark.skipif(
+    not hasattr(Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch has no table by which the core reads tensors",
+)
 
 
 def on_shm(size: int, program: Callable[[int], Any]) -> list[Any]:
@@ -84,6 +88,7 @@ def test_ranks_may_take_different_ways(
             assert torch.equal(a, b)
 
 
+@needs_exchange_table
 def test_dense_tensors_take_it_and_others_do_not() -> None:
     def program(rank: int) -> list[tuple[int, int]]:
         pg = dist.get_default_group()
@@ -118,6 +123,7 @@ def blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
     return shape, (*[slice(None)] * cut, slice(begin, end))
 
 
+@needs_exchange_table
 @settings(max_examples=60, deadline=None)
 @given(
     block=blocks(),
@@ -166,6 +172,7 @@ def test_what_only_moves_may_be_in_rows(
     on_shm(3, program)
 
 
+@needs_exchange_table
 def test_rows_within_each_other() -> None:
     def program(rank: int) -> tuple[int, int]:
         pg = dist.get_default_group()
