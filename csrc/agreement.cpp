@@ -219,7 +219,8 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   header.label.store(operation.label, relaxed);
   header.provenance.store(operation.provenance, relaxed);
   header.factor.store(factor, relaxed);
-  header.input.store(arena_position(segment, operation.inputs), relaxed);
+  const bool readable = !overwrites_inputs(operation, rank);
+  header.input.store(readable ? arena_position(segment, operation.inputs) : 0, relaxed);
   header.output.store(arena_position(segment, operation.outputs), relaxed);
   if (!uneven) return;
   std::atomic<int64_t>* tables = segment.table(rank, parity);

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
+#include <type_traits>
 
 #include "calibration.h"
 #include "copy.h"
@@ -115,18 +116,56 @@ PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count)
   return nullptr;
 }
 
+/// FastPath.send and recv, likewise.
+template <class Result>
+PyObject* fast_path_message(PyObject* self, PyObject* const* args, Py_ssize_t count,
+                            Result (FastPath::*act)(nb::handle, int, int64_t, bool)) {
+  if (count < 3 || count > 4) {
+    PyErr_Format(PyExc_TypeError, "a tensor, a rank and a tag are needed, %zd arguments", count);
+    return nullptr;
+  }
+  const long peer = PyLong_AsLong(args[1]);
+  const long long tag = PyLong_AsLongLong(args[2]);
+  if (PyErr_Occurred()) return nullptr;
+  try {
+    FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
+    const Result result =
+        (fast_path.*act)(args[0], static_cast<int>(peer), tag, count == 4 && args[3] == Py_True);
+    if constexpr (std::is_same_v<Result, bool>)
+      return PyBool_FromLong(result);
+    else
+      return PyLong_FromLong(result);
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* fast_path_send(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return fast_path_message(self, args, count, &FastPath::send);
+}
+
+PyObject* fast_path_recv(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return fast_path_message(self, args, count, &FastPath::recv);
+}
+
+PyCFunction fast_call(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 void bind_fast_path(nb::module_& m) {
-  static PyMethodDef run = {
-      "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_path_run)),
-      METH_FASTCALL, nullptr};
+  static PyMethodDef methods[] = {{"run", fast_call(fast_path_run), METH_FASTCALL, nullptr},
+                                  {"send", fast_call(fast_path_send), METH_FASTCALL, nullptr},
+                                  {"recv", fast_call(fast_path_recv), METH_FASTCALL, nullptr}};
   nb::class_<FastPath> fast_path(m, "FastPath");
-  fast_path.attr("run") =
-      nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path.ptr()), &run));
+  for (PyMethodDef& method : methods)
+    fast_path.attr(method.ml_name) =
+        nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path.ptr()), &method));
   fast_path
       .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "flight"_a,
            "timeout"_a, "on_failure"_a)
-      .def("send", &FastPath::send, "tensor"_a, "dst"_a, "tag"_a)
-      .def("recv", &FastPath::recv, "tensor"_a, "src"_a, "tag"_a)
       .def_rw("timeout", &FastPath::timeout);
 }
 

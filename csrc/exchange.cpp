@@ -83,9 +83,11 @@ uint64_t Exchange::large_bytes(const ReadingFlags& reading) const {
   return reduces(operation.kind) ? tunables.single_copy_reduce_bytes : tunables.single_copy_bytes;
 }
 
-/// True if a buffer of this rank's lies in rows too short to be read or written one by one.
+/// True if a buffer of this rank's lies in rows too short to be read or written one by one, or is
+/// overwritten while others would read it.
 bool Exchange::prefers_outboxes() const {
   if (large_bytes_ == kNeverBytes) return false;
+  if (overwrites_inputs(operation, rank)) return true;
   for (const Buffers* side : {&operation.inputs, &operation.outputs})
     for (int i = 0; i < side->count; ++i)
       if (!(*side)[i].dense() && (*side)[i].row_bytes < kLeastRowBytes) return true;

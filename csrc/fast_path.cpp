@@ -197,23 +197,21 @@ FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::obj
       flight_(*nb::cast<FlightRing*>(flight_owner_)),
       on_failure_(std::move(on_failure)) {}
 
-/// Run act(), end its slot in the flight ring, and hand its failures to on_failure.
-template <class Act>
-bool FastPath::run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
-                            nb::handle reduce_op, int root, Act&& act) {
+/// Run act(), end its slot in the flight ring, and hand its failures to fail(why, slot), which raises.
+template <class Act, class Fail>
+void FastPath::run_recorded(uint64_t slot, Act&& act, Fail&& fail) {
   try {
     nb::gil_scoped_release nogil;
     act();
   } catch (const Fault& fault) {
-    on_failure_(fault_args(fault), slot, name, inputs, outputs, reduce_op, root);
+    fail(fault_args(fault), slot);
     throw;  // it should have raised
   } catch (const Interrupted&) {
     nb::python_error handlers;  // takes the pending exception
-    on_failure_(handlers.value(), slot, name, inputs, outputs, reduce_op, root);
+    fail(handlers.value(), slot);
     throw handlers;
   }
   flight_.end(slot);
-  return true;
 }
 
 bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
@@ -259,36 +257,60 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
   const OpRecord record{form.name,          operation.dtype, operation.reduce_op,
                         rooted ? root : -1, in.count,        out.count,
                         in.shape,           out.shape};
-  run_recorded(flight_.begin(record), name, inputs, outputs, reduce_op, root,
-               [&] { group_.core().run(operation, timeout, signal_raised); });
+  run_recorded(
+      flight_.begin(record), [&] { group_.core().run(operation, timeout, signal_raised); },
+      [&](nb::handle why, uint64_t slot) {
+        on_failure_(why, slot, name, inputs, outputs, reduce_op, root);
+      });
   const bool only_read = operation.kind == OpKind::kBroadcast && at_root;
   if (expected.outputs > 0 && !only_read && !bump_versions(outputs.ptr())) throw nb::python_error();
   return true;
 }
 
-int FastPath::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
+/// Messages up to this length are copied with the GIL held: releasing it takes longer.
+constexpr size_t kCopiedWithGil = 4096;
+
+int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, int64_t tag) {
   TensorView view;
+  Group& core = group_.core();
   const int lowest = is_send ? 0 : kAnyRank;
-  if (peer < lowest || peer >= group_.core().size() || profiled.load(std::memory_order_relaxed))
-    return -2;
+  if (peer < lowest || peer >= core.size() || profiled.load(std::memory_order_relaxed)) return -2;
   if (!view_tensor(tensor.ptr(), view)) return -2;
-  const RequestPtr request = request_of(is_send, peer, view.buffer, view.dtype, tag, timeout);
   const char* name = is_send ? "send" : "recv";
   OpRecord record{name, view.dtype};
   (is_send ? record.in_count : record.out_count) = 1;
   (is_send ? record.in : record.out) = view.shape;
-  int source = -1;
-  run_recorded(flight_.begin(record, peer, tag), nb::str(name), tensor, tensor, nb::int_(tag), peer,
-               [&] { source = group_.transfer(request); });
+  try {
+    const bool now = view.buffer.bytes <= kCopiedWithGil && peer >= 0;
+    if (now && (is_send ? core.send_now(peer, view.buffer, view.dtype, tag)
+                        : core.receive_now(peer, view.buffer, view.dtype, tag))) {
+      flight_.end(flight_.begin(record, peer, tag));
+      return peer;
+    }
+  } catch (const Fault&) {  // the general way raises it
+  }
+  if (at_once) return -2;
+  int source = peer;
+  run_recorded(
+      flight_.begin(record, peer, tag),
+      [&] {
+        const bool soon =
+            !is_send && peer >= 0 && core.receive_soon(peer, view.buffer, view.dtype, tag);
+        if (soon) return;
+        source = group_.transfer(request_of(is_send, peer, view.buffer, view.dtype, tag, timeout));
+      },
+      [&](nb::handle why, uint64_t slot) {
+        on_failure_(why, slot, nb::str(name), tensor, tensor, nb::int_(tag), peer);
+      });
   return source;
 }
 
-bool FastPath::send(nb::handle tensor, int dst, int64_t tag) {
-  return transfer(true, tensor, dst, tag) != -2;
+bool FastPath::send(nb::handle tensor, int dst, int64_t tag, bool at_once) {
+  return transfer(true, at_once, tensor, dst, tag) != -2;
 }
 
-int FastPath::recv(nb::handle tensor, int src, int64_t tag) {
-  const int source = transfer(false, tensor, src, tag);
+int FastPath::recv(nb::handle tensor, int src, int64_t tag, bool at_once) {
+  const int source = transfer(false, at_once, tensor, src, tag);
   if (source != -2 && !bump_versions(tensor.ptr())) throw nb::python_error();
   return source;
 }

@@ -21,18 +21,17 @@ class FastPath {
   bool run(nb::handle operation, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
            int root, nb::handle in_rows, nb::handle out_rows);
 
-  /// True: sent. False: refused.
-  bool send(nb::handle tensor, int dst, int64_t tag);
+  /// True: sent. False: refused. With `at_once`, what would have to wait is refused.
+  bool send(nb::handle tensor, int dst, int64_t tag, bool at_once);
   /// The source rank; -2: refused.
-  int recv(nb::handle tensor, int src, int64_t tag);
+  int recv(nb::handle tensor, int src, int64_t tag, bool at_once);
 
   double timeout;
 
  private:
-  int transfer(bool is_send, nb::handle tensor, int peer, int64_t tag);
-  template <class Act>
-  bool run_recorded(uint64_t slot, nb::handle name, nb::handle inputs, nb::handle outputs,
-                    nb::handle reduce_op, int root, Act&& act);
+  int transfer(bool is_send, bool at_once, nb::handle tensor, int peer, int64_t tag);
+  template <class Act, class Fail>
+  void run_recorded(uint64_t slot, Act&& act, Fail&& fail);
 
   nb::object group_owner_, flight_owner_;
   PyGroup& group_;

@@ -245,6 +245,23 @@ void Group::post(const RequestPtr& request, bool will_wait) {
   engine_->point_to_point.start(request, will_wait);
 }
 
+bool Group::send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+  ActiveCall active(*this);
+  return engine_->point_to_point.send_now(peer, buffer, dtype, tag);
+}
+
+bool Group::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+  ActiveCall active(*this);
+  return engine_->point_to_point.receive_now(peer, buffer, dtype, tag);
+}
+
+bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+  ActiveCall active(*this);
+  PointToPoint& engine = engine_->point_to_point;
+  return spin(pace(), [&] { return engine.arrived(peer); }) &&
+         engine.receive_now(peer, buffer, dtype, tag);
+}
+
 void Group::cancel(const RequestPtr& request) {
   ActiveCall active(*this);
   engine_->point_to_point.cancel(request);

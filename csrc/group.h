@@ -39,6 +39,11 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// Start a message; see PointToPoint::start.
   void post(const RequestPtr& request, bool will_wait);
+  /// The short way; see PointToPoint. False: nothing happened, post() a request.
+  bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  /// Likewise, waiting as long as a wait spins.
+  bool receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag);
   /// Cancel a message; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
   /// Wait for a submitted collective or a message, whose progress this runs; false after `timeout`

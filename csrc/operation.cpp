@@ -99,6 +99,13 @@ Arity arity(OpKind kind, bool root, int size) {
   return {0, 0};
 }
 
+bool overwrites_inputs(const Operation& operation, int rank) {
+  const auto& [inputs, outputs] = std::tie(operation.inputs, operation.outputs);
+  for (int i = 0; operation.kind == OpKind::kAllToAll && i < inputs.count; ++i)
+    if (i != rank && inputs[i].bytes > 0 && inputs[i].data == outputs[i].data) return true;
+  return false;
+}
+
 void validate(Operation& operation, int rank, int size) {
   if (operation.root < 0 || operation.root >= size)
     reject(operation, "root " + to_string(operation.root) + " is not a rank of this group of " +

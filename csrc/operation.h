@@ -58,6 +58,10 @@ struct Arity {
 };
 Arity arity(OpKind kind, bool root, int size);
 
+/// True if a rank receives where its data for other ranks lies, which then cannot be read in place. Only
+/// an all_to_all may (see validate()).
+bool overwrites_inputs(const Operation& operation, int rank);
+
 /// Check everything that one rank alone can check (std::invalid_argument), and find the reduction.
 void validate(Operation& operation, int rank, int size);
 

@@ -208,8 +208,6 @@ void PointToPoint::close() {
 
 void PointToPoint::send_fragments(int peer) {
   Outgoing& out = outgoing_[peer];
-  Cursor& cursor = segment_.cursor(rank_, peer);
-  char* ring = segment_.ring(rank_, peer);
   while (!out.queue.empty() && !out.broken) {
     const RequestPtr request = out.queue.front();
     if (request->finished) {  // failed; if half of it was sent, the channel cannot carry another
@@ -219,25 +217,72 @@ void PointToPoint::send_fragments(int peer) {
     }
     const size_t left = request->buffer.bytes - request->moved;
     const size_t bytes = std::min(left, kFragment);
-    const uint64_t used = out.head - cursor.tail.load();
-    if (used > kRingBytes || kRingBytes - used < fragment_room(bytes)) return;
     Envelope envelope{};
     envelope.bytes = static_cast<uint32_t>(bytes);
     envelope.first = request->moved == 0;
     envelope.tag = request->tag;
     envelope.total = request->buffer.bytes;
     envelope.dtype = static_cast<uint32_t>(request->dtype);
-    memcpy(ring + out.head % kRingBytes, &envelope, sizeof envelope);
-    write_ring(ring, out.head + kLine, request->buffer.data + request->moved, bytes);
-    out.head += fragment_room(bytes);
-    cursor.head.store(out.head);
-    ++fragments_;
-    if (peer != rank_) segment_.control(peer).message_event.notify();
+    if (!write_fragment(peer, envelope, request->buffer.data + request->moved)) return;
     request->moved += bytes;
     if (request->moved < request->buffer.bytes) continue;
     out.queue.pop_front();
     finish(request, std::nullopt, -1);
   }
+}
+
+/// False if the ring has no room for it.
+bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char* data) {
+  Outgoing& out = outgoing_[peer];
+  Cursor& cursor = segment_.cursor(rank_, peer);
+  char* ring = segment_.ring(rank_, peer);
+  const size_t room = fragment_room(envelope.bytes);
+  const uint64_t used = out.head - cursor.tail.load();
+  if (used > kRingBytes || kRingBytes - used < room) return false;
+  memcpy(ring + out.head % kRingBytes, &envelope, sizeof envelope);
+  write_ring(ring, out.head + kLine, data, envelope.bytes);
+  out.head += room;
+  cursor.head.store(out.head);
+  ++fragments_;
+  if (peer != rank_) segment_.control(peer).message_event.notify();
+  return true;
+}
+
+// ---- the short way ---------------------------------------------------------------------------
+
+bool PointToPoint::send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+  if (buffer.bytes > kFragment || context_.stop_fault()) return false;
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock || !outgoing_[peer].queue.empty() || outgoing_[peer].broken) return false;
+  Envelope envelope{};
+  envelope.bytes = static_cast<uint32_t>(buffer.bytes);
+  envelope.first = 1;
+  envelope.tag = tag;
+  envelope.total = buffer.bytes;
+  envelope.dtype = static_cast<uint32_t>(dtype);
+  return write_fragment(peer, envelope, buffer.data);
+}
+
+bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+  if (buffer.bytes > kFragment || !arrived(peer)) return false;
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock || stopping_ || !posted_.empty() || !unexpected_.empty()) return false;
+  Incoming& in = incoming_[peer];
+  Cursor& cursor = segment_.cursor(peer, rank_);
+  const uint64_t available = cursor.head.load() - in.tail;
+  const size_t room = fragment_room(buffer.bytes);
+  if (in.active || in.corrupt || available > kRingBytes || available < room) return false;
+  Envelope envelope;  // a private copy: what is checked is what is used
+  memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
+  if (envelope.first != 1 || envelope.tag != tag || envelope.total != buffer.bytes ||
+      envelope.bytes != buffer.bytes || envelope.dtype != static_cast<uint32_t>(dtype))
+    return false;
+  read_ring(segment_.ring(peer, rank_), in.tail + kLine, buffer.data, buffer.bytes, false);
+  in.tail += room;
+  cursor.tail.store(in.tail);
+  ++fragments_;
+  if (peer != rank_) segment_.control(peer).message_event.notify();
+  return true;
 }
 
 // ---- receiving -------------------------------------------------------------------------------

@@ -70,6 +70,17 @@ class PointToPoint {
   /// thread is not woken.
   void start(const RequestPtr& request, bool will_wait);
 
+  /// The short way of a message that fits its ring and has nothing in its way: send it, and true; or
+  /// nothing happens, and start() serves it.
+  bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  /// Likewise, take a message that is there already and is what a receive would match.
+  bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  /// True if anything has come from `peer` that is not taken.
+  bool arrived(int peer) const {
+    const Cursor& cursor = segment_.cursor(peer, rank_);
+    return cursor.head.load() != cursor.tail.load(std::memory_order_relaxed);
+  }
+
   /// Fail a request; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
 
@@ -117,6 +128,7 @@ class PointToPoint {
   // Under mutex_.
   void progress(Checks checks);
   void send_fragments(int peer);
+  bool write_fragment(int peer, const Envelope& envelope, const char* data);
   void receive_fragments(int peer);
   bool receive_fragment(int peer, uint64_t available);
   bool begin_message(int peer, const Envelope& envelope);

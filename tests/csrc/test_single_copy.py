@@ -38,6 +38,9 @@ def everything(rank: Rank, count: int) -> list[Tensor]:
         rank.run("scatter", parts if me == 0 else [], [scattered])
         uneven = [torch.zeros(count + r) for r in range(size)] if me == 1 else []
         rank.run("gather", [own(me, count + me)], uneven, root=1)
+        in_place = torch.stack([part[:count] for part in parts])
+        rank.run("all_to_all", list(in_place), list(in_place))
+        assert torch.equal(in_place, swapped)
         results += [reduced, moved, gathered, swapped, scattered, *uneven]
     return results
 

@@ -278,19 +278,20 @@ def scenario_read_refused_later(group: Any) -> None:
 def scenario_read_unmapped(group: Any) -> None:
     report(group)
     count = 1 << 20
+    outputs = [array.array("b", bytes(count)) for _ in range(size)]
     if rank == 1:
         with mmap.mmap(-1, count) as region:
             address = ctypes.addressof(ctypes.c_char.from_buffer(region))
             ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(count))
             say("unmapped")
-            gather_bytes(group, address, count)
+            gather_bytes(group, address, outputs)
     say("ready")
     mine = array.array("b", bytes(count))
-    say(error_of(lambda: gather_bytes(group, mine.buffer_info()[0], count)))
+    say(error_of(lambda: gather_bytes(group, mine.buffer_info()[0], outputs)))
 
 
-def gather_bytes(group: Any, address: int, count: int) -> None:
-    outputs = [array.array("b", bytes(count)) for _ in range(size)]
+def gather_bytes(group: Any, address: int, outputs: list[array.array[int]]) -> None:
+    count = len(outputs[0])
     taken = [(out.buffer_info()[0], count) for out in outputs]
     kind, dtype = core.KINDS["all_gather"], core.DTYPES["uint8"]
     group.run(kind, dtype, 0, 0, 1.0, [(address, count)], taken, 0, 20.0)

@@ -138,12 +138,20 @@ class FastPath:
         """
         return False
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> bool:
-        """Send; True if that was done."""
+    def send(self, tensor: Tensor, dst: int, tag: int, at_once: bool = False, /) -> bool:
+        """Send; True if that was done.
+
+        Args:
+            at_once: Do nothing if that would have to wait.
+        """
         return False
 
-    def recv(self, tensor: Tensor, src: int, tag: int) -> int:
-        """Receive, from any rank for ``src=-1``; the source, or -2 if nothing was done."""
+    def recv(self, tensor: Tensor, src: int, tag: int, at_once: bool = False, /) -> int:
+        """Receive, from any rank for ``src=-1``; the source, or -2 if nothing was done.
+
+        Args:
+            at_once: Do nothing if that would have to wait.
+        """
         return -2
 
 

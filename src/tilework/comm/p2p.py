@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilework.comm import checks
-from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.contract import CompletedWork, ProcessGroup, Work
 from tilework.comm.world import AnyGroup, get_global_rank, member
 
 
@@ -48,6 +48,8 @@ def isend(
         return None
     checks.check_tensor(tensor, "tensor")
     peer = _peer(pg, dst, group_dst, "dst")
+    if pg.fast_path.send(tensor, peer, tag, True):
+        return CompletedWork()
     return pg.send([tensor], peer, tag)
 
 
@@ -82,7 +84,10 @@ def irecv(
     checks.check_tensor(tensor, "tensor")
     if src is None and group_src is None:
         return pg.recv_anysource([tensor], tag)
-    return pg.recv([tensor], _peer(pg, src, group_src, "src"), tag)
+    peer = _peer(pg, src, group_src, "src")
+    if pg.fast_path.recv(tensor, peer, tag, True) >= 0:
+        return CompletedWork([tensor], pg.global_ranks[peer])
+    return pg.recv([tensor], peer, tag)
 
 
 def send(
