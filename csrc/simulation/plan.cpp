@@ -7,7 +7,8 @@ namespace {
 
 /// Elements of four bytes. A slot has 4096 bytes, which ranks divide among each other.
 const std::vector<size_t> kCounts = {0, 1, 2, 7, 16, 100, 300, 700, 1024, 1500, 2500, 4000};
-const std::vector<size_t> kMessageCounts = {0, 1, 100, 4000, 9000, 20'000};
+/// A channel holds 128 KiB.
+const std::vector<size_t> kMessageCounts = {0, 1, 100, 4000, 9000, 20'000, 45'000};
 const std::vector<ReduceOp> kReduceOpsDrawn = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
                                                ReduceOp::kProduct, ReduceOp::kBxor};
 

@@ -14,7 +14,7 @@ constexpr double kTimeoutSeconds = 1;         // of virtual time
 constexpr int64_t kStopNs = 5'000'000'000;    // longer than that
 constexpr int64_t kNoticeNs = 2'000'000'000;  // within which a death is noticed
 constexpr char kWrittenLate = 0x77;
-constexpr size_t kPrivateBytes = size_t{1} << 20;  // of a rank's own memory
+constexpr size_t kPrivateBytes = size_t{4} << 20;  // of a rank's own memory
 
 [[noreturn]] void fail(const std::string& text) {
   Schedule::running()->fail(text);
