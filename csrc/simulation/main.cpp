@@ -46,10 +46,12 @@ void print_events(const Schedule& schedule, size_t most) {
   const size_t first = events.size() > most ? events.size() - most : 0;
   for (size_t i = first; i < events.size(); ++i) {
     const Event& event = events[i];
-    printf("%8llu %9.3f ms  rank %d, thread %-2d %-18s %s = %lld  (%s)\n",
+    // Numbers of this size are addresses, which differ from run to run.
+    const std::string value = event.value >> 40 ? "…" : std::to_string(event.value);
+    printf("%8llu %9.3f ms  rank %d, thread %-2d %-18s %s%s  (%s)\n",
            static_cast<unsigned long long>(event.point), (event.now - 1e9) / 1e6, event.rank,
            event.fiber, event.what, name_of(event.place).c_str(),
-           static_cast<long long>(event.value), code_place(event.code).c_str());
+           event.place ? (" = " + value).c_str() : "", code_place(event.code).c_str());
   }
 }
 
@@ -70,7 +72,8 @@ bool run_trial(uint64_t seed, const Options& options, Totals& totals) {
   forget_places();
   set_machine(plan.cores, kMachineBytes, plan.mishap == Mishap::kExec);
   for (const auto& members : plan.groups)
-    trial.segments.push_back(create_segment(static_cast<int>(members.size()), kSlotBytes, "nonce"));
+    trial.segments.push_back(
+        create_segment(static_cast<int>(members.size()), kSlotBytes, "nonce", plan.tunables));
   trial.entered.resize(plan.steps.size());
   Schedule schedule(seed, plan.policy);
   schedule_in_trial = &schedule;

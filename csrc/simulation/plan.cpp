@@ -142,6 +142,11 @@ Plan draw_plan(uint64_t seed) {
   plan.policy.one_in = random.among<uint64_t>({2, 5, 20, 100, 1000});
   plan.policy.tick_ns = random.among<int64_t>({100, 1'000, 10'000});
   plan.policy.stale_one_in = random.among<uint64_t>({2, 4, uint64_t{1} << 40});
+  plan.tunables.chunk_bytes = random.among<uint64_t>({1024, 4096});
+  plan.tunables.reduce_chunk_bytes = random.among<uint64_t>({1024, 4096});
+  plan.tunables.one_shot_bytes = random.among<uint64_t>({256, 4096});
+  plan.tunables.single_copy_bytes = random.among<uint64_t>({kNeverBytes, 1000, 4096});
+  plan.tunables.single_copy_reduce_bytes = random.among<uint64_t>({kNeverBytes, 1000, 4096});
   draw_groups(plan, random);
   const uint64_t steps = 3 + random.below(8);
   for (uint64_t number = 0; number < steps; ++number) {

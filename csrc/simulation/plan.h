@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../operation.h"
+#include "../tunables.h"
 #include "schedule.h"
 
 namespace tilework::simulation {
@@ -38,6 +39,7 @@ struct Plan {
   std::vector<std::vector<int>> groups;  // global ranks
   std::vector<Step> steps;
   Policy policy;
+  Tunables tunables;
   Mishap mishap = Mishap::kNone;
   int victim = -1;         // the rank that it befalls
   size_t mishap_step = 0;  // before which it aborts or leaves

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <deque>
 
+#include "system.h"
+
 namespace tilework::simulation {
 namespace {
 
@@ -237,7 +239,7 @@ class Rank {
     }
     for (const Buffer& output : tensors.outputs) {
       if (step.is_message || step.kind != OpKind::kAllReduce || output.bytes == 0) continue;
-      memset(output.data, kWrittenLate, output.bytes);
+      write_given_up(output.data, kWrittenLate, output.bytes);
       written_late_.push_back(output);
     }
   }

@@ -24,6 +24,23 @@
 
 #define CODE __builtin_return_address(0)
 
+extern "C" {
+void* __real_mmap(void*, size_t, int, int, int, off_t);
+int __real_munmap(void*, size_t);
+long __real_syscall(long, ...);
+pid_t __real_getpid();
+int __real_poll(pollfd*, nfds_t, int);
+int __real_close(int);
+int __real_fcntl(int, int, ...);
+FILE* __real_fopen(const char*, const char*);
+long __real_sysconf(int);
+int __real_sched_getaffinity(pid_t, size_t, cpu_set_t*);
+pthread_t __real_pthread_self();
+ssize_t __real_process_vm_readv(pid_t, const iovec*, unsigned long, const iovec*, unsigned long,
+                                unsigned long);
+void* __real_memset(void*, int, size_t);
+}
+
 namespace tilework::simulation {
 namespace {
 
@@ -86,28 +103,30 @@ int futex(uint32_t* word, int operation, uint32_t value, const timespec* timeout
   return fail_with(ETIMEDOUT);
 }
 
+/// The number of bytes that a vector of ranges covers, up to `most`, each noted as an access.
+void note_accesses(const iovec* ranges, unsigned long count, size_t most, bool is_write,
+                   const void* code) {
+  for (unsigned long i = 0; i < count && most > 0; ++i) {
+    const size_t bytes = std::min(ranges[i].iov_len, most);
+    memory().access(ranges[i].iov_base, bytes, is_write, code);
+    most -= bytes;
+  }
+}
+
+/// Ranks share an address space: so the system reads this process's own memory, and refuses what is
+/// not mapped.
 ssize_t read_memory(int process, const iovec* local, unsigned long locals, const iovec* remote,
-                    unsigned long remotes, bool writes, const void* code) {
+                    unsigned long remotes, const void* code) {
   Schedule& schedule = *Schedule::running();
   schedule.point();
   if (seen_dead(rank_of(process))) return fail_with(ESRCH);
-  schedule.record(writes ? "process_vm_writev" : "process_vm_readv",
-                  memory().place_of(remote[0].iov_base), remote[0].iov_len, code);
-  size_t done = 0, here = 0, there = 0, here_at = 0, there_at = 0;
-  while (here < locals && there < remotes) {
-    const size_t bytes = std::min(local[here].iov_len - here_at, remote[there].iov_len - there_at);
-    char* own = static_cast<char*>(local[here].iov_base) + here_at;
-    char* other = static_cast<char*>(remote[there].iov_base) + there_at;
-    memory().access(own, bytes, !writes, code);
-    memory().access(other, bytes, writes, code);
-    memcpy(writes ? other : own, writes ? own : other, bytes);
-    done += bytes;
-    here_at += bytes;
-    there_at += bytes;
-    if (here_at == local[here].iov_len) ++here, here_at = 0;
-    if (there_at == remote[there].iov_len) ++there, there_at = 0;
-  }
-  return static_cast<ssize_t>(done);
+  const ssize_t done = __real_process_vm_readv(__real_getpid(), local, locals, remote, remotes, 0);
+  const auto bytes = static_cast<uint64_t>(done);
+  schedule.record("process_vm_readv", memory().place_of(remote[0].iov_base), bytes, code);
+  if (done <= 0) return done;
+  note_accesses(remote, remotes, bytes, false, code);
+  note_accesses(local, locals, bytes, true, code);
+  return done;
 }
 
 /// What a dead thread held, nobody else misses; but where ranks are threads of one process, they
@@ -158,6 +177,11 @@ void sleep_for(int64_t ns) {
 
 int process_id(int rank) { return kFirstProcess + rank; }
 
+void write_given_up(char* memory_begin, char value, size_t bytes) {
+  memory().access(memory_begin, bytes, false, CODE);
+  __real_memset(memory_begin, value, bytes);
+}
+
 void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another) {
   victims_process_lives = victim_becomes_another;
   machine_cores = cores;
@@ -165,20 +189,6 @@ void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another) {
 }
 
 extern "C" {
-
-void* __real_mmap(void*, size_t, int, int, int, off_t);
-int __real_munmap(void*, size_t);
-long __real_syscall(long, ...);
-pid_t __real_getpid();
-int __real_poll(pollfd*, nfds_t, int);
-int __real_close(int);
-int __real_fcntl(int, int, ...);
-FILE* __real_fopen(const char*, const char*);
-long __real_sysconf(int);
-int __real_sched_getaffinity(pid_t, size_t, cpu_set_t*);
-pthread_t __real_pthread_self();
-ssize_t __real_process_vm_readv(pid_t, const iovec*, unsigned long, const iovec*, unsigned long,
-                                unsigned long);
 
 // ---- memory ----------------------------------------------------------------------------------
 
@@ -203,7 +213,7 @@ ssize_t __wrap_process_vm_readv(pid_t process, const iovec* local, unsigned long
                                 const iovec* remote, unsigned long remotes, unsigned long flags) {
   if (!Schedule::running())
     return __real_process_vm_readv(process, local, locals, remote, remotes, flags);
-  return read_memory(process, local, locals, remote, remotes, false, CODE);
+  return read_memory(process, local, locals, remote, remotes, CODE);
 }
 
 // ---- processes -------------------------------------------------------------------------------
@@ -211,6 +221,14 @@ ssize_t __wrap_process_vm_readv(pid_t process, const iovec* local, unsigned long
 pid_t __wrap_getpid() {
   Schedule* schedule = Schedule::running();
   return schedule ? process_id(schedule->current().rank) : __real_getpid();
+}
+
+/// The same numbers in each run of a seed.
+ssize_t __wrap_getrandom(void* to, size_t bytes, unsigned) {
+  Schedule* schedule = Schedule::running();
+  for (size_t i = 0; i < bytes; ++i)
+    static_cast<char*>(to)[i] = schedule ? static_cast<char>(schedule->random().below(256)) : '\0';
+  return static_cast<ssize_t>(bytes);
 }
 
 int __wrap_poll(pollfd* files, nfds_t count, int timeout) {
@@ -293,12 +311,6 @@ long __wrap_syscall(long number, ...) {
       case SYS_pidfd_open:
         if (seen_dead(rank_of(static_cast<int>(argument[0])))) return fail_with(ESRCH);
         return kFirstPidfd + rank_of(static_cast<int>(argument[0]));
-      case SYS_process_vm_readv:
-      case SYS_process_vm_writev:
-        return read_memory(static_cast<int>(argument[0]),
-                           reinterpret_cast<const iovec*>(argument[1]), argument[2],
-                           reinterpret_cast<const iovec*>(argument[3]), argument[4],
-                           number == SYS_process_vm_writev, CODE);
       default: break;
     }
   return __real_syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4],

@@ -13,6 +13,9 @@ int process_id(int rank);
 /// Of the machine: cores that each rank may run on, bytes of memory; and if a rank that dies leaves a
 /// process behind, as exec does.
 void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another);
+/// Write memory of an operation that has raised: peers may still read it, since they throw away what
+/// they read, but not write it.
+void write_given_up(char* memory_begin, char value, size_t bytes);
 /// Unmap what dead ranks have left mapped.
 void unmap_leftovers();
 

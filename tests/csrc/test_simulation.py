@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 #: called as they are. All others that the core calls have a counterpart in csrc/simulation.
 PLAIN = re.compile(
     "access|fallocate|fclose|fcntl|fread|fstat|ftruncate|getenv|getrlimit|madvise|mem(chr|cmp)|"
-    "memfd_create|pread|pthread_(atfork|once)|pwrite|snprintf|stat|str(n?len|n?cmp|r?chr|to[a-z]+)"
+    "memfd_create|open|pread|pthread_(atfork|once)|pwrite|snprintf|stat|str(error|n?len|n?cmp|r?chr|to[a-z]+)"
 )
 RUNTIME = re.compile(
     r"_Z|__cxa_|_Unwind_|__tsan_|__gxx_|_GLOBAL_OFFSET|__\w+di2$|__errno_location$"

@@ -125,7 +125,7 @@ COMPARISONS = [
     fault(
         "digests: numbers do not count",
         "dtensor/provenance/digests.py",
-        "        seeds.append(value if value == value else NAN_SEED)\n",
+        "        seeds.append(number_seed(value))\n",
         "        pass\n",
         "tests/dtensor/test_verify.py",
     ),
@@ -181,9 +181,9 @@ COMPARISONS = [
     fault(
         "checkpoint: checksums are not compared",
         "checkpoint/reading.py",
-        "                if found != expected:\n",
-        "                if False:\n",
-        "tests/checkpoint",
+        "            if is_checked and found != part.crc32[(start + at) // chunk]:\n",
+        "            if False:\n",
+        "tests/checkpoint/test_api.py tests/checkpoint/test_manager.py tests/csrc/test_file_reader.py",
     ),
 ]
 
