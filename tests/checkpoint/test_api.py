@@ -19,6 +19,7 @@ from torch import nn
 from tests.checkpoint.states import dtensor, full, in_rows, model, numbers, train, zeros_like
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, RandomState, SaveOptions
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -203,6 +204,61 @@ def sizes_of(total: int, cuts: list[int]) -> list[int]:
     return [b - a for a, b in pairwise(edges)]
 
 
+#: Meshes with a placement for each axis (a dim, or None: replicated), rows dealt to ranks in turn,
+#: or plain tensors; and the number of ranks.
+any_layout = st.one_of(
+    st.tuples(
+        st.sampled_from([(1,), (3,), (4,), (2, 2), (1, 3)]),
+        st.lists(st.sampled_from([None, 0, 1]), min_size=2, max_size=2),
+    ),
+    st.tuples(st.integers(1, 4), st.lists(st.integers(0, 9), max_size=4)),
+    st.tuples(st.integers(1, 4), st.none()),
+)
+
+
+def in_layout(x: torch.Tensor, layout: Any) -> Any:
+    ranks, how = layout
+    if how is None:
+        return x.clone()
+    if isinstance(ranks, tuple):
+        dims = how[: len(ranks)]
+        return dtensor(x, ranks, [Replicate() if dim is None else Shard(dim) for dim in dims])
+    return in_rows(x, sizes_of(x.shape[0], how))
+
+
+@settings(max_examples=15)
+@given(
+    any_layout,
+    any_layout,
+    st.integers(0, 9),
+    st.integers(1, 7),
+    st.sampled_from(list(DTYPES.values())),
+)
+def test_layouts_shapes_and_dtypes_at_random(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: Any,
+    after: Any,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> None:
+    folder = tmp_path_factory.mktemp("layouts")
+    x = (numbers(rows, columns) % 2).to(dtype)
+    many, few = (
+        layout[0] if isinstance(layout[0], int) else torch.Size(layout[0]).numel()
+        for layout in (before, after)
+    )
+
+    def load(rank: int) -> bool:
+        state = {"x": in_layout(torch.zeros_like(x), after)}
+        checkpoint.load(folder, into=state)
+        found = full(state["x"])
+        return found.contiguous().view(torch.uint8).equal(x.view(torch.uint8))
+
+    run_ranks(many, lambda rank: checkpoint.save({"x": in_layout(x, before)}, folder))
+    assert all(run_ranks(few, load))
+
+
 cuts = st.lists(st.integers(0, 3000), max_size=5)
 
 
@@ -257,6 +313,32 @@ def test_a_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
 
     # Columns and replicated values, too, are read once by all together.
     assert run_ranks(4, program) == [[1 << 20] * 3] * 4
+
+
+def test_an_object_that_refuses_its_state_is_told_on_all_ranks(tmp_path: Path) -> None:
+    class Choosy:
+        def __init__(self, refuses: bool) -> None:
+            self.refuses = refuses
+
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            if self.refuses:
+                raise RuntimeError("not mine")
+
+    def program(rank: int) -> str:
+        checkpoint.save({"x": numbers(3), "o": Choosy(False)}, tmp_path)
+        state: dict[str, Any] = {"x": torch.zeros(3), "o": Choosy(rank == 1)}
+        with pytest.raises(CheckpointError, match="All tensors are filled") as info:
+            checkpoint.load(tmp_path, into=state)
+        assert state["x"].equal(numbers(3))
+        return str(info.value)
+
+    messages = run_ranks(3, program)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("rank 1: ")
+    assert "RuntimeError: not mine" in messages[0]
 
 
 # -- ranks that differ ------------------------------------------------------------------------

@@ -124,7 +124,9 @@ def _checked_json(text: bytes, refused: Refusal) -> Any:
 
 def _loaded(text: bytes, refused: Refusal) -> Any:
     try:
-        body = json.loads(text, object_pairs_hook=_without_duplicates)
+        body = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+        )
         _check_depth(body)
     except (ValueError, RecursionError) as error:
         raise refused(f"this is no index of a checkpoint ({error or 'nested too deep'})") from None
@@ -136,6 +138,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a key is there twice")
     return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _check_depth(value: Any) -> None:
@@ -248,6 +254,8 @@ def _part_of(
             f"the part {box} has {len(checksums)} checksums instead of "
             f"{chunk_count(nbytes, chunk_bytes)}"
         )
+    if max(checksums, default=0) >> 32:
+        raise ValueError(f"the part {box} has a checksum of more than 32 bits")
     return Part(box, file, begin, nbytes, checksums)
 
 

@@ -1,0 +1,71 @@
+"""What several ranks of a host need of one file, by way of its pages and by messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.states import Replicate, dtensor, full, numbers, zeros_like
+from tilework import checkpoint
+from tilework.checkpoint import CheckpointError, reading
+from tilework.dtensor import Shard
+from tilework.testing import run_ranks
+
+
+@pytest.fixture(params=["pages", "messages", "no core"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "no core":
+        monkeypatch.setattr(reading, "_core", None)
+    if request.param == "messages":
+        monkeypatch.setattr(reading.PartReader, "shares_pages", lambda self: False)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_columns_and_copies(tmp_path: Path, verify: bool) -> None:
+    x = numbers(1500, 400)  # of two chunks and a bit
+
+    def program(rank: int) -> int:
+        checkpoint.save({"x": dtensor(x, (3,), [Shard(0)])}, tmp_path)
+        total = 0
+        for placement in (Shard(1), Replicate()):
+            state = {"x": zeros_like(dtensor(x, (3,), [placement]))}
+            total += checkpoint.load(tmp_path, into=state, verify=verify).bytes_read
+            assert full(state["x"]).equal(x)
+        half = {"x": zeros_like(dtensor(x.double(), (3,), [Shard(1)]))}
+        checkpoint.load(tmp_path, into=half, verify=verify)  # and another dtype
+        assert full(half["x"]).equal(x.double())
+        return total
+
+    assert sum(run_ranks(3, program)) == 2 * x.nbytes  # each byte once
+
+
+def test_damage_is_told_on_all_ranks(tmp_path: Path) -> None:
+    x = numbers(1500, 400)
+
+    def program(rank: int) -> str:
+        state: dict[str, Any] = {"x": zeros_like(dtensor(x, (3,), [Shard(1)]))}
+        with pytest.raises(CheckpointError, match="have the CRC-32") as info:
+            checkpoint.load(tmp_path, into=state)
+        assert info.value.tensor == "x"
+        return str(info.value)
+
+    checkpoint.save({"x": x}, tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[1_500_000] ^= 4
+    path.write_bytes(content)
+    messages = run_ranks(3, program)
+    assert len(set(messages)) == 1
+    assert path.name in messages[0]
+
+
+def test_targets_of_odd_strides(tmp_path: Path) -> None:
+    x = numbers(300, 400)
+    checkpoint.save({"x": x}, tmp_path)
+    for target in (torch.zeros(400, 300).T, torch.zeros(600, 900)[::2, 5:805:2]):
+        checkpoint.load(tmp_path, into={"x": target})
+        assert target.equal(x)
