@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -45,6 +46,20 @@ class TestShmBetweenThreads(ProcessGroupContract):
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
         return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
+
+
+#: The least messages are read from peers' memory: here by the kernel, above where large, directly.
+READING = {"single_copy_bytes": 1, "single_copy_reduce_bytes": 1, "threads_apart": 1}
+
+
+class TestShmSingleCopy(ProcessGroupContract):
+    world_sizes = (1, 3)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64)
+    large = 400_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        with patch("tilework.comm.backends.shm.group_tunables", lambda: READING):
+            return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
 
 
 class TestThreads(ProcessGroupContract):

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 ON_THREADS = (
     "tests/csrc",
     "tests/comm/test_contract.py::TestShmBetweenThreads",
+    "tests/comm/test_contract.py::TestShmSingleCopy",
     "tests/comm/test_collectives_properties.py::test_random_programs_on_shm",
     "tests/comm/backends/test_shm_fast_path.py::test_what_only_moves_may_be_in_rows",
     "tests/comm/backends/test_shm_fast_path.py::test_rows_within_each_other",
