@@ -246,3 +246,16 @@ def test_compiled_modules_have_no_prefix(tmp_path: Path) -> None:
     module = net()
     checkpoint.save({"m": torch.compile(module)}, tmp_path)
     assert list(checkpoint.read(tmp_path)["m"]) == list(module.state_dict())
+
+
+def test_a_loaded_module_stays_in_its_wrapper(tmp_path: Path) -> None:
+    """Else data parallelism would be over, without a word."""
+
+    def program(rank: int) -> bool:
+        state = {"model": DistributedDataParallel(net())}
+        checkpoint.save(state, tmp_path / "one")
+        wrapper = state["model"]
+        checkpoint.load(tmp_path / "one", into=state)
+        return state["model"] is wrapper
+
+    assert run_ranks(2, program) == [True, True]

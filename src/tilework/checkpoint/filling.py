@@ -155,7 +155,7 @@ class Filling:
             CheckpointError: What is saved there cannot go there.
         """
         if isinstance(value, nn.Module):
-            return self._visit_module(unwrapped(value), path)
+            return self._visit_module(value, path)
         if isinstance(value, Optimizer):
             return self.visit_optimizer(self, value, path)
         if isinstance(value, torch.Generator):
@@ -253,7 +253,8 @@ class Filling:
         self._visit_tensor(array, path)
         return lambda: value
 
-    def _visit_module(self, module: nn.Module, path: Path) -> Finish:
+    def _visit_module(self, given: nn.Module, path: Path) -> Finish:
+        module = unwrapped(given)
         contents = module.state_dict()
         finish = self._visit_dict(contents, path) if contents else dict
         in_place = is_in_module(module, contents)
@@ -262,7 +263,7 @@ class Filling:
             filled: dict[str, Any] = finish()
             if not in_place:
                 module.load_state_dict(filled, strict=False)
-            return module
+            return given  # with its wrapper: data parallelism goes on
 
         return give
 

@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tilework.distributed as dist
 from tests.parallel.resilient.programs import BUILDS, make_loop, undisturbed
+from tilework.checkpoint import CheckpointManager
 from tilework.comm.elastic.grow import rejoin
 from tilework.comm.groups import _SUCCESSORS
 from tilework.comm.world import current_world
@@ -98,6 +100,28 @@ class Saved:
 
     def wait(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_what_no_memory_holds_comes_from_the_last_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Ranks 0 and 2 keep each other's part, and are lost at once."""
+
+    def program(rank: int) -> object:
+        def disturb(number: int) -> None:
+            if rank in (0, 2) and number == 5:
+                raise Gone
+
+        manager = CheckpointManager(tmp_path, every=2)
+        loop = make_loop(kind, disturb, shared=False, replicas=1, checkpoint=manager)
+        return list(loop.run(7)), [(event.kind, event.steps) for event in loop.events]
+
+    results: list[Any] = run_ranks(4, program, return_exceptions=True)
+    expected = undisturbed(kind, 7)
+    for rank in (1, 3):
+        losses, events = results[rank]
+        assert [number for number, _ in losses] == [0, 1, 2, 3, 4, 4, 5, 6]
+        assert dict(losses) == pytest.approx(dict(enumerate(expected)), rel=1e-4)
+        assert events == [("started", 0), ("lost", 4)]
 
 
 def test_a_time_limit_saves_and_ends_the_loop_on_all_ranks() -> None:
