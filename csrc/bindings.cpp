@@ -203,6 +203,29 @@ void bind_arena(nb::module_& m) {
       .def("used_bytes", &Arena::used_bytes);
 }
 
+/// For tests: the clock is the caller's.
+void bind_wait_history(nb::module_& m) {
+  nb::class_<WaitHistory>(m, "WaitHistory")
+      .def(nb::init<>())
+      .def(
+          "pace",
+          [](const WaitHistory& self, int threads, int cores) {
+            const Pace pace = self.pace(pace_for(threads, cores));
+            return nb::make_tuple(pace.spin_ns, pace.short_ns, pace.awake_ns, pace.crowded);
+          },
+          "threads"_a, "cores"_a)
+      .def(
+          "record",
+          [](WaitHistory& self, int64_t waited_ns, int threads, int cores) {
+            self.record(waited_ns, pace_for(threads, cores));
+          },
+          "waited_ns"_a, "threads"_a, "cores"_a)
+      .def("avoids_yields", &WaitHistory::avoids_yields, "now"_a)
+      .def("record_yield", &WaitHistory::record_yield, "now"_a, "ns"_a)
+      .def("record_yields", &WaitHistory::record_yields, "now"_a, "in_vain"_a)
+      .def("should_move", &WaitHistory::should_move, "now"_a);
+}
+
 void bind_completion(nb::module_& m) {
   nb::class_<PyCompletion>(m, "Completion")
       .def("done", [](const PyCompletion& self) { return self.completion->done(); })
@@ -449,6 +472,7 @@ NB_MODULE(_core, m) {
     return nb::make_tuple(dict_of(result.tunables), measurements);
   });
   bind_completion(m);
+  bind_wait_history(m);
   bind_group(m);
   bind_arena(m);
   bind_flight_ring(m);

@@ -3,7 +3,7 @@
 namespace tilework {
 
 bool Completion::sleep_until_done(const WaitOptions& options) {
-  if (spin(options.pace, [this] { return done(); })) return true;
+  if (spin(options, [this] { return done(); }, [](int) { return false; })) return true;
   while (!done()) {
     const int64_t now = now_ns();
     if (now >= options.deadline) return false;

@@ -7,6 +7,11 @@
 #include <stdexcept>
 
 namespace tilework {
+namespace {
+
+constexpr int kLookAhead = 8;  // ranks that a waiting one looks for on its core
+
+}  // namespace
 
 Exchange::Exchange(RankContext& context, RoundState& state, const Operation& operation_,
                    const WaitOptions& options, const std::atomic<bool>& cancelled)
@@ -29,6 +34,7 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
 
 void Exchange::publish() {
   const uint64_t step = ++state_.step;
+  context_.tell_core(current_core());
   segment_.control(rank).step.store(step);
   // Only the rank that completes the round needs to wake the others. All stores and loads of
   // steps are sequentially consistent, so the last to store sees all.
@@ -43,6 +49,11 @@ void Exchange::await() {
   wait_until(
       segment_.control(rank).round_event, context_.sleeps, options_,
       [&] { return all_arrived(next); },
+      [&](int core) {
+        return context_.shares_core(
+            core, next, options_.pace.crowded ? size : std::min(size, next + kLookAhead),
+            [&](int peer) { return !arrived(peer); });
+      },
       [&](bool check_processes) { return fault_while_waiting(check_processes); });
   if (state_.step == first_step_)
     longest_bytes_ = agree(segment_, rank, parity(0), large_bytes_, state_.peers);

@@ -90,7 +90,13 @@ Group::~Group() {
 }
 
 WaitOptions Group::wait_options(double timeout, SignalCheck signals, Pace pace) const {
-  return {pace, timeout, deadline_after(timeout), signals};
+  return {pace, nullptr, timeout, deadline_after(timeout), signals};
+}
+
+WaitOptions Group::own_wait_options(double timeout, SignalCheck signals) const {
+  WaitOptions options = wait_options(timeout, signals, pace());
+  options.history = &engine_->context.history;
+  return options;
 }
 
 // ---- collectives -----------------------------------------------------------------------------
@@ -138,7 +144,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals) {
     ~Release() { group.release(); }
     Group& group;
   } release{*this};
-  engine_->collectives.execute(operation, wait_options(timeout, signals, pace()));
+  engine_->collectives.execute(operation, own_wait_options(timeout, signals));
 }
 
 std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) {
@@ -279,7 +285,7 @@ bool Group::wait(Completion& completion, bool is_message, double timeout, Signal
     return completion.sleep_until_done(wait_options(timeout, signals, background_pace()));
   }
   ActiveCall active(*this);
-  return engine_->point_to_point.wait(completion, wait_options(timeout, signals, pace()));
+  return engine_->point_to_point.wait(completion, own_wait_options(timeout, signals));
 }
 
 // ---- queries ---------------------------------------------------------------------------------

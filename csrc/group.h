@@ -97,11 +97,15 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(int fd, int rank, int size, const std::string& nonce);
 
   RankControl& control(int rank) const { return engine_->context.segment.control(rank); }
-  Pace pace() const { return pace_for(size_, cores_.load(std::memory_order_relaxed)); }
+  Pace pace() const {
+    return engine_->context.history.pace(pace_for(size_, cores_.load(std::memory_order_relaxed)));
+  }
   Pace background_pace() const {
     return background_pace_for(size_, cores_.load(std::memory_order_relaxed));
   }
   WaitOptions wait_options(double timeout, SignalCheck signals, Pace pace) const;
+  /// Of a wait on the caller's thread, which others learn from.
+  WaitOptions own_wait_options(double timeout, SignalCheck signals) const;
   std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout);
   void wait_for_queued(Completion& completion, SignalCheck signals);
   bool claim(Operation& operation, bool inline_only);

@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -78,6 +79,24 @@ void read_usable_cores(uint64_t (&words)[kCoreWords]) {
   for (long core = 0; core < kCoreWords * 64; ++core)
     words[core / 64] =
         (words[core / 64] & ~(uint64_t{1} << core % 64)) | (uint64_t{core < online} << core % 64);
+}
+
+int current_core() { return sched_getcpu(); }
+
+int64_t context_switches() {
+  rusage usage{};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nivcsw;
+}
+
+bool leave_cores(const uint64_t (&cores)[kCoreWords]) {
+  uint64_t usable[kCoreWords], others[kCoreWords], any = 0;
+  const auto set = [](const uint64_t* words) { return reinterpret_cast<const cpu_set_t*>(words); };
+  if (sched_getaffinity(0, sizeof usable, reinterpret_cast<cpu_set_t*>(usable)) != 0) return false;
+  for (int i = 0; i < kCoreWords; ++i) any |= others[i] = usable[i] & ~cores[i];
+  if (any == 0 || sched_setaffinity(0, sizeof others, set(others)) != 0) return false;
+  sched_setaffinity(0, sizeof usable, set(usable));
+  return true;
 }
 
 unsigned fork_generation() { return generation.load(std::memory_order_relaxed); }

@@ -38,6 +38,14 @@ void futex_wake_all(std::atomic<uint32_t>& word);
 constexpr int kCoreWords = 16;
 void read_usable_cores(uint64_t (&words)[kCoreWords]);
 
+/// The core that this thread runs on, at this moment; -1 where the system does not tell.
+int current_core();
+/// How often this thread has lost its core, or given it away, without sleeping.
+int64_t context_switches();
+/// Move this thread to a core that it may use and that is not in the set; false if there is none. Then
+/// it may use the same cores as before.
+bool leave_cores(const uint64_t (&cores)[kCoreWords]);
+
 /// A number that changes in a forked child: objects made under another value belong to the parent.
 unsigned fork_generation();
 void watch_forks();

@@ -135,8 +135,11 @@ template <class Finished>
 bool PointToPoint::progress_until(Finished&& finished, const WaitOptions& options) {
   int64_t last_check = now_ns();
   for (;;) {
-    const bool moved =
-        spin(options.pace, [&] { return try_progress(Checks::kNone) || finished(); });
+    const bool moved = spin(
+        options, [&] { return try_progress(Checks::kNone) || finished(); },
+        [&](int core) {
+          return context_.shares_core(core, 0, context_.size, [](int) { return true; });
+        });
     if (finished()) return true;
     if (moved && now_ns() - last_check < kSlice) continue;
     last_check = now_ns();

@@ -30,6 +30,19 @@ int RankContext::cores() {
   return count;
 }
 
+/// Move this thread to a core without a rank of the group, if it is time to; true if it moved. The
+/// thread may run wherever it might before: only the kernel's choice is made anew.
+bool RankContext::leave_core() {
+  if (size > known_cores.load(std::memory_order_relaxed)) return false;
+  if (!history.should_move(now_ns())) return false;
+  uint64_t taken[kCoreWords] = {};
+  for (int peer = 0; peer < size; ++peer) {
+    const uint32_t core = segment.control(peer).core.load(std::memory_order_relaxed) - 1;
+    if (core < kCoreWords * 64) taken[core / 64] |= uint64_t{1} << core % 64;
+  }
+  return tilework::leave_cores(taken);
+}
+
 std::optional<Abort> RankContext::aborted() const {
   const AbortRecord& record = segment.header().abort;
   if (record.state.load() != 2) return std::nullopt;

@@ -45,6 +45,27 @@ struct RankContext {
   /// The number of cores that the ranks may run on together: each may be bound to its own.
   int cores();
 
+  /// Tell the peers on which core this thread runs.
+  void tell_core(int core) {
+    const uint32_t here = static_cast<uint32_t>(core + 1);
+    std::atomic<uint32_t>& told = segment.control(rank).core;
+    if (told.load(std::memory_order_relaxed) != here) told.store(here, std::memory_order_relaxed);
+  }
+
+  /// True if a rank of [first, last) that `awaited` accepts was last seen on `core`, on which this
+  /// thread runs. Tells the others so. Where each rank can have a core, the later of two ranks that
+  /// stay on one leaves it.
+  template <class Awaited>
+  bool shares_core(int core, int first, int last, Awaited&& awaited) {
+    const uint32_t here = static_cast<uint32_t>(core + 1);
+    tell_core(core);
+    for (int peer = first; here != 0 && peer < last; ++peer)
+      if (peer != rank && segment.control(peer).core.load(std::memory_order_relaxed) == here &&
+          awaited(peer))
+        return peer > rank || !leave_core();
+    return false;
+  }
+
   Segment segment;
   const int rank;
   const int size;
@@ -53,7 +74,11 @@ struct RankContext {
   PeerMemory memory;
   std::atomic<bool> closing{false};
   std::atomic<int> known_cores{0};
+  WaitHistory history;  // of waits on the caller's threads
   std::atomic<uint64_t> operations{0}, bytes{0}, sleeps{0};
+
+ private:
+  bool leave_core();
 };
 
 }  // namespace tilework

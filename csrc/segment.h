@@ -28,7 +28,7 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 6;
+constexpr uint32_t kAbi = 7;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
@@ -76,6 +76,7 @@ struct FailureReport {
 /// 128-byte alignment: x86 prefetches cache lines in pairs.
 struct alignas(4096) RankControl {
   alignas(128) std::atomic<uint64_t> step;  // rounds this rank has published
+  std::atomic<uint32_t> core;               // where it last waited, plus 1; 0: unknown
   EventCount round_event;                   // a round is complete
   alignas(128) EventCount message_event;    // a channel moved
   alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined

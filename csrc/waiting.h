@@ -1,48 +1,34 @@
-// A rank's wait: it spins briefly, since a peer that runs at the same time answers within a
-// microsecond; then yields its core a few times, since with more ranks than cores the peer needs
-// it; then sleeps on its eventcount. It sleeps in slices, so that a wait also ends without a
-// notification: at a deadline, a dead peer, an abort, a signal.
+// A rank's wait. It polls, since a peer that runs at the same time answers within a microsecond; gives
+// its core away, if the awaited peer was last seen on the same one; and sleeps on its eventcount once
+// the wait has become a long one. It sleeps in slices, so that a wait also ends without a notification:
+// at a deadline, a dead peer, an abort, a signal.
+//
+// Whoever sleeps is woken by the peer that it waited for, on that peer's core as often as not; so short
+// waits must not end in sleep, or ranks come to share a core while another has nothing to do. Ranks
+// that only yield stay runnable, and the kernel moves one of them to the idle core. But a core that is
+// yielded to another program is gone for a time slice: hence the look at where the peers are.
 #pragma once
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 
 #include "fault.h"
 #include "platform.h"
 #include "segment.h"
+#include "wait_history.h"
 
 namespace tilework {
 
 constexpr int64_t kSlice = 50 * kMillisecond;  // a dead peer is noticed within this, and a little
 
-/// Time to spin, and time to poll between yields, both from the start of a wait until sleep.
-struct Pace {
-  int64_t spin_ns;
-  int64_t yield_ns;
-};
-
-/// The pace for `threads` waiting threads on `cores` cores. With a core for each, answers come
-/// within a spin, and yields help where two of them share a core all the same; a yield that nobody
-/// uses costs a fraction of a microsecond, a sleep and a wake-up some tens. With fewer cores, the
-/// time that a thread spins is time that the awaited one lacks.
-inline Pace pace_for(int threads, int cores) {
-  if (threads <= cores) return {5 * kMicrosecond, 50 * kMicrosecond};
-  return {200, 20 * kMicrosecond};
-}
-
-/// The pace of the core's own threads, beside which the callers compute. They do not yield: a
-/// thread that computes would keep the core for milliseconds, while a sleeper is woken at once.
-inline Pace background_pace_for(int threads, int cores) {
-  if (2 * threads <= cores) return pace_for(2 * threads, cores);
-  return {500, 0};
-}
-
 /// The bounds of a wait, and its check for signals.
 struct WaitOptions {
   Pace pace;
-  double seconds = -1;  // as the caller gave them, for messages
+  WaitHistory* history = nullptr;  // learns how long the wait took; null: it is not told
+  double seconds = -1;             // as the caller gave them, for messages
   int64_t deadline = kNever;
   bool (*interrupted)() = nullptr;  // runs Python's signal handlers; null off Python's threads
 
@@ -75,26 +61,98 @@ class EventWaiter {
   uint32_t observed_;
 };
 
-/// True if ready() came true before it is time to sleep.
-template <class Ready>
-bool spin(const Pace& pace, Ready&& ready) {
-  constexpr int kPollsPerClock = 16;  // reading the clock costs as much as several polls
-  if (ready()) return true;
-  const int64_t start = now_ns();
-  int64_t now;
-  do {
-    for (int i = 0; i < kPollsPerClock; ++i) {
-      cpu_relax();
-      if (ready()) return true;
+/// The steps of a wait from its start until it is time to sleep.
+class Polling {
+ public:
+  explicit Polling(const WaitOptions& options)
+      : pace_(options.pace),
+        history_(options.history),
+        start_(now_ns()),
+        now_(start_),
+        avoids_yields_(history_ && history_->avoids_yields(start_)) {}
+
+  /// A yield if an awaited peer shares this core, or it is time for one; else some polls. True if
+  /// ready() came true.
+  template <class Ready, class SharesCore>
+  bool step(Ready&& ready, SharesCore&& shares_core) {
+    constexpr int kPollsPerClock = 16;  // reading the clock costs as much as several polls
+    const bool shared = shares_core(current_core());
+    if (shared && (avoids_yields_ || yields_in_vain())) {
+      sleeps_ = true;
+      return false;
     }
-    now = now_ns();
-  } while (now - start < pace.spin_ns);
-  while (now - start < pace.yield_ns) {
-    sched_yield();
-    if (ready()) return true;
-    now = now_ns();
+    const bool yields = shared || (!avoids_yields_ && yield_is_due());
+    bool done = false;
+    if (yields) {
+      sched_yield();
+      done = ready();
+      if (done && shared && history_) history_->record_yields(now_, false);
+    } else {
+      for (int i = 0; i < kPollsPerClock && !done; ++i) done = (cpu_relax(), ready());
+    }
+    if (done && !yields) return true;  // the usual case; no look at the clock
+    const int64_t before = now_;
+    now_ = now_ns();
+    if (yields && history_) history_->record_yield(now_, now_ - before);
+    if (!shared && now_ - before > kLostCore) lost_ns_ += now_ - before;
+    return done;
   }
-  return false;
+
+  bool over() const { return sleeps_ || now_ - start_ >= awake_ns(); }
+  /// True if the wait took all the time that its pace allows before sleep.
+  bool was_long() const { return !sleeps_; }
+  /// Since the start, without what other programs took of this core.
+  int64_t waited_ns() const { return std::max<int64_t>(0, now_ - start_ - lost_ns_); }
+
+ private:
+  static constexpr int64_t kLostCore = 100 * kMicrosecond;  // no burst of polls takes so long
+
+  int64_t awake_ns() const {
+    return avoids_yields_ && pace_.crowded ? pace_.short_ns : pace_.awake_ns;
+  }
+
+  /// Count a wait's yields to a peer on this core. After some, see whether they switch to anybody.
+  bool yields_in_vain() {
+    constexpr int kTrusted = 8, kTried = 16;
+    if (++shared_yields_ == kTrusted) switches_ = context_switches();
+    if (shared_yields_ != kTried || context_switches() != switches_) return false;
+    if (history_) history_->record_yields(now_, true);
+    return true;
+  }
+
+  bool yield_is_due() {
+    if (now_ - start_ < next_yield_) return false;
+    next_yield_ = pace_.crowded ? 0 : 2 * (now_ - start_);
+    return true;
+  }
+
+  const Pace& pace_;
+  WaitHistory* const history_;
+  const int64_t start_;
+  int64_t now_;
+  const bool avoids_yields_;
+  bool sleeps_ = false;
+  int shared_yields_ = 0;
+  int64_t switches_ = 0;
+  int64_t next_yield_ = pace_.spin_ns;
+  int64_t lost_ns_ = 0;
+};
+
+/// True if ready() came true before it is time to sleep. shares_core(core) is true if an awaited peer
+/// was last seen on `core`.
+template <class Ready, class SharesCore>
+bool spin(const WaitOptions& options, Ready&& ready, SharesCore&& shares_core) {
+  if (ready()) {
+    if (options.history) options.history->record(0, options.pace);
+    return true;
+  }
+  Polling polling(options);
+  bool done = false;
+  do done = polling.step(ready, shares_core);
+  while (!done && !polling.over());
+  if (options.history && (done || polling.was_long()))
+    options.history->record(polling.waited_ns(), options.pace);
+  return done;
 }
 
 /// A timer for liveness checks of peers: due once a slice, however often notifications and signals
@@ -115,10 +173,10 @@ class LivenessTimer {
 /// Return once ready() is true. Before each sleep, find_fault(check_processes) returns the fault that
 /// makes waiting futile, if any; check_processes is true once a slice. A fault counts only if ready()
 /// is still false after it was found: what a peer did before it failed comes first.
-template <class Ready, class FindFault>
+template <class Ready, class SharesCore, class FindFault>
 void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOptions& options,
-                Ready&& ready, FindFault&& find_fault) {
-  if (spin(options.pace, ready)) return;
+                Ready&& ready, SharesCore&& shares_core, FindFault&& find_fault) {
+  if (spin(options, ready, shares_core)) return;
   LivenessTimer liveness_timer;
   for (;;) {
     EventWaiter waiter(event, sleeps);

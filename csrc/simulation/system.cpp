@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -35,6 +36,9 @@ int __real_fcntl(int, int, ...);
 FILE* __real_fopen(const char*, const char*);
 long __real_sysconf(int);
 int __real_sched_getaffinity(pid_t, size_t, cpu_set_t*);
+int __real_sched_setaffinity(pid_t, size_t, const cpu_set_t*);
+int __real_sched_getcpu();
+int __real_getrusage(int, rusage*);
 pthread_t __real_pthread_self();
 ssize_t __real_process_vm_readv(pid_t, const iovec*, unsigned long, const iovec*, unsigned long,
                                 unsigned long);
@@ -294,6 +298,25 @@ int __wrap_sched_getaffinity(pid_t process, size_t bytes, cpu_set_t* set) {
   if (!Schedule::running()) return __real_sched_getaffinity(process, bytes, set);
   memset(set, 0, bytes);
   for (int core = 0; core < machine_cores; ++core) CPU_SET(core, set);
+  return 0;
+}
+
+int __wrap_sched_setaffinity(pid_t process, size_t bytes, const cpu_set_t* set) {
+  return Schedule::running() ? 0 : __real_sched_setaffinity(process, bytes, set);
+}
+
+/// Any core: ranks must get on with whatever they think of their places.
+int __wrap_sched_getcpu() {
+  Schedule* schedule = Schedule::running();
+  if (!schedule) return __real_sched_getcpu();
+  return static_cast<int>(schedule->random().below(static_cast<uint64_t>(machine_cores)));
+}
+
+int __wrap_getrusage(int who, rusage* usage) {
+  Schedule* schedule = Schedule::running();
+  if (!schedule) return __real_getrusage(who, usage);
+  *usage = rusage{};
+  usage->ru_nivcsw = static_cast<long>(schedule->random().below(2));
   return 0;
 }
 

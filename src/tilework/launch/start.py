@@ -1,7 +1,10 @@
 """Start one rank's process: by fork from this one, or as a fresh interpreter.
 
 Either way the rank leads a group of its own and has no controlling terminal: Ctrl-C
-reaches the launcher alone, and everything the rank starts can be signalled as one group.
+reaches the launcher alone, and everything the rank starts can be signalled as one group. It leads a
+session of its own only where there is a terminal to be rid of: Linux may share cores between
+sessions before it shares them between processes (sched_autogroup), and a rank could not yield
+to another.
 """
 
 from __future__ import annotations
@@ -90,7 +93,10 @@ class ForkStarter:
         """The child's whole life; nothing may leave it and run on in the launcher's frames."""
         code = 1
         try:
-            os.setsid()
+            if has_terminal():
+                os.setsid()
+            else:
+                os.setpgid(0, 0)
             for source, target in standard.pairs():
                 os.dup2(source, target)
             drop()
@@ -136,7 +142,7 @@ class FreshStarter:
             [*arguments, str(targets[0]), str(plan.rank), str(targets[1])],
             plan.environment,
             file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in moves],
-            setsid=True,
+            **({"setsid": True} if has_terminal() else {"setpgroup": 0}),
             # Held back until the rank can end quietly, instead of a traceback from the import.
             setsigmask=[signal.SIGINT],
             # Ignored by Python; a fresh interpreter decides for itself.
@@ -146,6 +152,15 @@ class FreshStarter:
     def close(self) -> None:
         """Drop the file. Idempotent."""
         self._file.close()
+
+
+def has_terminal() -> bool:
+    """True if this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _fork() -> int:
