@@ -75,6 +75,7 @@ class Run:
             "write_local": self.write_local,
             "watch": self.watch,
             "recomputed": self.recomputed,
+            "gradient": self.gradient,
         }
 
     def execute(self, statement: str) -> None:
@@ -133,7 +134,8 @@ class Run:
         """Note the gradients of a tensor."""
 
         def note(grad: Tensor) -> None:
-            self.seen[f"{name}, call {len(self.seen)}"] = grad.detach().clone()
+            before = sum(known.startswith(f"{name}, ") for known in self.seen)
+            self.seen[f"{name}, call {before}"] = grad.detach().clone()
 
         is_leaf = any(tensor is leaf for leaf in self.leaves.values())
         if tensor.requires_grad and (is_leaf or tensor.grad_fn is not None):
@@ -142,6 +144,13 @@ class Run:
     def recomputed(self, function: Callable[..., Tensor], *args: Any, reentrant: bool) -> Any:
         """The function's result, which is computed anew in backward."""
         return checkpoint(function, *args, use_reentrant=reentrant)
+
+    def gradient(self, of: Tensor, to: Tensor) -> Tensor:
+        """The gradient of a tensor's sum by another tensor; zeros if there is none."""
+        (grad,) = torch.autograd.grad(of.sum(), [to], retain_graph=True, allow_unused=True)
+        if grad is None:
+            grad = torch.zeros_like(to)
+        return grad.clone(memory_format=torch.contiguous_format)
 
     # -- backward ----------------------------------------------------------------------------
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from tests.fuzz.programs import Outcome, Program, expect, run_programs
 
-_PLACEMENTS = re.compile(r"'(?:(?:S\d|R|PM|PA|P)(?: |(?=')))+'")
+_PLACEMENTS = re.compile(r"'(?:(?:S\d(?:\([\d,]*\))?|R|PM|PA|P)(?: |(?=')))+'")
 
 
 def minimise(outcome: Outcome, tries: int = 200) -> Outcome:
@@ -36,22 +37,22 @@ def _shorter(program: Program) -> list[Program]:
     """Programs without a statement, with a plainer one, or on a smaller mesh."""
     statements = list(program.statements)
     found = [
-        Program([*statements[:at], *statements[at + 1 :]], program.mesh, program.seed)
+        replace(program, statements=[*statements[:at], *statements[at + 1 :]], expected={})
         for at in reversed(range(len(statements)))
     ]
     for at, text in enumerate(statements):
         for plainer in _plainer(text):
             changed = [*statements[:at], plainer, *statements[at + 1 :]]
-            found.append(Program(changed, program.mesh, program.seed))
+            found.append(replace(program, statements=changed, expected={}))
     if len(program.mesh) == 1 and program.mesh[0] > 2:
-        found.append(Program(statements, (2,), program.seed))
+        found.append(replace(program, mesh=(2,), expected={}))
     if len(program.mesh) == 2:
         flat = [
             _PLACEMENTS.sub(lambda m: m[0].split(" ")[0].rstrip("'") + "'", t) for t in statements
         ]
-        found.append(Program(flat, (2,), program.seed))
+        found.append(replace(program, statements=flat, mesh=(2,), expected={}))
         if program.mesh != (2, 2):
-            found.append(Program(statements, (2, 2), program.seed))
+            found.append(replace(program, mesh=(2, 2), expected={}))
     return found
 
 
@@ -67,7 +68,7 @@ def _plainer(text: str) -> list[str]:
     if match is not None:
         words = match[0].strip("'").split()
         for at, word in enumerate(words):
-            if word != "R":
-                changed = " ".join([*words[:at], "R", *words[at + 1 :]])
+            for plain in {"R", word.partition("(")[0]} - {word}:
+                changed = " ".join([*words[:at], plain, *words[at + 1 :]])
                 found.append(text[: match.start()] + f"'{changed}'" + text[match.end() :])
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.dtensor.op_checks import noting_gatherings
 from tests.fuzz.language import Run
-from tests.fuzz.statements import Chooser, first_statement, statement
+from tests.fuzz.statements import Chooser, first_statement, refused_statement, statement
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -43,18 +43,21 @@ class Program:
         statements: Its statements.
         mesh: The shape of the mesh that it is to run on.
         seed: The number that it was made from; for messages.
+        refused: A last statement that torch refuses; empty: none.
     """
 
     statements: Sequence[str]
     mesh: tuple[int, ...]
     seed: int = -1
+    refused: str = ""
     #: What is compared, by a name for it.
     expected: dict[str, Any] = field(default_factory=dict)
     #: True if there is a backward pass.
     graded: bool = False
 
     def __str__(self) -> str:
-        return "\n".join(self.statements)
+        refused = [f"refused: {self.refused}"] if self.refused else []
+        return "\n".join([*self.statements, *refused])
 
 
 def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
@@ -63,14 +66,14 @@ def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
     mesh = mesh or MESHES[seed % len(MESHES)]
     run, statements = Run(), []
     for number in range(rng.randint(1, 3)):
-        chooser = Chooser(rng, run.tensors(), len(mesh), "")
+        chooser = Chooser(rng, run.tensors(), mesh, "")
         statements.append(first_statement(chooser, f"v{number}"))
         run.execute(statements[-1])
     wanted, tries = rng.randint(3, 13), 0
     while len(statements) < wanted and tries < 60:
         tries += 1
         name = f"v{len(run.tensors())}"
-        chooser = Chooser(rng, run.tensors(), len(mesh), name)
+        chooser = Chooser(rng, run.tensors(), mesh, name)
         try:
             text = statement(chooser)
         except (LookupError, ValueError):
@@ -81,13 +84,25 @@ def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
             run = Run()
             for each in statements:
                 run.execute(each)
-    program = Program(statements, mesh, seed)
-    return program
+    refused = _refused(rng, run, mesh) if rng.random() < 0.5 else ""
+    return Program(statements, mesh, seed, refused)
 
 
-def _runs(run: Run, text: str) -> bool:
+def _refused(rng: random.Random, run: Run, mesh: tuple[int, ...]) -> str:
+    """A statement that torch refuses after those that were run; empty if none is found."""
+    for _ in range(5):
+        try:
+            text = refused_statement(Chooser(rng, run.tensors(), mesh, "v99"))
+        except (LookupError, ValueError):
+            continue
+        if not _runs(run, text, "ignore"):
+            return text
+    return ""
+
+
+def _runs(run: Run, text: str, warned: Any = "error") -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as an out= that is resized
+        warnings.simplefilter(warned)  # such as an out= that is resized
         torch.set_warn_always(True)
         try:
             run.execute(text)
@@ -109,24 +124,47 @@ def _is_fair(run: Run) -> bool:
 
 def expect(program: Program) -> bool:
     """Run a program on plain tensors, and keep what it gives; False if torch refuses it."""
+    try:
+        run, program.expected = _on_plain(program)
+    except Exception:
+        return False
+    grads = _plain_gradients(run)
+    if grads and any(_COUNTED_BY_NONE.search(text) for text in program.statements):
+        # Fair if they are not of values that torch does not know to be others.
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            kept, _ = _on_plain(program)
+        if _difference(_plain_gradients(kept) or {}, grads):
+            grads = None
+    program.graded = grads is not None
+    program.expected |= grads or {}
+    if program.refused:
+        last, _ = _on_plain(program)
+        if program.graded:
+            last.backward()
+        if _runs(last, program.refused, "ignore"):
+            program.refused = ""
+    return True
+
+
+def _on_plain(program: Program) -> tuple[Run, dict[str, Any]]:
+    """A run on plain tensors, and what can be seen of it."""
     run = Run()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            for text in program.statements:
-                run.execute(text)
-            program.expected = _state(run)
-        except Exception:
-            return False
-        if any(_COUNTED_BY_NONE.search(text) for text in program.statements):
-            return True  # gradients would be of values that torch does not know to be others
+        for text in program.statements:
+            run.execute(text)
+        return run, _state(run)
+
+
+def _plain_gradients(run: Run) -> dict[str, Any] | None:
+    """The gradients of a run on plain tensors; None if torch refuses the backward pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             run.backward()
-            program.graded = True
-            program.expected |= _gradients(run)
         except Exception:
-            program.graded = False
-    return True
+            return None
+        return _gradients(run)
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -239,12 +277,22 @@ def _run(program: Program, mesh: DeviceMesh) -> Outcome:
         if program.graded:
             run.backward()
             state |= _gradients(run)
+        if program.refused:
+            _check_refused(run, program.refused)
     except AssertionError as error:
         return Outcome(program, "wrong", str(error))
     except Exception as error:
         return Outcome(program, "raised", f"{type(error).__name__}: {error} {_place(error)}")
     differing = _difference(state, program.expected)
     return Outcome(program, "wrong", differing) if differing else Outcome(program, "right")
+
+
+def _check_refused(run: Run, text: str) -> None:
+    try:
+        run.execute(text)
+    except Exception:
+        return
+    raise AssertionError(f"accepted what torch refuses: {text}")
 
 
 def _check_locals(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +20,12 @@ class Chooser:
     Args:
         rng: Chooses.
         tensors: What the program has so far.
-        axes: The number of the mesh's axes.
+        mesh: The shape of the mesh.
         new: The name of the statement's result.
     """
 
-    def __init__(self, rng: random.Random, tensors: Tensors, axes: int, new: str) -> None:
-        self.rng, self.tensors, self.axes, self.new = rng, tensors, axes, new
+    def __init__(self, rng: random.Random, tensors: Tensors, mesh: Sequence[int], new: str) -> None:
+        self.rng, self.tensors, self.mesh, self.new = rng, tensors, mesh, new
 
     def any(self, fits: Callable[[Tensor], bool] = lambda t: True) -> str:
         """The name of a tensor of numbers, later ones more often."""
@@ -73,8 +74,19 @@ class Chooser:
 
     def placements(self, shape: Sequence[int], partial: bool = True) -> str:
         """Placements for a tensor of a shape."""
-        ways = ["R", *[f"S{dim}" for dim in range(len(shape))] * 2, *(["P"] if partial else [])]
-        return " ".join(self.rng.choice(ways) for _ in range(self.axes))
+        partials = [self.of("P", "P", "P", "PA", "PM")] if partial else []
+        ways = ["R", *[f"S{dim}" for dim in range(len(shape))] * 2, *partials]
+        words = [self.rng.choice(ways) for _ in self.mesh]
+        for axis, word in enumerate(words):
+            if word.startswith("S") and words.count(word) == 1 and self.rng.random() < 0.2:
+                words[axis] += self._sizes(shape[int(word[1:])], self.mesh[axis])
+        return " ".join(words)
+
+    def _sizes(self, total: int, count: int) -> str:
+        """Sizes of shards, some of them maybe 0, as text."""
+        cuts = sorted(self.rng.randint(0, total) for _ in range(count - 1))
+        ends = zip([0, *cuts], [*cuts, total], strict=True)
+        return f"({','.join(str(stop - start) for start, stop in ends)})"
 
     def number(self) -> float:
         """A number."""
@@ -327,19 +339,54 @@ def _become_view(c: Chooser) -> str:
     )
 
 
+def _detach(c: Chooser) -> str:
+    return f"{c.any()}.detach_()"
+
+
+def _resize(c: Chooser) -> str:
+    """Another shape of as many elements as memory has, or of fewer."""
+    x = c.any()
+    sizes = [c.rng.randint(1, 4) for _ in range(c.of(1, 2))]
+    if math.prod(sizes) > c.tensors[x].numel():
+        raise LookupError
+    return f"{x}.resize_({sizes})"
+
+
+def _gradient(c: Chooser) -> str:
+    of = c.any(lambda t: t.requires_grad)
+    to = c.any(lambda t: t.requires_grad and not (t._is_view() and t._version))
+    return f"gradient({of}, {to})"
+
+
+def _refused(c: Chooser) -> str:
+    """A statement of a kind that torch often refuses."""
+    x = c.any()
+    y = c.any()
+    return c.text(
+        f"{x}.add_({y})", f"{x}.copy_({y})", f"{x}[{basic_index(c, x)}] = {y}",
+        f"{x}.view({[*reversed(c.tensors[x].shape)]})", f"{x}.mul_(2.0)", f"{x} @ {y}",
+        f"{x}.transpose({c.rng.randint(-3, 3)}, 1)", f"{x}.narrow(0, 1, {c.rng.randint(1, 5)})",
+        f"{x}[{c.rng.randint(-5, 5)}]", f"torch.cat([{x}, {y}])", f"{x}.squeeze({c.of(0, 2)})",
+        f"torch._foreach_add_([{x}], [{y}])", f"{x}.unfold(0, {c.rng.randint(1, 5)}, 1)",
+        f"{x}.detach_()", f"{x}.expand({[2, *c.tensors[y].shape]})", f"{x}.t_()",
+        f"{x}.resize_([2])", f"{x}[{y} > 0.3]",
+        f"{x}[[{c.rng.randint(-5, 5)}]]", f"{x}.as_strided([3], [2], {c.rng.randint(0, 9)})",
+    )  # fmt: skip
+
+
 def _watch(c: Chooser) -> str:
     # Of a view that shows what was written, hooks see what torch computes anew from its base.
     x = c.any(lambda t: t.requires_grad and not (t._is_view() and t._version))
     return f"watch({x}, {x!r})"
 
 
-_VALUES: Sequence[tuple[Callable[[Chooser], str], int]] = (
+_VALUES: Sequence[tuple[Callable[[Chooser], str], float]] = (
     *((_view, 9), (_index, 5), (_index_by_tensors, 2), (_pieces, 2), (_compute, 6), (_join, 2)),
-    *((_scatter, 1), (_move, 2)),
+    *((_scatter, 1), (_move, 2), (_gradient, 1)),
 )
-_WRITES: Sequence[tuple[Callable[[Chooser], str], int]] = (
+_WRITES: Sequence[tuple[Callable[[Chooser], str], float]] = (
     *((_write, 7), (_write_item, 4), (_write_list, 2), (_write_out, 2), (_write_local, 1)),
-    *((_become_view, 1), (_watch, 1)),
+    *((_become_view, 1), (_watch, 1), (_detach, 0.3), (_resize, 0.3)),
 )
 _MODES = ("with torch.no_grad():", "with torch.inference_mode():", "with torch.enable_grad():")
 
@@ -356,10 +403,20 @@ def statement(c: Chooser) -> str:
     text: str = kind(c)
     if makes:
         text = f"{c.new} = {text}"
-    moded = kind is not _become_view and not text.startswith("with ")
+    moded = kind not in (_become_view, _gradient, _resize) and not text.startswith("with ")
     if moded and c.rng.random() < 0.22:
         mode = _MODES[0] if makes or c.rng.random() < 0.5 else c.of(*_MODES)
         text = f"{mode} {text}"
+    return text
+
+
+def refused_statement(c: Chooser) -> str:
+    """A statement that torch may refuse."""
+    if c.rng.random() < 0.7:
+        return _refused(c)
+    text = statement(c)
+    if "out=" in text:  # of memory that an input has: the result is as if that were read first
+        raise LookupError
     return text
 
 
@@ -367,7 +424,7 @@ def first_statement(c: Chooser, name: str) -> str:
     """The statement that makes a tensor from nothing."""
     shape = c.of(*SHAPES)
     placements, seed = c.placements(shape), c.rng.randint(0, 99)
-    if c.rng.random() < 0.1 and len(shape) and c.axes == 1:
+    if c.rng.random() < 0.1 and len(shape) and len(c.mesh) == 1:
         return f"{name} = data({shape}, {seed}, 'R')"
     if c.rng.random() < 0.6:
         return f"{name} = leaf({name!r}, {shape}, {seed}, {placements!r})"

@@ -70,7 +70,43 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = data((2, 3, 4), 16, 'R')\nv1 = v0.unsqueeze(-3).permute([0, 3, 2, 1])\n"
         "v2 = torch.cat([v1, v1], 1)",
         "v0 = data((1, 6), 15, 'S0')\nv1 = v0 + 1\nv1[:1] = 0.5\nv1[v1 > 0.3] = v0",
+        # Gradients of intermediates that a view was written to.
+        "v0 = leaf('v0', (5, 3), 79, 'S0')\nv1 = v0 + v0\nv2 = v1[0]\nv2.clamp_(-1.0, 1.0)\n"
+        "watch(v1, 'v1')\nv3 = gradient(v2, v1)",
+        "v0 = data((4, 3), 9, 'S1')\nv1 = v0[:0][:, [9]]",
+        "v0 = leaf('v0', (4, 6), 96, 'PA')\nv1 = v0.unfold(0, 1, 2)\n"
+        "v2 = recomputed(lambda a: (a * 2).sin() + a, v1, reentrant=True)",
+        # Another shape of the same memory.
+        "v0 = data((4, 6), 29, 'S1')\nv1 = v0[1:]\nv2 = v1[0]\nv1.resize_([2, 3])\n"
+        "v0.mul_(2.0)\nv1 += 1.0",
     ],
 )
 def test_programs_that_went_wrong_once(program: str) -> None:
     compare(program)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v0[1:].t_()",
+        "v0[1].detach_()",
+        "v1[1].detach_()",
+        "v0.detach()[0].detach_()",
+        "v1.resize_([2])",
+        "v2.index_select(0, torch.tensor([-1]))",
+        "v2[[4]]",
+        "v2[:, [9]]",
+        "v2[0].H",
+        "v2.expand([2, 4, 3]).add_(1.0)",
+        "v2.narrow(0, 3, 2)",
+        "v2.add_(v2[0])",
+        "v2[1:] = v2[:-1]",
+    ],
+)
+def test_what_torch_refuses_is_refused_on_all_ranks(text: str) -> None:
+    lines = ["v0 = leaf('v0', (4, 3), 1, 'S0')", "v1 = v0 * 2", "v2 = data((4, 3), 2, 'S0')"]
+    program = Program(lines, (3,), refused=text)
+    assert expect(program)
+    assert program.refused
+    (outcome,) = run_programs([program])
+    assert outcome.kind == "right", outcome.why

@@ -17,6 +17,7 @@ from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.views import copied_views
 from tilework.layout import Placement
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
@@ -114,11 +115,17 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:
-    """Raise if a tensor is a leaf of a graph, which nothing in place may be done with."""
-    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation."
-        )
+    """Raise if a tensor is a leaf of a graph, or a view of one: it may not be changed in place."""
+    if not torch.is_grad_enabled():
+        return
+    base: DTensorBase | None = tensor
+    while base is not None:
+        if base.requires_grad and base.is_leaf:
+            which = "a leaf" if base is tensor else "a view of a leaf"
+            raise RuntimeError(
+                f"{which} Variable that requires grad is being used in an in-place operation."
+            )
+        base = copied_views.base_in_graph(base)
 
 
 def begin_anew(tensor: DTensorBase) -> None:
@@ -164,7 +171,9 @@ def become_view(
     if tensor.requires_grad and tensor.is_leaf:  # it stays the leaf
         local = anchor._local_tensor
         anchor._local_tensor = local.detach()
-        if view is not None and view.base is anchor:
+        if anchor._anchor is not None:  # as the base of what is a copy
+            anchor._anchor._local_tensor = anchor._local_tensor
+        if view is not None and (view.base is anchor or view.base is anchor._anchor):
             view.note()
         local.data = result._local_tensor.data
         result._local_tensor = local
@@ -265,7 +274,8 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
     local = local_of(tensor)
     if spec.reduce_op not in (None, "sum"):
         of = Moved(digest_of(tensor), "backward")
-        local = redistribute_local(local, spec, spec.dual, of=of)
+        with torch.enable_grad():  # as inside of another backward pass, that of a checkpoint
+            local = redistribute_local(local, spec, spec.dual, of=of)
     if gradient is not None:
         if gradient.shape != tensor.shape:
             raise RuntimeError(

@@ -177,7 +177,7 @@ class Operator:
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
-        if self.in_place and args and is_window(self.name, args[0]):
+        if self.in_place and args and is_window(self.name, args[0], args):
             return write_in_memory(self._title, func, args, kwargs)
         key: list[Any] = [func]
         tensors: list[Tensor] = []

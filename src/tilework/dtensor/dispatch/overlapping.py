@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from tilework.dtensor.base import memory_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.memory_layout import offset_of
+from tilework.tiled.op_table import entry_of
 
 #: torch writes one number, or by index, where elements repeat; else it refuses.
 _WRITE_REPEATED = frozenset({"fill", "zero", "masked_fill", "index_fill", "put_at", "index_put"})
@@ -29,15 +34,56 @@ def check_writable(name: str, target: Tensor) -> None:
         )
 
 
-def is_window(name: str, target: Any) -> bool:
+def check_apart(name: str, target: DTensor, other: DTensor) -> None:
+    """Raise, as torch does, if an elementwise operator reads some of what it writes. Local."""
+    if memory_of(target) is not memory_of(other):
+        return
+    if name != "copy" and not entry_of(name).is_elementwise:
+        return
+    if not (_is_dense(target) and _is_dense(other)) or target.dtype != other.dtype:
+        return
+    start, its_start = offset_of(target), offset_of(other)
+    stop, its_stop = start + target.numel(), its_start + other.numel()
+    if (start, stop) == (its_start, its_stop) and _long_dims(target) == _long_dims(other):
+        return  # the same elements in the same order
+    if max(start, its_start) < min(stop, its_stop):
+        raise RuntimeError(
+            f"{name} would read some of the memory that it writes to, by way of another view of "
+            f"it: clone() the one that is read first"
+        )
+
+
+def _long_dims(tensor: DTensor) -> list[tuple[int, int]]:
+    """Size and stride of each dim of several elements."""
+    spec = tensor._spec
+    return [dim for dim in zip(spec.shape, spec.strides, strict=True) if dim[0] > 1]
+
+
+def _is_dense(tensor: DTensor) -> bool:
+    return is_dense(tensor._spec.shape, tensor._spec.strides)
+
+
+def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
     """True if an operator is to write to a view of which several elements are one in memory.
 
     Its local tensor does not show which, where they had to move or are partial.
 
+    Args:
+        name: The operator.
+        target: Written to.
+        others: The operator's other arguments.
+
     Raises:
         RuntimeError: The operator may not write to it.
     """
-    if target.__class__ is not DTensor or not target._spec.overlaps:
+    if target.__class__ is not DTensor:
+        return False
+    for other in others:
+        if other.__class__ is not DTensor or other is target:
+            continue
+        if target._viewed is not None or other._viewed is not None:
+            check_apart(name, target, other)
+    if not target._spec.overlaps:
         return False
     check_writable(name, target)
     return target._viewed is not None

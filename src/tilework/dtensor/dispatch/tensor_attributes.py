@@ -129,6 +129,12 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
 @dtensor_handler("detach_")
 def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
+    if torch.is_inference_mode_enabled():  # which knows of no graph
+        return tensor  # type: ignore[no-any-return]
+    if copied_views.is_view(tensor):
+        raise RuntimeError(
+            "detach_() of a view, which would have to be cut off its base's graph too: use detach()"
+        )
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
     local = tensor._local_tensor
@@ -205,9 +211,17 @@ def _matrix_transposed(x: Tensor, name: str) -> Tensor:
     return x if x.dim() == 0 else x.transpose(-2, -1)
 
 
+def _adjoint(x: Tensor) -> Tensor:
+    if x.dim() not in (0, 2):
+        raise RuntimeError(
+            f"tensor.H is only supported on matrices (2-D tensors). Got {x.dim()}-D tensor."
+        )
+    return x.transpose(0, 1).conj() if x.dim() else x.conj()
+
+
 _property("T", lambda x: x.permute(tuple(range(x.dim()))[::-1]))
 _property("mT", lambda x: _matrix_transposed(x, "mT"))
-_property("H", lambda x: x.transpose(0, 1).conj() if x.dim() == 2 else x.conj())
+_property("H", _adjoint)
 _property("mH", lambda x: _matrix_transposed(x, "mH").conj())
 _property("real", torch.real)
 _property("imag", torch.imag)

@@ -32,6 +32,9 @@ def _arguments(
     if input._view_of is not None:
         copied_views.refresh(input)
     offset = offset_of(input) if storage_offset is None else int(storage_offset)
+    if input._spec.overlaps:  # what is written there would be several elements'
+        base, apart = copied_views.shown_of(input)
+        input = base.detach() if apart else base  # type: ignore[assignment]
     return input, Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
 
 

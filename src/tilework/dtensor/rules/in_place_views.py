@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.base import memory_of
+from tilework.dtensor.dispatch.results import replicated_like
+from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import dtensor_handler
 
@@ -37,3 +42,37 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
             gradients.begin_anew(anchor)
         result: DTensor = change(anchor)
     return gradients.become_view(tensor, anchor, result, change)
+
+
+@dtensor_handler("resize_")
+def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """The tensor itself in another shape: a view of its memory, or of more that nobody else has."""
+    tensor: DTensor = args[0]
+    sizes: Any = args[1:]
+    sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
+    shape = tuple(map(int, sizes or kwargs["size"]))
+    if tensor.requires_grad and not torch.is_inference_mode_enabled():
+        raise RuntimeError("cannot resize variables that require grad")
+    memory_format = kwargs.get("memory_format", torch.contiguous_format)
+    if shape == tuple(tensor.shape):
+        return tensor
+    start = offset_of(tensor)
+    room = memory_of(tensor).numel() - start
+    if math.prod(shape) <= room and memory_format is torch.contiguous_format:
+        return _changed_dims(torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {})
+    full = full_in_memory_order(tensor).resize_(shape, memory_format=memory_format)
+    return gradients.become(tensor, replicated_like(tensor, full))
+
+
+@dtensor_handler("resize_as_")
+def _resize_as_(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, like = args
+    return tensor.resize_(like.shape, **kwargs)
+
+
+@dtensor_handler("set_")
+def _set_(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "set_() on a DTensor: its memory is on several ranks. x.data = y gives it the value and "
+        "the layout of y, and copy_() the value alone"
+    )

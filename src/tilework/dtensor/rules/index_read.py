@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
@@ -68,7 +69,9 @@ def _take_rule(input: Arg, indices: Indices) -> RuleResult:
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         spans = [
-            LocalIndexRange(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None
+            LocalIndexRange(ranges, factor, 0 not in input.shape)
+            for factor, index in zip(dims, indices, strict=True)
+            if index is not None
         ]
         return lambda x, *places: _read_local(x, _at_indexed_dims(indices, places), spans, at)
 
@@ -93,9 +96,18 @@ def _at_indexed_dims(indices: Indices, places: Sequence[Tensor]) -> list[Tensor 
 
 
 def local_indices(
-    places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange]
+    places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange], is_empty: bool = False
 ) -> tuple[list[Any], Tensor | None]:
-    """Local indices of elements, and a mask of those that are local (None: all are)."""
+    """Local indices of elements, and a mask of those that are local (None: all are).
+
+    Args:
+        places: Global indices for each dim, or None.
+        spans: The ranges of the dims that have indices.
+        is_empty: True if the local tensor has no elements.
+
+    Raises:
+        IndexError: An index is out of the global range.
+    """
     rest = iter(spans)
     at: list[Any] = []
     here: Tensor | None = None
@@ -105,6 +117,8 @@ def local_indices(
             continue
         span = next(rest)
         if span.is_full:
+            if is_empty:  # where torch looks at no index
+                span.localize(place.where(place >= 0, place + span.total))
             at.append(place)
             continue
         number, is_local = span.localize(place.where(place >= 0, place + span.total))
@@ -118,7 +132,7 @@ def local_indices(
 def _read_local(
     x: Tensor, places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange], front: int
 ) -> Tensor:
-    at, here = local_indices(places, spans)
+    at, here = local_indices(places, spans, not x.numel())
     if here is None:
         return _index_local(x, at)
     if x.numel() == 0:
@@ -149,6 +163,9 @@ def _index_select(input: Arg, dim: int, index: Arg) -> RuleResult:
 
 
 def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    numbers = local_graph.plain(index)
+    if numbers.numel() and int(numbers.min()) < 0:
+        raise IndexError(f"index_select takes no negative index, got {int(numbers.min())}")
     if input.dim() == 0:
         return take_at(input.reshape(1), [index.reshape(-1)]).reshape(())
     indices: list[Any] = [None] * input.dim()

@@ -51,7 +51,9 @@ def _put_rule(input: Arg, indices: Indices, values: Arg, accumulate: bool) -> Ru
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         spans = [
-            LocalIndexRange(ranges, f) for f, i in zip(dims, indices, strict=True) if i is not None
+            LocalIndexRange(ranges, factor, 0 not in input.shape)
+            for factor, index in zip(dims, indices, strict=True)
+            if index is not None
         ]
 
         def put(x: Tensor, *rest: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def _put_local(
     spans: Sequence[LocalIndexRange],
     front: int,
 ) -> Tensor:
-    at, here = local_indices(places, spans)
+    at, here = local_indices(places, spans, not x.numel())
     if here is None:
         return _index_put_(x, _none_for_slices(at), values, accumulate)  # type: ignore[no-any-return]
     shape = common_shape(*[place.shape for place in places if place is not None])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import memory_of
-from tilework.dtensor.dispatch.overlapping import check_writable
+from tilework.dtensor.dispatch.overlapping import check_writable, is_window
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
@@ -133,6 +133,10 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
 
 def _without(value: Tensor, shape: list[int]) -> Tensor:
     """The value without leading dims of size 1, expanded to a shape."""
+    if any(size != 1 for size in value.shape[: value.dim() - len(shape)]):
+        raise RuntimeError(
+            f"a value of shape {list(value.shape)} cannot be broadcast to elements of shape {shape}"
+        )
     return value.reshape(value.shape[value.dim() - len(shape) :]).expand(shape)
 
 
@@ -148,6 +152,7 @@ def _fill(target: Tensor, value: Any) -> None:
         if value.dim() > target.dim():
             value = _without(value, list(target.shape))
         if _shares_memory(target, value):  # x[1] += 1 writes a view of x to x
+            is_window("copy", target, (value,))
             value = value.clone()
         target.copy_(value)
     elif isinstance(value, (bool, int, float, complex)):

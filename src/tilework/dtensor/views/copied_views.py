@@ -224,6 +224,24 @@ def _has_own_graph(view: View) -> bool:
         return False
 
 
+def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
+    """The tensor that a view was made of, and whose graph it shares; None: it has its own."""
+    if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
+        return None
+    return tensor._viewed[0]
+
+
+def is_view(tensor: DTensorBase) -> bool:
+    """True if torch had this for a view: not for the whole of a tensor, as detach() shows it."""
+    base = base_in_graph(tensor)
+    while base is not None:
+        assert tensor._viewed is not None
+        if tensor._became is None and tensor._viewed[2] is not None:
+            return True
+        tensor, base = base, base_in_graph(base)
+    return False
+
+
 def wrote(tensor: DTensorBase) -> None:
     """Note that a tensor was written to, and write it to what it is a view of.
 
@@ -269,7 +287,8 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
         value = wrap_as(type(tensor), local, tensor._spec)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
             (view.write or _write_gathered(view.redo))(base, value)
-    if tensor._local_tensor is view.value:
+    in_graph = torch.is_grad_enabled() and not apart and tensor._local_tensor.requires_grad
+    if tensor._local_tensor is view.value and not in_graph:  # else it is at another place there
         view.note()
 
 

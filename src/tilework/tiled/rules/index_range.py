@@ -9,9 +9,16 @@ from tilework.tiled.op_rules import LocalRanges
 
 
 class LocalIndexRange:
-    """The local range of a factor, for look-ups by global index."""
+    """The local range of a factor, for look-ups by global index.
 
-    def __init__(self, ranges: LocalRanges, factor: Factor) -> None:
+    Args:
+        ranges: The local ranges of all factors.
+        factor: The factor.
+        checked: False if nothing is looked up, so that torch lets all indices pass.
+    """
+
+    def __init__(self, ranges: LocalRanges, factor: Factor, checked: bool = True) -> None:
+        self.checked = checked
         self.start, self.count = ranges.local_range(factor)
         self.total = factor.size
         self.is_full = not ranges.is_sharded(factor)
@@ -34,7 +41,7 @@ class LocalIndexRange:
         outside = (indices < 0) | (indices >= self.total)
         if ignored is not None:
             outside &= ~ignored
-        if outside.any():
+        if self.checked and outside.any():
             raise IndexError(
                 f"index out of range: {int(indices[outside][0])} is not in [0, {self.total})"
             )
