@@ -24,9 +24,10 @@ OF_A_DTENSOR = "of a DTensor"
 _ADVICE = (
     "Operators on DTensors are collective, and so are item(), float(), bool() and print() of their "
     "values, tolist() and full_tensor(): call them on every rank of the mesh, and print on one. If "
-    "all ranks came to the same line, what they computed from differs: other data in a plain "
-    "tensor, another branch, another number. tilework.dtensor.verify(model) tells which parameters "
-    "have parted."
+    "all ranks came to the same line, what they computed from differs: another branch, another "
+    "number, or other data in a plain tensor, which counts as replicated along all axes of a mesh "
+    "(rows of each rank's own are DTensor.from_local(rows, mesh, [Shard(0)])). "
+    "tilework.dtensor.verify(model) tells which parameters have parted."
 )
 
 

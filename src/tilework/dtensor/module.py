@@ -34,6 +34,11 @@ def distribute_module(
     device stays there: ``partition_fn`` may make its tensors with
     ``torch.empty_like(dtensor, device=…)``.
 
+    A plain input of the module counts as replicated, along all axes of the mesh, and ranks that
+    pass different ones raise: for rows of each rank's own pass a DTensor, or let ``input_fn`` make
+    one. (:func:`~tilework.parallel.parallelize_module` takes it as rows along all axes but its
+    own.)
+
     Args:
         module: Any; its class does not matter.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.

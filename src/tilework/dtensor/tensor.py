@@ -31,7 +31,7 @@ from tilework.dtensor.torch_tensors import (
 )
 from tilework.dtensor.views import copied_views
 from tilework.layout import Placement, Replicate
-from tilework.layout.placements import native_placement
+from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.tensor import TiledTensor
@@ -147,7 +147,7 @@ class DTensor(DTensorBase):
         local = on_device(local_tensor, mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
-        placements = [native_placement(placement) for placement in placements]
+        placements = [native_placement(placement) for placement in placements_in(placements)]
         spec = spec_from_local(local, mesh, placements, shape, order, run_check)
         if not spec.takes_part:
             return wrap(empty_local(local), spec)
@@ -257,6 +257,13 @@ class DTensor(DTensorBase):
             ValueError: Placements do not fit, or it is another mesh.
         """
         source = self._spec
+        if isinstance(device_mesh, (list, tuple)):
+            raise TypeError(
+                f"redistribute() takes placements after the mesh, or by name: "
+                f"redistribute(placements={list(device_mesh)})"
+            )
+        if placements is not None:
+            placements = placements_in(placements)
         if device_mesh is not None and device_mesh != source.mesh:
             raise ValueError(
                 f"a tensor on {source.mesh} cannot go to {device_mesh}: redistribute() changes its "

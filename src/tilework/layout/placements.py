@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,32 @@ class Partial(_PlacementKind):
 
 
 Placement = Shard | Replicate | Partial
+
+
+def placements_in(placements: Any) -> tuple[Any, ...]:
+    """The placements that a function was given, one for each axis of a mesh.
+
+    Raises:
+        TypeError: It is a placement by itself, or no sequence.
+
+    Example:
+        >>> placements_in([Shard(0), Replicate()])
+        (Shard(dim=0), Replicate())
+    """
+    kind = type(placements)
+    if isinstance(placements, (tuple, list)):
+        return tuple(placements)
+    if isinstance(placements, _PlacementKind) or kind.__module__.startswith("torch.distributed"):
+        raise TypeError(
+            f"placements are a list with one for each axis of the mesh: pass [{placements!r}], not "
+            f"{placements!r}"
+        )
+    if isinstance(placements, str) or not isinstance(placements, Iterable):
+        raise TypeError(
+            f"placements are a list with one for each axis of the mesh, as [Shard(0)]; got "
+            f"{placements!r}"
+        )
+    return tuple(placements)
 
 
 def native_placement(placement: Any) -> Any:

@@ -110,6 +110,8 @@ class DeviceMesh:
         self._seats = _seats_of(spec.ranks)
         #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
+        #: True on one rank of the mesh, which tells what need not be told by each.
+        self.is_first = get_rank() == min(spec.ranks)
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         group = get_default_group()
@@ -564,8 +566,9 @@ def mesh_or_current(mesh: Any) -> DeviceMesh:
         return mesh
     if is_torch_mesh(mesh):
         return DeviceMesh.from_torch(mesh)
+    hint = "; placements come after the mesh" if isinstance(mesh, (list, tuple)) else ""
     raise TypeError(
-        f"a mesh is a DeviceMesh, which init_device_mesh() makes, got {type(mesh).__name__}"
+        f"a mesh is a DeviceMesh, which init_device_mesh() makes, got {type(mesh).__name__}{hint}"
     )
 
 
@@ -586,7 +589,10 @@ def current_mesh() -> DeviceMesh:
     """
     entered = current_world().state(_Meshes).entered
     if not entered:
-        raise RuntimeError("No device mesh is currently active: pass one, or use `with mesh:`")
+        raise RuntimeError(
+            "No device mesh is currently active: pass one, or use `with mesh:`. "
+            'init_device_mesh("cpu", (n,)) makes one of n ranks'
+        )
     return entered[-1]
 
 
@@ -605,10 +611,36 @@ def _seats_of(ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _check_device_type(device_type: str) -> None:
-    if not isinstance(device_type, str) or torch.device(device_type).index is not None:
+    try:
+        index = torch.device(device_type).index if isinstance(device_type, str) else 0
+    except RuntimeError:
+        raise RuntimeError(
+            f"device_type is a kind of device that torch has, such as 'cpu' or 'cuda'; got "
+            f"{device_type!r}"
+        ) from None
+    if index is not None:
         raise RuntimeError(
             f"device_type is a kind of device without an index, such as 'cpu' or 'cuda': each "
             f"rank's own is meant; got {device_type!r}"
+        )
+
+
+def check_device_is_there(device_type: str, what: str) -> None:
+    """Raise RuntimeError if this process has no device of a kind.
+
+    Args:
+        device_type: The kind, such as "cuda".
+        what: Needs it; for the error.
+    """
+    if device_type in ("cpu", "meta"):
+        return
+    module = getattr(torch, device_type, None)
+    available = getattr(module, "is_available", None)
+    if available is not None and not available():
+        raise RuntimeError(
+            f"{what} needs {device_type} devices, and rank {get_rank()} has none: "
+            f"torch.{device_type}.is_available() is False; use 'cpu', or a torch and a machine "
+            f"with {device_type}"
         )
 
 
@@ -621,6 +653,8 @@ def _check_same(device_type: str, spec: MeshSpec) -> None:
                 f"Mesh should not be bigger than default world size {get_world_size()}, but found "
                 f"{spec.size} ranks up to rank {max(spec.ranks)}: {spec.nested()}"
             )
+        if get_rank() in spec.ranks:
+            check_device_is_there(device_type, "a mesh")
         return {
             "device_type": device_type,
             "shape": spec.shape,

@@ -242,8 +242,8 @@ def unsupported(func: Callable[..., Any], args: Any, kwargs: Any, hint: str = ""
         of = f" of {getattr(getattr(func, '__self__', None), '__name__', 'a property')!r}"
     hint = hint or "use its local shards, or full_tensor() for a plain one"
     return RuntimeError(
-        f"torch function '{name}'{of}, with args: {_brief(args)} and kwargs: "
-        f"{_brief(kwargs)} ({hint}) not supported for ShardedTensor!"
+        f"{name}{of} cannot run on a ShardedTensor: {hint}. It was: torch function '{name}'{of}, "
+        f"with args: {_brief(args)} and kwargs: {_brief(kwargs)} not supported for ShardedTensor!"
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +15,17 @@ from torch import Tensor
 from tilework.layout import Tiling
 
 TiledT = TypeVar("TiledT", bound="TiledTensor")
+
+
+def is_called_within(package: str) -> bool:
+    """True if a package of torch's is running this: "export", say. For texts of errors."""
+    frame: FrameType | None = sys._getframe(1)
+    part = os.path.join("torch", package, "")
+    while frame is not None:
+        if part in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class TiledTensor(Tensor):
@@ -52,6 +66,13 @@ class TiledTensor(Tensor):
     ) -> Any:
         # Only what goes around the interception comes here; it must not lose a gradient or
         # compute on the memory that is not there.
+        if is_called_within("_functorch"):
+            raise RuntimeError(
+                f"torch.func's transforms (vmap, grad, vjp, jacrev, functionalize) take no "
+                f"{cls.__name__}, as {func} was given within one: gradients come by backward() or "
+                f"torch.autograd.grad(), and operators take batches; or transform a function of "
+                f"plain tensors, from to_local() or full_tensor()"
+            )
         raise RuntimeError(
             f"A {cls.__name__} is used from inside torch's C++ by {func}, where only plain "
             f"tensors can be: take its local tensors, or make it a plain one with full_tensor()"

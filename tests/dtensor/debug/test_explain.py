@@ -89,9 +89,10 @@ def test_what_gathers_is_told_once() -> None:
             for _ in range(3):
                 assert reverse(x).full_tensor().tolist() == [3, 2, 1, 0]
             reverse(x.redistribute(placements=[Replicate()]))  # nothing moves
-        assert [one.category for one in told] == [GatherWarning]
-        assert "f32[4@dp] whole, 16 bytes" in str(told[0].message)
-        assert told[0].filename == __file__
+        assert [one.category for one in told] == [GatherWarning] * (rank == 0)  # once a job
+        for one in told:
+            assert "f32[4@dp] whole, 16 bytes" in str(one.message)
+            assert one.filename == __file__
         with explain() as log:
             reverse(x)
         assert [event.gathered for event in log.gathered] == [True]

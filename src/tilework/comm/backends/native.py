@@ -8,6 +8,7 @@ pairs of reals (so complex64 fits float32).
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class NativeGroup(ProcessGroup):
         self.engine = engine
         self.timeout = timeout.total_seconds()
         self.flight = Ring()
+        self._process = os.getpid()
 
     def getBackendName(self) -> str:
         return self.engine.name
@@ -305,7 +307,13 @@ class NativeGroup(ProcessGroup):
         number = self.engine.sequence()
         place = f"{me}, group {self.group_name!r}, operation #{number}"
         if kind == "closed":
-            return DistBackendError(f"{place}: {here}: the group was closed on this rank")
+            why = "the group was closed on this rank"
+            if os.getpid() != self._process:
+                why = (
+                    "this process was forked from the rank, and no group outlives a fork: "
+                    "communicate in the rank's own process, or start others (spawn)"
+                )
+            return DistBackendError(f"{place}: {here}: {why}")
         try:
             if kind == "aborted":
                 return self._aborted_error(place, here, detail)

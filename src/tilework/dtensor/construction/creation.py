@@ -16,6 +16,7 @@ from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Placement, Replicate
+from tilework.layout.placements import placements_in
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 
@@ -211,7 +212,10 @@ def _spec(
     if min(shape, default=0) < 0:
         raise ValueError(f"a tensor has no negative sizes, got {list(shape)}")
     return spec_of(
-        mesh, (Replicate(),) * mesh.ndim if placements is None else placements, shape, order
+        mesh,
+        (Replicate(),) * mesh.ndim if placements is None else placements_in(placements),
+        shape,
+        order,
     )
 
 

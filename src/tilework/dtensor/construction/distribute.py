@@ -18,6 +18,7 @@ from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Replicate
+from tilework.layout.placements import placements_in
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.tensor import TiledTensor
@@ -67,7 +68,7 @@ def distribute_tensor(
         [[0, 1], [2]]
     """
     mesh = mesh_or_current(device_mesh)
-    placements = (Replicate(),) * mesh.ndim if placements is None else placements
+    placements = (Replicate(),) * mesh.ndim if placements is None else placements_in(placements)
     spec: DTensorSpec | None = None
 
     def checked() -> dict[str, Any]:

@@ -154,6 +154,8 @@ def warn_gather(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.
     if recorder.strict:
         raise NotImplementedError(f"{text}; this is strict()")
     recorder.warned.add(key)
+    if not specs[0].mesh.is_first:
+        return  # a job is told once, not each of its ranks
     frame = user_frame(sys._getframe(1))
     warnings.warn_explicit(
         f"{text} (told once; tilework.dtensor.register_rule teaches DTensor operators of your own)",

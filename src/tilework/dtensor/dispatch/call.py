@@ -69,6 +69,7 @@ from tilework.dtensor.torch_tensors import (
     refuse_torch_dtensor,
 )
 from tilework.dtensor.views import copied_views
+from tilework.mesh.device_mesh import check_device_is_there
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import Handler, OpEntry, find
 
@@ -94,6 +95,8 @@ _FOR_THE_CORE = {
 }
 #: Operators that in place leave nothing of the values before.
 _OVERWRITE = frozenset({"copy", "fill", "zero"})
+#: Operators that may take a tensor to another kind of device.
+_TO_DEVICES = frozenset({"to", "cuda", "xpu", "type", "zeros_like", "ones_like", "empty_like"})
 #: A mesh that has cached so many shardings forgets all.
 _MOST_SHARDINGS = 1 << 14
 
@@ -283,6 +286,8 @@ class Operator:
             return OpSharding([], None, composed=partial(_call_from_torch, func, self.in_place))
         if self.in_place and args and not isinstance(args[0], DTensor):
             return OpSharding([], None, composed=partial(write_to_plain, self.name, func))
+        if self.name in _TO_DEVICES:
+            _check_devices(self.name, call)
         sharding = self.propagator.propagate(call)
         sharding.digest = call_digest(
             self._title, self._positions, call.args, call.kwargs, self._values_matter
@@ -430,6 +435,19 @@ class Operator:
         else:
             copied_views.wrote(target)
         return target
+
+
+def _check_devices(name: str, call: Call) -> None:
+    """Raise RuntimeError where a tensor is to go to devices that are not there."""
+    kinds = [name] if name in ("cuda", "xpu") else []
+    for arg in (*call.args[1:], *call.kwargs.values()):
+        if isinstance(arg, (str, torch.device)):
+            try:
+                kinds.append(torch.device(arg).type)
+            except RuntimeError:  # a dtype's name, for one, which torch refuses itself
+                continue
+    for kind in kinds:
+        check_device_is_there(kind, f"{name} of a DTensor on {call.mesh}")
 
 
 def _own_memory(result: Tensor, tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.tiled.op_table import dtensor_handler
+from tilework.tiled.tensor import is_called_within
 
 
 @dtensor_handler("size")
@@ -190,6 +191,16 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
 )
 def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
     name = getattr(func, "__name__", str(func))
+    if name.endswith("make_dual"):
+        raise TypeError(
+            f"forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) take no "
+            f"DTensors, got {args[0]!r}: use backward(), or plain tensors from full_tensor()"
+        )
+    if is_called_within("export"):
+        raise TypeError(
+            f"torch.export and torch.jit take no DTensors, got {args[0]!r}: export a plain copy of "
+            f"the model, whose parameters are those of full_tensor()"
+        )
     raise TypeError(
         f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
         f"it plain with full_tensor(), or take this rank's part with to_local()"

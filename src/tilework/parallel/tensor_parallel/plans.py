@@ -34,7 +34,9 @@ def parallelize_module(
     mesh of more, one axis is the plan's and the others shard the batch: dim 0 of inputs. There all
     parameters and buffers become DTensors, replicated where the plan says nothing, and gradients
     are those of the whole batch. Let such a model compute with DTensors throughout: give it a
-    DTensor, and say ``use_local_output=False``.
+    DTensor, and say ``use_local_output=False``. A plain input of a styled module is this rank's
+    rows along the other axes; to an operator beside DTensors, as in a module of
+    :func:`~tilework.dtensor.distribute_module`, a plain tensor is replicated along all axes.
 
     Args:
         module: The model, or a submodule.
