@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.checkpoint.faulty_calls import killed_at
 from tests.checkpoint.states import dtensor, model, numbers, train
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, ConvertOptions, SaveOptions
@@ -169,3 +170,26 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     arguments = [sys.executable, "-c", program, *paths]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=55)
     assert int(done.stdout) < 64 << 10  # KiB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and kills by signals")
+@pytest.mark.parametrize("name", ["out", "out.safetensors", "several"])
+def test_a_conversion_that_is_killed_can_be_made_again(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    to = "safetensors" if name == "several" else None
+    options = ConvertOptions(file_bytes=4000)
+    for number in range(1, 200, 5):
+        target = tmp_path / str(number) / name
+
+        def convert(target: Path = target) -> None:
+            checkpoint.convert(saved, target, to, options)
+
+        if not killed_at(number, convert):
+            break
+        ends = [target / "index.json", target / "model.safetensors.index.json"]
+        if not target.is_file() and not any(end.exists() for end in ends):
+            convert()
+        checkpoint.convert(target, tmp_path / str(number) / "back")
+        assert len(checkpoint.index_of(tmp_path / str(number) / "back").tensors) == 3
+    assert number > 5

@@ -15,6 +15,7 @@ from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.convert.dcp_folder import METADATA, open_dcp, write_dcp
 from tilework.checkpoint.convert.safetensors_files import (
     HF_INDEX,
+    is_shard,
     open_safetensors,
     write_safetensors,
 )
@@ -26,8 +27,14 @@ from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.loading import read_index
 from tilework.checkpoint.ranks import Ranks, of_group
 from tilework.checkpoint.save_planning import FILE_BYTES, assign_writers, plan_files
-from tilework.checkpoint.saving import Save, SaveOptions, remove_leftovers, write_and_commit
-from tilework.checkpoint.storage import is_url
+from tilework.checkpoint.saving import (
+    Save,
+    SaveOptions,
+    is_ours,
+    remove_leftovers,
+    write_and_commit,
+)
+from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, is_url
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
@@ -86,7 +93,7 @@ def convert(
     kind = to or format_of_name(target)
     if kind not in FORMATS:
         raise ValueError(f"formats are {', '.join(FORMATS)}, got {kind!r}")
-    if not is_url(target) and Path(target).exists() and not _is_empty(Path(target)):
+    if not is_url(target) and Path(target).exists() and not _is_left_over(Path(target)):
         raise CheckpointError(f"{target} is there already: give another path", file=str(target))
     opened = open_source(source)
     try:
@@ -103,8 +110,17 @@ def convert(
         opened.close()
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _is_left_over(path: Path) -> bool:
+    """True for a folder that has nothing, or just what a conversion has left that did not end."""
+    if not path.is_dir():
+        return False
+    names = {each.name for each in path.iterdir()}
+    if INDEX_NAME in names or HF_INDEX in names:
+        return False
+    unfinished_index = f"{HF_INDEX}{UNFINISHED}"
+    return all(
+        is_ours(name) or is_shard(name) or name in (LOCK_NAME, unfinished_index) for name in names
+    )
 
 
 def format_of_name(path: AnyPath) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from tilework.checkpoint.format import Index, Part, SavedFile, SavedTensor, chun
 from tilework.checkpoint.index_text import FILE_NAME
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
-from tilework.checkpoint.storage import LocalStorage, Storage
+from tilework.checkpoint.storage import UNFINISHED, LocalStorage, Storage
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
 #: Hugging Face's name of the index of several files, and that of one file.
 HF_INDEX = "model.safetensors.index.json"
 HF_FILE = "model.safetensors"
+_SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _MOST_HEADER = 100 << 20
 
 
@@ -133,10 +135,21 @@ def write_safetensors(source: Source, path: Path, file_bytes: int) -> None:
     if len(groups) > 1:
         total = sum(math.prod(t.shape) * t.itemsize for t in source.tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        storage.remove(f"{HF_INDEX}{UNFINISHED}")
         with storage.create(HF_INDEX) as file:
             file.write(json.dumps(index, indent=2).encode())
             file.finish()
     storage.sync()
+
+
+def is_shard(name: str) -> bool:
+    """True for the name of a file of several, finished or not.
+
+    Example:
+        >>> is_shard("model-00001-of-00002.safetensors.part"), is_shard("model.safetensors")
+        (True, False)
+    """
+    return _SHARD.fullmatch(name.removesuffix(UNFINISHED)) is not None
 
 
 def _grouped(tensors: list[TensorToSave], most_bytes: int) -> Iterator[list[int]]:
@@ -162,6 +175,7 @@ def _write_file(storage: Storage, name: str, source: Source, numbers: list[int])
         end = begin + math.prod(tensor.shape) * tensor.itemsize
         entries[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
+    storage.remove(f"{name}{UNFINISHED}")  # of a conversion that did not end
     with storage.create(name) as file:
         file.write(safetensors_header(entries))
         for number in ordered:
