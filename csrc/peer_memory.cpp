@@ -102,6 +102,10 @@ PeerMemory::~PeerMemory() {
 
 void PeerMemory::try_peers() {
   if (state_.load() != State::kUntried) return;
+  std::lock_guard<std::mutex> lock(trying_);
+  if (state_.load() != State::kUntried) return;
+  for (int rank = 0; rank < segment_.size(); ++rank)
+    if (segment_.control(rank).pid.load() == 0) return;
   all_local_ = true;
   for (int rank = 0; rank < segment_.size(); ++rank) {
     if (rank == rank_) continue;
@@ -238,6 +242,14 @@ bool PeerMemory::Reading::finish() {
   for (int peer = 0; peer < memory_.segment_.size(); ++peer)
     failed_ |= memory_.segment_.control(peer).given_up.load() != 0;
   return !failed_;
+}
+
+bool PeerMemory::read_from(int rank, const ShownBuffer& from, size_t offset, const Buffer& to) {
+  if (!readable() || !sound(from) || offset > from.bytes || to.bytes > from.bytes - offset)
+    return false;
+  if (!read(peers_[rank], from, offset, to)) return refuse(rank, errno), false;
+  bytes_read_.fetch_add(to.bytes, std::memory_order_relaxed);
+  return true;
 }
 
 void PeerMemory::give_up() {

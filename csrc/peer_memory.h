@@ -16,6 +16,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -40,7 +41,7 @@ class PeerMemory {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  /// Find out whose memory can be read, once; all peers must have joined.
+  /// Find out whose memory can be read, once; nothing happens before all peers have joined.
   void try_peers();
   /// True if the memory of every peer can be read, as far as is known.
   bool readable() const { return state_.load(std::memory_order_relaxed) == State::kReadable; }
@@ -79,6 +80,10 @@ class PeerMemory {
     bool failed_ = false, inside_ = true;
   };
 
+  /// Copy bytes [offset, offset + to.bytes) of a peer's buffer through the kernel, even if the peer is a
+  /// thread of this process; false if that failed.
+  bool read_from(int peer, const ShownBuffer& from, size_t offset, const Buffer& to);
+
   /// Declare that this rank's buffers are no longer to be read; returns once no thread does.
   void give_up();
 
@@ -107,6 +112,7 @@ class PeerMemory {
 
   const Segment& segment_;
   const int rank_;
+  std::mutex trying_;
   std::atomic<State> state_{State::kUntried};
   bool all_local_ = false;
   std::atomic<int> refused_by_{-1}, refusal_{0};

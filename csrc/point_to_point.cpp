@@ -11,6 +11,8 @@ namespace tilework {
 namespace {
 
 constexpr size_t kFragment = 32 * 1024;
+/// What is read from a sender's memory at a time: the lock is held meanwhile.
+constexpr size_t kReadPiece = 1024 * 1024;
 
 size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine * kLine; }
 
@@ -65,6 +67,7 @@ PointToPoint::~PointToPoint() {
 
 void PointToPoint::start(const RequestPtr& request, bool will_wait) {
   std::vector<Outcome> outcomes;
+  if (request->buffer.bytes >= segment_.tunables().single_copy_bytes) context_.memory.try_peers();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     requests_.push_back(request);
@@ -212,9 +215,11 @@ void PointToPoint::close() {
 void PointToPoint::send_fragments(int peer) {
   Outgoing& out = outgoing_[peer];
   while (!out.queue.empty() && !out.broken) {
+    if (out.awaits_answer && !await_answer(peer)) return;
+    if (out.queue.empty()) return;
     const RequestPtr request = out.queue.front();
     if (request->finished) {  // failed; if half of it was sent, the channel cannot carry another
-      out.broken = request->moved > 0;
+      out.broken = request->moved > 0 || request->refused;
       out.queue.pop_front();
       continue;
     }
@@ -222,16 +227,53 @@ void PointToPoint::send_fragments(int peer) {
     const size_t bytes = std::min(left, kFragment);
     Envelope envelope{};
     envelope.bytes = static_cast<uint32_t>(bytes);
-    envelope.first = request->moved == 0;
+    envelope.first = request->moved == 0 && !request->refused;
     envelope.tag = request->tag;
     envelope.total = request->buffer.bytes;
     envelope.dtype = static_cast<uint32_t>(request->dtype);
+    if (shows(*request, peer)) {
+      const ShownBuffer shown = {reinterpret_cast<uint64_t>(request->buffer.data),
+                                 request->buffer.bytes, 0, 0};
+      envelope.bytes = sizeof shown;
+      envelope.shown = 1;
+      if (!write_fragment(peer, envelope, reinterpret_cast<const char*>(&shown))) return;
+      ++out.shown_count;
+      out.awaits_answer = true;
+      return;
+    }
     if (!write_fragment(peer, envelope, request->buffer.data + request->moved)) return;
     request->moved += bytes;
     if (request->moved < request->buffer.bytes) continue;
     out.queue.pop_front();
     finish(request, std::nullopt, -1);
   }
+}
+
+bool PointToPoint::shows(const Request& request, int peer) const {
+  return request.buffer.bytes > kFragment && request.moved == 0 && !request.refused &&
+         request.buffer.bytes >= segment_.tunables().single_copy_bytes && peer != rank_ &&
+         context_.memory.readable();
+}
+
+/// True once the receiver has answered to what the request at the front shows.
+bool PointToPoint::await_answer(int peer) {
+  Outgoing& out = outgoing_[peer];
+  const RequestPtr request = out.queue.front();
+  const uint64_t answer = segment_.cursor(rank_, peer).answer.load();
+  if (request->finished) {  // withdrawn: see finish()
+    out.broken = true;
+    return false;
+  }
+  if (answer / 2 != out.shown_count) return false;
+  out.awaits_answer = false;
+  ++fragments_;
+  if (answer % 2 == 1) {
+    request->refused = true;
+    return true;
+  }
+  out.queue.pop_front();
+  finish(request, std::nullopt, -1);
+  return true;
 }
 
 /// False if the ring has no room for it.
@@ -277,8 +319,9 @@ bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int6
   if (in.active || in.corrupt || available > kRingBytes || available < room) return false;
   Envelope envelope;  // a private copy: what is checked is what is used
   memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
-  if (envelope.first != 1 || envelope.tag != tag || envelope.total != buffer.bytes ||
-      envelope.bytes != buffer.bytes || envelope.dtype != static_cast<uint32_t>(dtype))
+  if (envelope.first != 1 || envelope.shown != 0 || envelope.tag != tag ||
+      envelope.total != buffer.bytes || envelope.bytes != buffer.bytes ||
+      envelope.dtype != static_cast<uint32_t>(dtype))
     return false;
   read_ring(segment_.ring(peer, rank_), in.tail + kLine, buffer.data, buffer.bytes, false);
   in.tail += room;
@@ -294,6 +337,10 @@ void PointToPoint::receive_fragments(int peer) {
   Incoming& in = incoming_[peer];
   Cursor& cursor = segment_.cursor(peer, rank_);
   while (!in.corrupt) {
+    if (in.reading) {
+      read_piece(peer);
+      if (in.reading) return;  // other messages, deadlines and peers have their turn
+    }
     const uint64_t available = cursor.head.load() - in.tail;
     if (available == 0) return;
     const uint64_t before = in.tail;
@@ -312,15 +359,19 @@ bool PointToPoint::receive_fragment(int peer, uint64_t available) {
   memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
   if (envelope.bytes > kFragment || fragment_room(envelope.bytes) > available) return false;
   if ((envelope.first != 0) == in.active) return false;
+  if (envelope.shown != 0 && (in.active || envelope.bytes != sizeof(ShownBuffer))) return false;
   if (in.active) {
     if (envelope.bytes > in.current.total - in.received) return false;
   } else {
     if (envelope.bytes > envelope.total) return false;
     if (!begin_message(peer, envelope)) return true;
   }
-  store_fragment(peer, envelope);
+  if (envelope.shown != 0)
+    begin_reading(peer, envelope);
+  else
+    store_fragment(peer, envelope);
   in.tail += fragment_room(envelope.bytes);
-  if (in.received == in.current.total) finish_message(peer);
+  if (envelope.shown == 0 && in.received == in.current.total) finish_message(peer);
   return true;
 }
 
@@ -341,6 +392,45 @@ bool PointToPoint::begin_message(int peer, const Envelope& envelope) {
     in.target = request;
   }
   return true;
+}
+
+/// A message whose receive is posted is read from where its sender shows it.
+void PointToPoint::begin_reading(int peer, const Envelope& envelope) {
+  Incoming& in = incoming_[peer];
+  ++in.shown_count;
+  memcpy(&in.shown, segment_.ring(peer, rank_) + (in.tail + kLine) % kRingBytes, sizeof in.shown);
+  if (in.unexpected || in.shown.bytes != envelope.total || in.shown.row_bytes != 0)
+    return answer(peer, true);
+  in.reading = true;
+}
+
+void PointToPoint::read_piece(int peer) {
+  Incoming& in = incoming_[peer];
+  if (in.target && !in.target->finished) {
+    const size_t bytes = std::min<size_t>(kReadPiece, in.current.total - in.received);
+    const Buffer to = {in.target->buffer.data + in.received, bytes};
+    ++fragments_;
+    if (!context_.memory.read_from(peer, in.shown, in.received, to)) {
+      in.reading = false;
+      in.received = 0;
+      return answer(peer, true);
+    }
+    in.received += bytes;
+    if (in.received < in.current.total) return;
+    // If the sender gave it up before this, what was read may be anything, and nothing follows.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    in.reading = false;
+    if (segment_.cursor(peer, rank_).withdrawn.load() == in.shown_count) return;
+  }
+  in.reading = false;
+  answer(peer, false);
+  finish_message(peer);
+}
+
+void PointToPoint::answer(int peer, bool refused) {
+  Cursor& cursor = segment_.cursor(peer, rank_);
+  cursor.answer.store(2 * incoming_[peer].shown_count + (refused ? 1 : 0));
+  if (peer != rank_) segment_.control(peer).message_event.notify();
 }
 
 void PointToPoint::store_fragment(int peer, const Envelope& envelope) {
@@ -416,6 +506,11 @@ bool PointToPoint::has_posted_receive(int peer) const {
 
 void PointToPoint::finish(const RequestPtr& request, std::optional<Fault> fault, int source) {
   request->finished = true;
+  if (fault && request->is_send) {
+    const Outgoing& out = outgoing_[request->peer];
+    if (out.awaits_answer && out.queue.front() == request)  // its buffer may change from now on
+      segment_.cursor(rank_, request->peer).withdrawn.store(out.shown_count);
+  }
   requests_.remove(request);
   pending_ = requests_.size();
   outcomes_.push_back({request->completion, std::move(fault), source});

@@ -13,6 +13,10 @@
 // ranks that send each other long messages before they receive cannot block each other. The
 // threads in wait() run it; while there is none, a thread of the core does.
 //
+// A long message may be read from its sender's memory (peer_memory.h): its one fragment says where it is, and
+// the sender waits for the answer. If that is no, because the memory cannot be read, or the message
+// came before its receive, the data follows in fragments.
+//
 // Cost: each byte is copied in and out of the ring, which stays in the cache; one wake-up per
 // fragment at most.
 #pragma once
@@ -44,6 +48,7 @@ struct Request {
   int64_t deadline;
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   size_t moved = 0;       // bytes of a send that are in the ring
+  bool refused = false;   // the receiver cannot read its memory
   bool finished = false;  // succeeded or failed: drop it wherever it is still held
 };
 using RequestPtr = std::shared_ptr<Request>;
@@ -55,7 +60,8 @@ struct Envelope {
   int64_t tag;
   uint64_t total;  // of the message
   uint32_t dtype;
-  uint32_t reserved[9];
+  uint32_t shown;  // 1: what follows is no data but a ShownBuffer, to be read by the receiver
+  uint32_t reserved[8];
 };
 static_assert(sizeof(Envelope) == kLine, "fragments begin on a line");
 
@@ -106,6 +112,9 @@ class PointToPoint {
     uint64_t tail = 0;
     Envelope current{};
     size_t received = 0;
+    ShownBuffer shown{};       // while it is read from there:
+    bool reading = false;      // it is
+    uint64_t shown_count = 0;  // of all messages of the channel
     bool active = false, corrupt = false;
     RequestPtr target;
     std::shared_ptr<Unexpected> unexpected;
@@ -113,6 +122,8 @@ class PointToPoint {
   struct Outgoing {
     uint64_t head = 0;
     bool broken = false;  // a message was aborted half way
+    uint64_t shown_count = 0;
+    bool awaits_answer = false;  // to the message at the front
     std::deque<RequestPtr> queue;
   };
   struct Outcome {
@@ -128,6 +139,11 @@ class PointToPoint {
   // Under mutex_.
   void progress(Checks checks);
   void send_fragments(int peer);
+  bool shows(const Request& request, int peer) const;
+  bool await_answer(int peer);
+  void begin_reading(int peer, const Envelope& envelope);
+  void read_piece(int peer);
+  void answer(int peer, bool refused);
   bool write_fragment(int peer, const Envelope& envelope, const char* data);
   void receive_fragments(int peer);
   bool receive_fragment(int peer, uint64_t available);

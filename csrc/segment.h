@@ -119,9 +119,12 @@ struct alignas(4096) GroupHeader {
 };
 
 /// Positions of a channel's sender (head) and receiver (tail), in bytes since the start.
+/// Messages that the receiver reads from the sender's memory are counted in both directions.
 struct Cursor {
   alignas(kLine) std::atomic<uint64_t> head;
+  std::atomic<uint64_t> withdrawn;  // the last such message that the sender gave up
   alignas(kLine) std::atomic<uint64_t> tail;
+  std::atomic<uint64_t> answer;  // to the last such message: its number, twice; 1 more if refused
 };
 
 /// Offsets of the segment's regions, a function of the sizes alone.

@@ -11,7 +11,7 @@ from tests.csrc.core_ranks import Worker, workers
 #: All but the smallest messages are read.
 READING = {"single_copy_bytes": 1000, "single_copy_reduce_bytes": 1000}
 READ = (
-    *("broadcast", "all_reduce", "all_gather", "gather"),
+    *("send", "broadcast", "all_reduce", "all_gather", "gather"),
     *("scatter", "all_to_all", "reduce_scatter"),
 )
 

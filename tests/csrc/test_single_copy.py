@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,6 +68,48 @@ def test_threads_read_each_other() -> None:
     for read, how in run_threads(2, program, SLOT_BYTES, {"thread_copy_bytes": 1000}):
         assert read > 5 * 5000 * 4
         assert how == "possible: ranks are threads of one process"
+
+
+@pytest.mark.parametrize("count", [9000, 3_000_000])
+def test_messages_are_read_from_their_senders(count: int) -> None:
+    """Both send first; one message comes before its receive, and goes through the ring."""
+
+    def program(rank: Rank) -> tuple[int, bool]:
+        other = 1 - rank.rank
+        early, late = own(2 + rank.rank, count), own(4 + rank.rank, count)
+        got = torch.zeros(2, count)
+        sends = [rank.isend(other, early, tag=1), rank.isend(other, late, tag=2)]
+        receives = [rank.irecv(other, got[1], tag=2), rank.irecv(other, got[0], tag=1)]
+        for completion in [*receives, *sends]:
+            assert completion.wait(20.0)
+        again = rank.irecv(other, got[0], tag=3)
+        rank.isend(other, early, tag=3).wait(20.0)
+        assert again.wait(20.0)
+        right = torch.equal(got, torch.stack([own(2 + other, count), own(4 + other, count)]))
+        return rank.group.statistics()["read_bytes"], right
+
+    for read, right in run_threads(2, program, SLOT_BYTES, {"single_copy_bytes": 1000}):
+        assert right
+        assert read >= 4 * count
+
+
+def test_a_send_that_is_given_up_brings_nothing() -> None:
+    def program(rank: Rank) -> str:
+        tensor = own(rank.rank, 100_000)
+        rank.run("barrier")
+        if rank.rank == 0:
+            return str(fault_of(rank.isend(1, tensor, timeout=0.05)))
+        time.sleep(0.2)
+        return str(fault_of(rank.irecv(0, tensor, timeout=0.3)))
+
+    results = run_threads(2, program, SLOT_BYTES, {"single_copy_bytes": 1000})
+    assert ["timeout" in result for result in results] == [True, True]
+
+
+def fault_of(completion: _core.Completion) -> object:
+    with pytest.raises(_core.Fault):
+        completion.wait(20.0)
+    return completion.fault()
 
 
 def test_a_tunable_that_there_is_not() -> None:

@@ -193,6 +193,8 @@ def is_right(group: Any, kind: str, count: int = 3000) -> bool:
     ranks, root = range(size), size - 1
     mine = numbers(rank, 0, count)
     blank = [array.array("q", bytes(8 * count)) for _ in ranks]
+    if kind == "send":
+        return ring(group, count)
     if kind == "broadcast":
         run(group, kind, [], [mine], root)
         return mine == numbers(root, 0, count)
@@ -214,7 +216,27 @@ def is_right(group: Any, kind: str, count: int = 3000) -> bool:
     return parts[rank] == summed([numbers(r, rank, count) for r in ranks])
 
 
-READ = "broadcast", "all_reduce", "all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"
+def ring(group: Any, count: int) -> bool:
+    """A long message to the next rank, and one from the one before."""
+    count *= 8
+    sent, got = numbers(rank, 0, count), array.array("q", bytes(8 * count))
+    source, (address, _) = (rank - 1) % size, got.buffer_info()
+    dtype = core.DTYPES["int64"]
+    receive = group.irecv(source, address, 8 * count, dtype, 0, 20.0)
+    send = group.isend((rank + 1) % size, sent.buffer_info()[0], 8 * count, dtype, 0, 20.0)
+    return bool(receive.wait(-1) and send.wait(-1) and got == numbers(source, 0, count))
+
+
+READ = (
+    "send",
+    "broadcast",
+    "all_reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "reduce_scatter",
+)
 
 
 def wrong(group: Any) -> list[str]:
