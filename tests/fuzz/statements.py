@@ -340,7 +340,9 @@ def _become_view(c: Chooser) -> str:
 
 
 def _detach(c: Chooser) -> str:
-    return f"{c.any()}.detach_()"
+    """Of a tensor without views: torch lets them stay in the graph that their base has left."""
+    memories = [t.untyped_storage()._cdata for t in c.tensors.values()]
+    return f"{c.any(lambda t: memories.count(t.untyped_storage()._cdata) == 1)}.detach_()"
 
 
 def _resize(c: Chooser) -> str:

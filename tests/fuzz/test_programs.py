@@ -76,6 +76,7 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = data((4, 3), 9, 'S1')\nv1 = v0[:0][:, [9]]",
         "v0 = leaf('v0', (4, 6), 96, 'PA')\nv1 = v0.unfold(0, 1, 2)\n"
         "v2 = recomputed(lambda a: (a * 2).sin() + a, v1, reentrant=True)",
+        "v0 = leaf('v0', (4, 4), 93, 'PM')\nv1 = recomputed(lambda a: a.sin(), v0, reentrant=True)",
         # Another shape of the same memory.
         "v0 = data((4, 6), 29, 'S1')\nv1 = v0[1:]\nv2 = v1[0]\nv1.resize_([2, 3])\n"
         "v0.mul_(2.0)\nv1 += 1.0",
@@ -96,6 +97,7 @@ def test_programs_that_went_wrong_once(program: str) -> None:
         "v2.index_select(0, torch.tensor([-1]))",
         "v2[[4]]",
         "v2[:, [9]]",
+        "v2[:0][[0]]",
         "v2[0].H",
         "v2.expand([2, 4, 3]).add_(1.0)",
         "v2.narrow(0, 3, 2)",

@@ -115,7 +115,7 @@ class _Link(torch.autograd.Function):
             for leaf in ctx.leaves:
                 _base.grad.__set__(leaf, None)
         grads = [
-            None if grad is None else local_as(grad, leaf._spec.dual, "the gradient")
+            None if grad is None else local_as(grad, leaf._spec.grad_spec, "the gradient")
             for grad, leaf in zip(leaf_grads, ctx.leaves, strict=True)
         ]
         return None, None, None, *grads

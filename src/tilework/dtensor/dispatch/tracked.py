@@ -28,7 +28,10 @@ _OVERWRITE = frozenset(
 #: In place, but they only change dims, or the place in the graph.
 _WRITES_NOTHING = frozenset(
     f"{name}_"
-    for name in ("transpose", "t", "squeeze", "unsqueeze", "as_strided", "detach", "requires_grad")
+    for name in (
+        *("transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as"),
+        *("detach", "requires_grad", "set"),
+    )
 )
 
 

@@ -18,7 +18,7 @@ class LocalIndexRange:
     """
 
     def __init__(self, ranges: LocalRanges, factor: Factor, checked: bool = True) -> None:
-        self.checked = checked
+        self.checked = checked or not factor.size
         self.start, self.count = ranges.local_range(factor)
         self.total = factor.size
         self.is_full = not ranges.is_sharded(factor)
