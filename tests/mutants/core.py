@@ -62,8 +62,8 @@ INTERLEAVINGS = [
     Mutant(
         "channel: the bound of its ring dropped",
         POINT_TO_POINT,
-        "    if (used > kRingBytes || kRingBytes - used < fragment_room(bytes)) return;\n",
-        "    if (used > 2 * kRingBytes) return;\n",
+        "  if (used > kRingBytes || kRingBytes - used < room) return false;\n",
+        "  if (used > 2 * kRingBytes) return false;\n",
         SIMULATION,
     ),
     Mutant(
