@@ -264,7 +264,11 @@ bool Group::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag
 bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
   ActiveCall active(*this);
   PointToPoint& engine = engine_->point_to_point;
-  return spin(pace(), [&] { return engine.arrived(peer); }) &&
+  const auto shares_core = [&](int core) {
+    return engine_->context.shares_core(core, peer, peer + 1, [](int) { return true; });
+  };
+  return spin(
+             own_wait_options(-1, nullptr), [&] { return engine.arrived(peer); }, shares_core) &&
          engine.receive_now(peer, buffer, dtype, tag);
 }
 
