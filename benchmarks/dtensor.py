@@ -44,6 +44,8 @@ from tilework.layout import redistribution_steps
 from tilework.testing import run_ranks
 
 PLAIN, TILEWORK, TORCH, BY_HAND = "plain", "tilework", "torch", "by hand"
+#: The same calls while ranks compare nothing.
+UNCOMPARED = "off"
 LIMIT = timedelta(minutes=10)
 #: Calls within one turn take about so long.
 TURN_SECONDS = 0.05
@@ -166,6 +168,8 @@ def training(contestants: Mapping[str, Contestant], ranks: int) -> dict[str, dic
     for who, one in contestants.items():
         found["block"][who] = functools.partial(there_and_back, copies[who], one.cut(x))
         same(copies[who](one.cut(x)), module(x))
+    sampled = found["block"][TILEWORK]
+    found["block, provenance"] = {UNCOMPARED: sampled, TILEWORK: sampled}
     for title, options in {
         "AdamW": dict[str, Any](),
         "AdamW foreach": {"foreach": True},
@@ -278,10 +282,11 @@ def by_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         for name, call in calls.items():
             dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(counts[name]):
-                call()
-            best[name] = min(best[name], (time.perf_counter() - begun) / counts[name])
+            with ours.verifying("off" if name == UNCOMPARED else "sampled"):
+                begun = time.perf_counter()
+                for _ in range(counts[name]):
+                    call()
+                best[name] = min(best[name], (time.perf_counter() - begun) / counts[name])
     return {name: 1e6 * seconds for name, seconds in best.items()}
 
 
@@ -317,6 +322,7 @@ def measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> 
     add(moves(contestants), TILEWORK, TORCH, 0.5)
     passes = training(contestants, ranks)
     add({"block": passes.pop("block")}, TILEWORK, PLAIN, 1.6)
+    add({"block, provenance": passes.pop("block, provenance")}, TILEWORK, UNCOMPARED, 1.03)
     add(passes, TILEWORK, PLAIN, 2.0)
     title = f"GPT block {options.batch}x{options.length}x{options.width}"
     add({title: gpt(contestants[TILEWORK], rank, ranks, options)}, TILEWORK, BY_HAND, 1.03)
@@ -390,7 +396,17 @@ def combine(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 def show(rows: Sequence[Row], others: Mapping[str, float], console: Console) -> None:
     table = Table(title="Microseconds a call")
     table.add_column("case", no_wrap=True)
-    for column in ("ranks", PLAIN, TILEWORK, TORCH, BY_HAND, "ratio", "goal", "torch / tilework"):
+    for column in (
+        "ranks",
+        PLAIN,
+        UNCOMPARED,
+        TILEWORK,
+        TORCH,
+        BY_HAND,
+        "ratio",
+        "goal",
+        "torch / tilework",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         times = row.microseconds
@@ -400,7 +416,7 @@ def show(rows: Sequence[Row], others: Mapping[str, float], console: Console) -> 
             str(row.ranks),
             *(
                 f"{times[who]:,.1f}" if who in times else "-"
-                for who in (PLAIN, TILEWORK, TORCH, BY_HAND)
+                for who in (PLAIN, UNCOMPARED, TILEWORK, TORCH, BY_HAND)
             ),
             f"[{style}]{row.ratio:.2f}[/]" if style else f"{row.ratio:.2f}",
             f"{row.goal:.2f} of {row.under}",
