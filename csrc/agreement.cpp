@@ -175,12 +175,19 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity, uint64_t lar
     calls.push_back(read_call(segment.control(rank).headers[parity]));
   const bool may_differ = calls[0].kind() < kKinds && ragged(static_cast<OpKind>(calls[0].kind()));
   const uint64_t mask = ~kOwnBits & (may_differ ? ~kRagged : ~uint64_t{0});
+  // A label of 0 goes with any. Shapes are equal where sizes are, unless a rank has parts of its own.
+  uint64_t label = 0, compared = ~uint64_t{0};
+  for (const Call& call : calls)
+    if (may_differ && (call.ragged() || call.bytes != calls[0].bytes ||
+                       (call.label != 0 && (call.label & ~kDimsLabel) == 0)))
+      compared = kDimsLabel;
   bool calls_differ = false, labels_differ = false, provenance_differs = false;
   for (const Call& call : calls) {
     calls_differ |= call.sequence != calls[0].sequence ||
                     ((call.signature ^ calls[0].signature) & mask) != 0 ||
                     (!may_differ && call.bytes != calls[0].bytes);
-    labels_differ |= call.label != calls[0].label;
+    if (label == 0) label = call.label;
+    labels_differ |= ((call.label ^ label) & compared) != 0 && call.label != 0;
     provenance_differs |= call.provenance != calls[0].provenance;
   }
   const Difference difference = calls_differ         ? Difference::kCalls

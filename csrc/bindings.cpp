@@ -75,9 +75,9 @@ void bind_group(nb::module_& m) {
       .def("submit", &PyGroup::submit, "kind"_a, "dtype"_a, "reduce_op"_a, "root"_a, "factor"_a,
            "inputs"_a, "outputs"_a, "label"_a, "timeout"_a)
       .def("isend", &PyGroup::isend, "dst"_a, "address"_a, "nbytes"_a, "dtype"_a, "tag"_a,
-           "timeout"_a)
+           "timeout"_a, "label"_a = 0)
       .def("irecv", &PyGroup::irecv, "src"_a, "address"_a, "nbytes"_a, "dtype"_a, "tag"_a,
-           "timeout"_a)
+           "timeout"_a, "label"_a = 0)
       .def("headers", &PyGroup::headers)
       .def("lost_ranks", [](const PyGroup& self) { return self.core().lost_ranks(); })
       .def("blocked_ranks", [](const PyGroup& self) { return self.core().blocked_ranks(); })

@@ -89,6 +89,12 @@ class Operands {
     return true;
   }
 
+  /// True if every tensor has this shape.
+  bool alike_as(const Shape& other) const {
+    return alike_ && shape.dims == other.dims &&
+           std::equal(shape.sizes, shape.sizes + shape.dims, other.sizes);
+  }
+
   Buffers view() const { return {items(), size_}; }
 
   DType dtype = DType::kBytes;
@@ -113,6 +119,7 @@ class Operands {
       TensorView view;
       if (!view_tensor(items[i], view, strided) || (i > 0 && view.dtype != dtype)) return false;
       if (i == 0) set_first(view, expected);
+      alike_ &= alike_as(view.shape);
       add(view.buffer);
     }
     return true;
@@ -162,6 +169,7 @@ class Operands {
   Buffer few_[kFew];
   std::vector<Buffer> many_;  // all of them, if more than kFew
   int size_ = 0;
+  bool alike_ = true;  // so far
 };
 
 uint64_t label_of(const Shape& shape) {
@@ -172,6 +180,15 @@ uint64_t label_of(const Shape& shape) {
 
 /// True if the operation only moves data, which then may be strided.
 bool only_moves(OpKind kind) { return !reduces(kind) && kind != OpKind::kBarrier; }
+
+/// The label of parts that ranks send each other: see compare_all_calls(). `alike`: all that this rank
+/// knows of have one shape.
+uint64_t label_of_parts(const Shape& shape, bool alike) {
+  for (int dim = 0; dim < shape.dims; ++dim)
+    if (shape.sizes[dim] == 0) return 0;
+  const uint64_t dims = add_size(kNoSizes, shape.dims) & kDimsLabel;
+  return alike ? dims | (label_of(shape) & ~kDimsLabel) | (kDimsLabel + 1) : dims;
+}
 
 bool elementwise(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kBroadcast;
@@ -246,6 +263,14 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
   if (elementwise(operation.kind)) {
     if (expected.inputs && expected.outputs && inputs.ptr() != outputs.ptr()) return false;
     operation.label = label_of(in.count > 0 ? in.shape : out.shape);
+  } else if (form.kind == OpKind::kScatter || form.kind == OpKind::kReduceScatter) {
+    const bool single = !form.input_list || in.count == 0;
+    operation.label = label_of_parts(out.shape, single || in.alike_as(out.shape));
+  } else if (form.kind != OpKind::kBarrier &&
+             !(form.kind == OpKind::kAllToAll && form.input_list)) {
+    const bool single = !form.output_list || out.count == 0;
+    const bool even = in_rows.is_none() && out_rows.is_none();
+    operation.label = label_of_parts(in.shape, single ? even : out.alike_as(in.shape));
   }
   try {
     validate(operation, group_.core().rank(), group_.core().size());
@@ -276,14 +301,15 @@ int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, 
   const int lowest = is_send ? 0 : kAnyRank;
   if (peer < lowest || peer >= core.size() || profiled.load(std::memory_order_relaxed)) return -2;
   if (!view_tensor(tensor.ptr(), view)) return -2;
+  const uint64_t label = label_of(view.shape);
   const char* name = is_send ? "send" : "recv";
   OpRecord record{name, view.dtype};
   (is_send ? record.in_count : record.out_count) = 1;
   (is_send ? record.in : record.out) = view.shape;
   try {
     const bool now = view.buffer.bytes <= kCopiedWithGil && peer >= 0;
-    if (now && (is_send ? core.send_now(peer, view.buffer, view.dtype, tag)
-                        : core.receive_now(peer, view.buffer, view.dtype, tag))) {
+    if (now && (is_send ? core.send_now(peer, view.buffer, view.dtype, tag, label)
+                        : core.receive_now(peer, view.buffer, view.dtype, tag, label))) {
       flight_.end(flight_.begin(record, peer, tag));
       return peer;
     }
@@ -295,9 +321,10 @@ int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, 
       flight_.begin(record, peer, tag),
       [&] {
         const bool soon =
-            !is_send && peer >= 0 && core.receive_soon(peer, view.buffer, view.dtype, tag);
+            !is_send && peer >= 0 && core.receive_soon(peer, view.buffer, view.dtype, tag, label);
         if (soon) return;
-        source = group_.transfer(request_of(is_send, peer, view.buffer, view.dtype, tag, timeout));
+        source = group_.transfer(
+            request_of(is_send, peer, view.buffer, view.dtype, tag, timeout, label));
       },
       [&](nb::handle why, uint64_t slot) {
         on_failure_(why, slot, nb::str(name), tensor, tensor, nb::int_(tag), peer);

@@ -251,17 +251,17 @@ void Group::post(const RequestPtr& request, bool will_wait) {
   engine_->point_to_point.start(request, will_wait);
 }
 
-bool Group::send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+bool Group::send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label) {
   ActiveCall active(*this);
-  return engine_->point_to_point.send_now(peer, buffer, dtype, tag);
+  return engine_->point_to_point.send_now(peer, buffer, dtype, tag, label);
 }
 
-bool Group::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+bool Group::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label) {
   ActiveCall active(*this);
-  return engine_->point_to_point.receive_now(peer, buffer, dtype, tag);
+  return engine_->point_to_point.receive_now(peer, buffer, dtype, tag, label);
 }
 
-bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label) {
   ActiveCall active(*this);
   PointToPoint& engine = engine_->point_to_point;
   const auto shares_core = [&](int core) {
@@ -269,7 +269,7 @@ bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t ta
   };
   return spin(
              own_wait_options(-1, nullptr), [&] { return engine.arrived(peer); }, shares_core) &&
-         engine.receive_now(peer, buffer, dtype, tag);
+         engine.receive_now(peer, buffer, dtype, tag, label);
 }
 
 void Group::cancel(const RequestPtr& request) {

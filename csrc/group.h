@@ -40,10 +40,10 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Start a message; see PointToPoint::start.
   void post(const RequestPtr& request, bool will_wait);
   /// The short way; see PointToPoint. False: nothing happened, post() a request.
-  bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
-  bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
+  bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   /// Likewise, waiting as long as a wait spins.
-  bool receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  bool receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   /// Cancel a message; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
   /// Wait for a submitted collective or a message, whose progress this runs; false after `timeout`

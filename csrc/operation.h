@@ -38,13 +38,17 @@ struct Buffers {
   const Buffer& operator[](int i) const { return items[i]; }
 };
 
+/// The bits of a label that tell dtype and number of dims of parts that ranks send each other; the
+/// others tell their shape, and are 0 where parts have a shape each.
+constexpr uint64_t kDimsLabel = 0xffffffff;
+
 struct Operation {
   OpKind kind;
   DType dtype;
   ReduceOp reduce_op;
   int root;
   double factor;
-  uint64_t label;       // must be equal on all ranks
+  uint64_t label;       // of dtype and shape as given: equal on all ranks, or 0
   uint64_t provenance;  // likewise: a digest of how the tensors came about; 0: none is known
   Buffers inputs, outputs;
   uint64_t sequence = 0;

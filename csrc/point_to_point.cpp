@@ -32,7 +32,14 @@ void read_ring(const char* ring, uint64_t at, char* to, size_t bytes, bool strea
 
 std::optional<Fault> check_fit(const Request& request, const Envelope& envelope, int source) {
   const auto dtype = static_cast<unsigned>(request.dtype);
-  if (envelope.total == request.buffer.bytes && envelope.dtype == dtype) return std::nullopt;
+  const bool sizes_fit = envelope.total == request.buffer.bytes && envelope.dtype == dtype;
+  const bool known = envelope.total > 0 && envelope.label != 0 && request.label != 0;
+  if (sizes_fit && (!known || envelope.label == request.label)) return std::nullopt;
+  if (sizes_fit)
+    return Fault("mismatch", {source},
+                 "rank " + std::to_string(source) +
+                     " sent a tensor of another dtype or shape with tag " +
+                     std::to_string(envelope.tag) + " than is received");
   return Fault("mismatch", {source},
                "rank " + std::to_string(source) + " sent " + std::to_string(envelope.total) +
                    " bytes of " + dtype_name(envelope.dtype) + " with tag " +
@@ -231,6 +238,7 @@ void PointToPoint::send_fragments(int peer) {
     envelope.tag = request->tag;
     envelope.total = request->buffer.bytes;
     envelope.dtype = static_cast<uint32_t>(request->dtype);
+    envelope.label = request->label;
     if (shows(*request, peer)) {
       const ShownBuffer shown = {reinterpret_cast<uint64_t>(request->buffer.data),
                                  request->buffer.bytes, 0, 0};
@@ -295,7 +303,8 @@ bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char
 
 // ---- the short way ---------------------------------------------------------------------------
 
-bool PointToPoint::send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+bool PointToPoint::send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag,
+                            uint64_t label) {
   if (buffer.bytes > kFragment || context_.stop_fault()) return false;
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock || !outgoing_[peer].queue.empty() || outgoing_[peer].broken) return false;
@@ -305,10 +314,12 @@ bool PointToPoint::send_now(int peer, const Buffer& buffer, DType dtype, int64_t
   envelope.tag = tag;
   envelope.total = buffer.bytes;
   envelope.dtype = static_cast<uint32_t>(dtype);
+  envelope.label = label;
   return write_fragment(peer, envelope, buffer.data);
 }
 
-bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag) {
+bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag,
+                               uint64_t label) {
   if (buffer.bytes > kFragment || !arrived(peer)) return false;
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock || stopping_ || !posted_.empty() || !unexpected_.empty()) return false;
@@ -321,7 +332,7 @@ bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int6
   memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
   if (envelope.first != 1 || envelope.shown != 0 || envelope.tag != tag ||
       envelope.total != buffer.bytes || envelope.bytes != buffer.bytes ||
-      envelope.dtype != static_cast<uint32_t>(dtype))
+      envelope.dtype != static_cast<uint32_t>(dtype) || envelope.label != label)
     return false;
   read_ring(segment_.ring(peer, rank_), in.tail + kLine, buffer.data, buffer.bytes, false);
   in.tail += room;

@@ -46,6 +46,7 @@ struct Request {
   int64_t tag;
   double seconds;
   int64_t deadline;
+  uint64_t label = 0;  // of dtype and shape as the caller gave them; 0 goes with any
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   size_t moved = 0;       // bytes of a send that are in the ring
   bool refused = false;   // the receiver cannot read its memory
@@ -61,7 +62,8 @@ struct Envelope {
   uint64_t total;  // of the message
   uint32_t dtype;
   uint32_t shown;  // 1: what follows is no data but a ShownBuffer, to be read by the receiver
-  uint32_t reserved[8];
+  uint64_t label;  // see Request
+  uint32_t reserved[6];
 };
 static_assert(sizeof(Envelope) == kLine, "fragments begin on a line");
 
@@ -78,9 +80,9 @@ class PointToPoint {
 
   /// The short way of a message that fits its ring and has nothing in its way: send it, and true; or
   /// nothing happens, and start() serves it.
-  bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   /// Likewise, take a message that is there already and is what a receive would match.
-  bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag);
+  bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   /// True if anything has come from `peer` that is not taken.
   bool arrived(int peer) const {
     const Cursor& cursor = segment_.cursor(peer, rank_);

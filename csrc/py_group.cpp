@@ -35,6 +35,9 @@ Buffers view(const std::vector<Buffer>& buffers) {
   return {buffers.data(), static_cast<int>(buffers.size())};
 }
 
+/// Any 64 bits, signed or not.
+uint64_t number_of(const nb::int_& label) { return PyLong_AsUnsignedLongLongMask(label.ptr()); }
+
 Operation operation_of(int kind, int dtype, int reduce_op, int root, double factor,
                        const nb::int_& label) {
   Operation operation{};
@@ -43,7 +46,7 @@ Operation operation_of(int kind, int dtype, int reduce_op, int root, double fact
   operation.reduce_op = checked<ReduceOp>(reduce_op, kReduceOps, "reduce_op");
   operation.root = root;
   operation.factor = factor;
-  operation.label = PyLong_AsUnsignedLongLongMask(label.ptr());  // any 64 bits, signed or not
+  operation.label = number_of(label);
   operation.provenance = thread_provenance();
   return operation;
 }
@@ -51,13 +54,14 @@ Operation operation_of(int kind, int dtype, int reduce_op, int root, double fact
 }  // namespace
 
 RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_t tag,
-                      double timeout) {
+                      double timeout, uint64_t label) {
   auto request = std::make_shared<Request>();
   request->is_send = is_send;
   request->peer = peer;
   request->buffer = buffer;
   request->dtype = dtype;
   request->tag = tag;
+  request->label = label;
   request->seconds = timeout;
   request->deadline = deadline_after(timeout);
   return request;
@@ -113,15 +117,15 @@ PyCompletion PyGroup::submit(int kind, int dtype, int reduce_op, int root, doubl
 }
 
 PyCompletion PyGroup::isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
-                            double timeout) {
+                            double timeout, const nb::int_& label) {
   return post(request_of(true, dst, buffer_of(address, nbytes),
-                         checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
+                         checked<DType>(dtype, kDTypes, "dtype"), tag, timeout, number_of(label)));
 }
 
 PyCompletion PyGroup::irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
-                            double timeout) {
+                            double timeout, const nb::int_& label) {
   return post(request_of(false, src, buffer_of(address, nbytes),
-                         checked<DType>(dtype, kDTypes, "dtype"), tag, timeout));
+                         checked<DType>(dtype, kDTypes, "dtype"), tag, timeout, number_of(label)));
 }
 
 PyCompletion PyGroup::post(const RequestPtr& request) {

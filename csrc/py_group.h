@@ -27,9 +27,9 @@ class PyGroup {
                       const nb::sequence& inputs, const nb::sequence& outputs,
                       const nb::int_& label, double timeout);
   PyCompletion isend(int dst, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
-                     double timeout);
+                     double timeout, const nb::int_& label);
   PyCompletion irecv(int src, uint64_t address, int64_t nbytes, int dtype, int64_t tag,
-                     double timeout);
+                     double timeout, const nb::int_& label);
 
   /// isend or irecv and wait, without waking a thread of the core; returns the source. Not
   /// with the GIL.
@@ -52,6 +52,6 @@ class PyGroup {
 };
 
 RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_t tag,
-                      double timeout);
+                      double timeout, uint64_t label);
 
 }  // namespace tilework

@@ -259,7 +259,7 @@ class Group:
         timeout: float,
     ) -> None:
         """Run a collective, in order after those submitted; block until this rank is done.
-        `label` is any 64-bit value that must be equal on all ranks (a hash of the shape)."""
+        `label` is any 64-bit value that must be equal on all ranks, but for 0, which goes with any."""
 
     def submit(
         self,
@@ -277,10 +277,24 @@ class Group:
         the buffers alive until it is done."""
 
     def isend(
-        self, dst: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
+        self,
+        dst: int,
+        address: int,
+        nbytes: int,
+        dtype: int,
+        tag: int,
+        timeout: float,
+        label: int = 0,
     ) -> Completion: ...
     def irecv(
-        self, src: int, address: int, nbytes: int, dtype: int, tag: int, timeout: float
+        self,
+        src: int,
+        address: int,
+        nbytes: int,
+        dtype: int,
+        tag: int,
+        timeout: float,
+        label: int = 0,
     ) -> Completion:
         """src == -1 receives from any rank."""
     def lost_ranks(self) -> list[int]:

@@ -50,7 +50,7 @@ class Rank:
         op: str = "none",
         root: int = 0,
         factor: float = 1.0,
-        label: int = 0,
+        label: int = 5,
         timeout: float = 20.0,
     ) -> tuple[Any, ...]:
         dtype = DTYPE_CODES[next(iter((*inputs, *outputs)), torch.empty(0)).dtype]

@@ -82,6 +82,8 @@ class Operation:
     provenance: int = 0
     #: True if an engine that does not always compare what ranks call is to do so.
     compared: bool = False
+    #: Of dtype and shape as the caller gave them; see :mod:`.labels`.
+    label: int = 0
     #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
     copy_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -94,14 +96,6 @@ class Operation:
             if parts:
                 return parts[0].dtype
         return None
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape that all ranks must agree on: of elementwise kinds, else none."""
-        if self.kind in ("all_reduce", "reduce", "broadcast"):
-            parts = self.inputs if self.kind == "reduce" else self.outputs
-            return parts.shape if isinstance(parts, Tensor) else parts[0].shape
-        return torch.Size()
 
     def summary(self) -> What:
         """The name, dtype, shapes and arguments, without the tensors; for the flight record."""
@@ -164,12 +158,22 @@ class Engine(Protocol):
 
     #: The class that its operations raise.
     fault_type: type[Exception]
+    #: The exceptions by which it refuses a call, with nothing sent.
+    refusals: tuple[type[Exception], ...]
     name: str
 
     def run(self, operation: Operation) -> None: ...
     def submit(self, operation: Operation) -> Completion: ...
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Completion: ...
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Completion: ...
+    def isend(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> Completion: ...
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> Completion: ...
+    def let_go(self, buffers: object) -> None:
+        """Hold the buffers of an operation that is done no longer."""
+        ...
+
     def sequence(self) -> int: ...
     def last_entered(self) -> list[str]:
         """The operation that each rank entered last, for a person."""

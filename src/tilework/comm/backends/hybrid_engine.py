@@ -258,11 +258,15 @@ class HybridEngine(PythonEngine):
 
     # -- messages ------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> PythonCompletion:
-        return self._messages.send(tensor, dst, tag, timeout)
+    def isend(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
+        return self._messages.send(tensor, dst, tag, timeout, label)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> PythonCompletion:
-        return self._messages.receive(tensor, src, tag, timeout)
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
+        return self._messages.receive(tensor, src, tag, timeout, label)
 
     def announce(self, rank: int, announcement: bytes) -> None:
         self._control.send(rank, FrameKind.ANNOUNCEMENT, announcement)
@@ -279,7 +283,9 @@ class HybridEngine(PythonEngine):
         if rank in self.hosts.local:
             move = self._shm.isend if way == "send" else self._shm.irecv
             try:
-                return move(tensor, self.hosts.local.index(rank), number, timeout)
+                completion = move(tensor, self.hosts.local.index(rank), number, timeout)
+                completion.add_done_callback(lambda: self._shm.let_go(tensor))
+                return completion
             except self._shm.fault_type as fault:
                 raise Fault(*self._from_local(fault.args)) from None
         memory = as_bytes(tensor)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
-from tilework.comm.backends.message_matcher import MessageMatcher, Receive
+from tilework.comm.backends.message_matcher import MessageMatcher, Receive, labels_fit
 
 #: tag, number, bytes; the dtype's name follows.
-_ANNOUNCEMENT = struct.Struct("=qIQ")
+_ANNOUNCEMENT = struct.Struct("=qIQQ")
 _NUMBERS = 1 << 30
 
 
@@ -51,6 +51,7 @@ class _Announcement:
     tag: int
     number: int
     nbytes: int
+    label: int
     dtype: str
 
 
@@ -62,7 +63,9 @@ class PointToPoint:
         self._numbers = itertools.count()
         self._matcher: MessageMatcher[_Announcement] = MessageMatcher()
 
-    def send(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> PythonCompletion:
+    def send(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
         """Announce ``tensor``; the completion is done when it may be reused."""
         self._transport.check_open()
         number = next(self._numbers) % _NUMBERS
@@ -71,15 +74,18 @@ class PointToPoint:
             self._follow(self._transport.offer(tensor, dst, number, timeout), completion)
         else:
             completion.complete()
-        head = _ANNOUNCEMENT.pack(tag, number, tensor.nbytes)
+        head = _ANNOUNCEMENT.pack(tag, number, tensor.nbytes, label)
         self._transport.announce(dst, head + str(tensor.dtype).encode())
         return completion
 
-    def receive(self, tensor: Tensor, src: int, tag: int, timeout: float) -> PythonCompletion:
+    def receive(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
         """Receive from ``src``, or from any rank for -1."""
         self._transport.check_open()
         completion = PythonCompletion()
-        receive = Receive(src, tag, tensor, timeout, time.monotonic() + timeout, completion)
+        deadline = time.monotonic() + timeout
+        receive = Receive(src, tag, tensor, timeout, deadline, completion, label)
         for matched, message in self._matcher.add_receive(receive):
             self._fetch(matched, message)
         self._transport.wake()
@@ -87,9 +93,9 @@ class PointToPoint:
 
     def on_announcement(self, source: int, announcement: bytes) -> None:
         """Note a message that ``source`` announces."""
-        tag, number, nbytes = _ANNOUNCEMENT.unpack_from(announcement)
+        tag, number, nbytes, label = _ANNOUNCEMENT.unpack_from(announcement)
         dtype = announcement[_ANNOUNCEMENT.size :].decode()
-        message = _Announcement(source, tag, number, nbytes, dtype)
+        message = _Announcement(source, tag, number, nbytes, label, dtype)
         for receive, matched in self._matcher.add_message(message):
             self._fetch(receive, matched)
 
@@ -115,6 +121,9 @@ class PointToPoint:
                 f"rank {message.source} sent {message.nbytes} bytes of {message.dtype}, rank "
                 f"{self._transport.rank} receives {expected.nbytes} bytes of {expected.dtype}"
             )
+            completion.complete(("mismatch", (message.source, self._transport.rank), why))
+        elif not labels_fit(message.label, receive):
+            why = f"rank {message.source} sent a tensor of another dtype or shape than is received"
             completion.complete(("mismatch", (message.source, self._transport.rank), why))
         elif not message.nbytes:
             completion.complete()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import FaultArgs
+from tilework.comm.backends.labels import ANY
 
 #: As the source of a receive: whichever rank sends first.
 ANY_SOURCE = -1
@@ -34,6 +35,8 @@ class Receive:
     timeout: float
     deadline: float
     completion: PythonCompletion
+    #: Of dtype and shape as given.
+    label: int = 0
 
     def timeout_fault(self) -> FaultArgs:
         """The fault of a receive whose time is up."""
@@ -95,6 +98,12 @@ class MessageMatcher(Generic[_Message]):
                     self._receives.remove(receive)
                 receive.completion.complete(fault)
         return bool(self._receives)
+
+
+def labels_fit(label: int, receive: Receive) -> bool:
+    """True if a message of this label is what is received, as far as labels tell."""
+    known = ANY not in (label, receive.label) and receive.tensor.numel() > 0
+    return label == receive.label or not known
 
 
 def _fits(message: Message, receive: Receive) -> bool:

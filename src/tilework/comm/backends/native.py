@@ -8,6 +8,7 @@ pairs of reals (so complex64 fits float32).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -22,6 +23,12 @@ from torch.autograd.graph import increment_version
 
 from tilework.comm import profiling, provenance
 from tilework.comm.backends.engine_protocol import Completion, Engine, Operation, Parts
+from tilework.comm.backends.labels import (
+    call_label,
+    message_label,
+    same_shapes,
+    shape_label,
+)
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import run_soon
 from tilework.comm.callsite import call_site
@@ -69,6 +76,7 @@ class NativeGroup(ProcessGroup):
         opts = opts or _DEFAULTS
         (tensor,) = tensors
         operation = Operation("all_reduce", reduce_op=opts.reduceOp)
+        operation.label = call_label(operation.kind, tensor)
         operation.inputs = [plain(tensor, as_real=False)]
         operation.outputs = [stand_in(tensor, operation, as_real=False)]
         return self._start(operation, opts, [tensor])
@@ -80,6 +88,7 @@ class NativeGroup(ProcessGroup):
         opts = opts or _DEFAULTS
         (tensor,) = tensors
         operation = Operation("reduce", reduce_op=opts.reduceOp, root=opts.rootRank)
+        operation.label = call_label(operation.kind, tensor)
         operation.inputs = [plain(tensor, as_real=False)]
         if self._rank == opts.rootRank:
             operation.outputs = [stand_in(tensor, operation, as_real=False)]
@@ -89,6 +98,7 @@ class NativeGroup(ProcessGroup):
         opts = opts or _DEFAULTS
         (tensor,) = tensors
         operation = Operation("broadcast", root=opts.rootRank)
+        operation.label = call_label(operation.kind, tensor)
         if self._rank == opts.rootRank:
             operation.outputs = [plain(tensor)]
         else:
@@ -104,6 +114,8 @@ class NativeGroup(ProcessGroup):
         works = []
         for outputs, source in zip(output_tensor_lists, input_tensor_list, strict=True):
             operation = Operation("all_gather", inputs=[plain(source)])
+            alike = same_shapes(outputs, source)
+            operation.label = call_label(operation.kind, source, alike)
             operation.outputs = [stand_in(output, operation) for output in outputs]
             works.append(self._start(operation, opts or _DEFAULTS, outputs))
         return self._all(works)
@@ -112,6 +124,7 @@ class NativeGroup(ProcessGroup):
         self, output: Tensor, input: Tensor, opts: Options | None = None
     ) -> Work:
         operation = Operation("all_gather", inputs=[plain(input)], title="all_gather_into_tensor")
+        operation.label = call_label(operation.kind, input)
         operation.outputs = stand_in(output, operation)
         return self._start(operation, opts or _DEFAULTS, [output])
 
@@ -132,6 +145,9 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         opts = opts or _DEFAULTS
         operation = Operation("gather", inputs=[plain(input_tensor_list[0])], root=opts.rootRank)
+        root = self._rank == opts.rootRank
+        alike = not root or same_shapes(output_tensor_lists[0], input_tensor_list[0])
+        operation.label = call_label(operation.kind, input_tensor_list[0], alike)
         if self._rank == opts.rootRank:
             operation.outputs = [stand_in(output, operation) for output in output_tensor_lists[0]]
         outputs = output_tensor_lists[0] if operation.outputs else []
@@ -145,6 +161,9 @@ class NativeGroup(ProcessGroup):
     ) -> Work:
         opts = opts or _DEFAULTS
         operation = Operation("scatter", root=opts.rootRank)
+        root = self._rank == opts.rootRank
+        alike = not root or same_shapes(input_tensor_lists[0], output_tensor_list[0])
+        operation.label = call_label(operation.kind, output_tensor_list[0], alike)
         operation.outputs = [stand_in(output_tensor_list[0], operation)]
         if self._rank == opts.rootRank:
             operation.inputs = [plain(source) for source in input_tensor_lists[0]]
@@ -160,6 +179,7 @@ class NativeGroup(ProcessGroup):
         for output, sources in zip(output_tensor_list, input_tensor_lists, strict=True):
             opts = opts or _DEFAULTS
             operation = Operation("reduce_scatter", reduce_op=opts.reduceOp)
+            operation.label = call_label(operation.kind, output, same_shapes(sources, output))
             operation.inputs = [plain(source, as_real=False) for source in sources]
             operation.outputs = [stand_in(output, operation, as_real=False)]
             works.append(self._start(operation, opts, [output]))
@@ -172,6 +192,7 @@ class NativeGroup(ProcessGroup):
         operation = Operation(
             "reduce_scatter", reduce_op=opts.reduceOp, title="reduce_scatter_tensor"
         )
+        operation.label = call_label(operation.kind, output)
         operation.inputs = plain(input, as_real=False)
         operation.outputs = [stand_in(output, operation, as_real=False)]
         return self._start(operation, opts, [output])
@@ -183,6 +204,7 @@ class NativeGroup(ProcessGroup):
         opts: Options | None = None,
     ) -> Work:
         operation = Operation("all_to_all", inputs=[plain(part) for part in input_tensor_list])
+        operation.label = shape_label((), input_tensor_list[0].dtype)
         operation.outputs = [stand_in(output, operation) for output in output_tensor_list]
         return self._start(operation, opts or _DEFAULTS, output_tensor_list)
 
@@ -195,6 +217,8 @@ class NativeGroup(ProcessGroup):
         opts: Options | None = None,
     ) -> Work:
         operation = Operation("all_to_all", title="all_to_all_single")
+        even = not (output_split_sizes or input_split_sizes)
+        operation.label = call_label(operation.kind, input, even)
         source, target = plain(input), stand_in(output, operation)
         operation.inputs = rows(source, input_split_sizes)
         operation.outputs = rows(target, output_split_sizes)
@@ -211,18 +235,18 @@ class NativeGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        source = plain(tensor)
+        source, sent = plain(tensor), message_label(tensor)
         self._check_devices(source)
         title = f"send {label(source)} to rank {self.global_ranks[dst]} tag {tag}"
         slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
         call = Call(self, title, Effects([], [], []), source, slot)
         event = profiling.Event("send", [source], self) if profiling.profiled() else None
-        return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout), event)
+        return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout, sent), event)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         operation = Operation("broadcast")
-        target = stand_in(tensor, operation)
+        target, expected = stand_in(tensor, operation), message_label(tensor)
         self._check_devices(target)
         whom = "any rank" if src < 0 else f"rank {self.global_ranks[src]}"
         title = f"recv {label(target)} from {whom} tag {tag}"
@@ -231,7 +255,9 @@ class NativeGroup(ProcessGroup):
         slot = self.flight.begin(title, peer, tag, 2)
         call = Call(self, title, effects, target, slot)
         event = profiling.Event("recv", [target], self) if profiling.profiled() else None
-        return call.start(lambda: self.engine.irecv(target, src, tag, self.timeout), event)
+        return call.start(
+            lambda: self.engine.irecv(target, src, tag, self.timeout, expected), event
+        )
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
@@ -265,6 +291,9 @@ class NativeGroup(ProcessGroup):
             error = self._explain(fault.args, title, call_site())
             self._note_failure(slot, error)
             raise error from None
+        except self.engine.refusals as error:
+            self.flight.end(slot, f"{type(error).__name__}: {error}")
+            raise
         except BaseException as interruption:
             self._note_interruption(slot, interruption, operation.describe())
             raise
@@ -477,6 +506,14 @@ class Call(Work):
         self._group.flight.follow(self._slot, self._completion)
         return self
 
+    def __del__(self) -> None:
+        # Nobody waits for it any more: its tensors are let go as soon as it is done.
+        kept, completion = self._kept, getattr(self, "_completion", None)
+        if kept is not None and completion is not None:
+            engine = self._group.engine
+            with contextlib.suppress(Exception):  # the interpreter may be about to end
+                completion.add_done_callback(lambda: engine.let_go(kept))
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = -1.0 if timeout is None else timeout.total_seconds()
         try:
@@ -553,7 +590,8 @@ class Call(Work):
                 self._error = self._group._explain(fault, self._title, self._site)
                 self._group._note_failure(self._slot, self._error)
             self._finished = True
-            self._kept = None
+            kept, self._kept = self._kept, None
+            self._group.engine.let_go(kept)
 
 
 class _Several(Work):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
+from tilework.comm.backends.labels import labels_agree
 
 #: The fields, the elements for each rank, those expected from each: as many ints on every rank.
 Header = Sequence[int]
@@ -36,7 +37,15 @@ _REDUCTIONS = {
         )
     )
 }
-_FIELDS = ("operation", "dtype", "reduction", "root", "shape", "how their tensors came about")
+_FIELDS = (
+    "operation",
+    "dtype",
+    "reduction",
+    "root",
+    "dtype or shape as given",
+    "how their tensors came about",
+)
+_LABEL = 4
 #: Headers are signed numbers of 64 bits.
 _MOST = 0x7FFF_FFFF_FFFF_FFFF
 #: For counts: kinds that compare shapes instead.
@@ -55,7 +64,7 @@ def header_of(operation: Operation, rank: int, size: int) -> Header:
         _dtype_code(operation.dtype),
         _REDUCTIONS[op_type(operation.reduce_op)],
         operation.root,
-        hash(operation.shape) & _MOST,
+        operation.label & _MOST,
         operation.provenance & _MOST,
         *_counts_sent(operation, rank, size),
         *_counts_expected(operation, rank, size),
@@ -107,15 +116,18 @@ def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
         headers: One per rank, as from :func:`header_of`.
     """
     size, count = len(headers), len(_FIELDS)
-    fields = headers[0][:count]
-    if any(header[:count] != fields for header in headers):
-        i = next(i for i in range(count) if len({header[i] for header in headers}) > 1)
-        odd = (rank for rank, header in enumerate(headers) if header[i] != fields[i])
-        return (0, *odd), f"they differ in {_FIELDS[i]}"
+    for i in (i for i in range(count) if i != _LABEL):
+        odd = [rank for rank, header in enumerate(headers) if header[i] != headers[0][i]]
+        if odd:
+            return (0, *odd), f"they differ in {_FIELDS[i]}"
     sent = [tuple(header[count : count + size]) for header in headers]
     expected = list(zip(*(header[count + size :] for header in headers), strict=True))
     if sent == expected:
-        return (), ""
+        labels = [header[_LABEL] for header in headers]
+        even = len({n for row in sent for n in row if n != _NOTHING}) <= 1
+        if labels_agree(labels, even):
+            return (), ""
+        return tuple(range(size)), f"they differ in {_FIELDS[_LABEL]}"
     i = next(rank for rank in range(size) if sent[rank] != expected[rank])
     j = next(rank for rank in range(size) if sent[i][rank] != expected[i][rank])
     return (i, j), (

@@ -24,6 +24,7 @@ class PythonEngine(ABC):
     """
 
     fault_type: type[Exception] = Fault
+    refusals: tuple[type[Exception], ...] = ()
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self.rank = rank
@@ -96,6 +97,7 @@ class PythonEngine(ABC):
             with self._lock:
                 self._queued -= 1
             completion.complete(fault)
+            del operation, completion  # not kept until the next one comes
 
     def _fail(self, operation: Operation, fault: FaultArgs) -> None:
         """Abort at once: nobody may be waiting for the operation to ask why it failed."""
@@ -117,6 +119,9 @@ class PythonEngine(ABC):
             self.abort("peer_lost", f"{self._global_ranks[self.rank]};{why}")
             return ("aborted", (self.rank,), why)
         return None
+
+    def let_go(self, buffers: object) -> None:  # noqa: B027
+        """Nothing: it holds none of those that are done."""
 
     def sequence(self) -> int:
         return self._entered

@@ -41,10 +41,15 @@ except ImportError:  # installed without the core: make_backend says so when ask
     _core = None  # type: ignore[assignment]
 
 
+#: Entries from which on those that are done are looked for.
+_FIRST_SWEEP = 64
+
+
 class ShmEngine:
     """A rank's end of the core's group, fed with tensors instead of addresses."""
 
     name = "shm"
+    refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
 
     def __init__(self, group: _core.Group, size: int) -> None:
         self.fault_type: type[Exception] = _core.Fault
@@ -56,8 +61,11 @@ class ShmEngine:
             getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
         }
         self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
-        #: Completions, and the buffers that the core may touch until they are done.
-        self._in_flight: list[list[Any]] = []
+        #: Completions, and the buffers that the core may touch until they are done: by the
+        #: identity of the buffers.
+        self._in_flight: dict[int, list[Any]] = {}
+        #: The number of them from which on those that are done are looked for.
+        self._sweep_at = _FIRST_SWEEP
         self._lock = threading.Lock()
         # Bound once: these are on the path of every operation.
         self.sequence = group.sequence
@@ -72,11 +80,17 @@ class ShmEngine:
     def submit(self, operation: Operation) -> Completion:
         return self._hand_over(operation, self.group.submit, *self._arguments(operation))
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Completion:
-        return self._hand_over(tensor, self.group.isend, dst, *self._whole(tensor), tag, timeout)
+    def isend(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> Completion:
+        whole = self._whole(tensor)
+        return self._hand_over(tensor, self.group.isend, dst, *whole, tag, timeout, label)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> Completion:
-        return self._hand_over(tensor, self.group.irecv, src, *self._whole(tensor), tag, timeout)
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> Completion:
+        whole = self._whole(tensor)
+        return self._hand_over(tensor, self.group.irecv, src, *whole, tag, timeout, label)
 
     def _whole(self, tensor: Tensor) -> tuple[int, int, int]:
         code = self._dtypes.get(tensor.dtype, self._bytes)
@@ -92,15 +106,33 @@ class ShmEngine:
         """
         entry: list[Any] = [None, buffers]
         with self._lock:
-            self._in_flight = [e for e in self._in_flight if e[0] is None or not e[0].done()]
-            self._in_flight.append(entry)
+            if len(self._in_flight) >= self._sweep_at:
+                self._sweep()
+            key = id(buffers)
+            while key in self._in_flight:  # the same tensor, sent twice
+                key += 1
+            self._in_flight[key] = entry
         try:
             entry[0] = completion = start(*args)
         except (ValueError, self.fault_type):
             with self._lock:
-                self._in_flight.remove(entry)
+                del self._in_flight[key]
             raise
         return completion
+
+    def _sweep(self) -> None:
+        """Drop what is done. As seldom as entries double, so that each costs the same."""
+        kept = {k: e for k, e in self._in_flight.items() if e[0] is None or not e[0].done()}
+        self._in_flight = kept
+        self._sweep_at = max(_FIRST_SWEEP, 2 * len(kept))
+
+    def let_go(self, buffers: object) -> None:
+        """Hold ``buffers`` no longer: the operation is done that they were handed over for."""
+        with self._lock:
+            entry = self._in_flight.get(id(buffers))
+            done = entry is not None and entry[0] is not None and entry[0].done()
+            if entry is not None and done and entry[1] is buffers:
+                del self._in_flight[id(buffers)]
 
     def _arguments(self, operation: Operation) -> tuple[Any, ...]:
         op = operation.reduce_op
@@ -112,7 +144,7 @@ class ShmEngine:
             op_factor(op),
             self._spans(operation.inputs, operation.kind in MANY_INPUTS),
             self._spans(operation.outputs, operation.kind in MANY_OUTPUTS),
-            _core.shape_label(operation.shape),
+            operation.label,
             operation.timeout,
         )
 
@@ -147,7 +179,7 @@ class ShmEngine:
 
     def close(self) -> None:
         self.group.close()
-        self._in_flight = []
+        self._in_flight = {}
 
     def statistics(self) -> dict[str, int]:
         return self.group.statistics()

@@ -23,7 +23,12 @@ from torch import Tensor
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
-from tilework.comm.backends.message_matcher import ANY_SOURCE, MessageMatcher, Receive
+from tilework.comm.backends.message_matcher import (
+    ANY_SOURCE,
+    MessageMatcher,
+    Receive,
+    labels_fit,
+)
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import Header, disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
@@ -49,6 +54,7 @@ class _Message:
     source: int
     tag: int
     tensor: Tensor
+    label: int = 0
 
 
 class _Hub:
@@ -193,22 +199,26 @@ class ThreadsEngine(PythonEngine):
 
     # -- point to point ------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> PythonCompletion:
+    def isend(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
         self.check_open()
         if self.hub.lost([dst]):
             raise Fault("peer_lost", (dst,), _GONE)
-        message = _Message(self.rank, tag, tensor.clone())
+        message = _Message(self.rank, tag, tensor.clone(), label)
         for receive, matched in self.hub.messages[dst].add_message(message):
             _deliver(matched, receive, dst)
         completion = PythonCompletion()
         completion.complete()
         return completion
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> PythonCompletion:
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
         self.check_open()
         hub, deadline = self.hub, time.monotonic() + timeout
         completion = _ReceiveCompletion(partial(hub.end_receives, self.rank), deadline)
-        receive = Receive(src, tag, tensor, timeout, deadline, completion)
+        receive = Receive(src, tag, tensor, timeout, deadline, completion, label)
         for matched, message in hub.messages[self.rank].add_receive(receive):
             _deliver(message, matched, self.rank)
         return completion
@@ -268,6 +278,10 @@ def _deliver(message: _Message, receive: Receive, rank: int) -> None:
             f"rank {message.source} sent {sent.numel()} x {sent.dtype}, "
             f"rank {rank} receives {expected.numel()} x {expected.dtype}"
         )
+        receive.completion.complete(("mismatch", (message.source, rank), why))
+        return
+    if not labels_fit(message.label, receive):
+        why = f"rank {message.source} sent a tensor of another dtype or shape than is received"
         receive.completion.complete(("mismatch", (message.source, rank), why))
         return
     copy(expected, sent)

@@ -103,12 +103,16 @@ class TorchEngine(PythonEngine):
             return Fault("aborted", (abortion[0],), abortion[2])
         return Fault(kind, silent, f"{self.name}: {detail}")
 
-    def isend(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> TorchCompletion:
+    def isend(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> TorchCompletion:
         self.check_open()
         source = as_bytes(tensor)
         return self._message(lambda: self._backend.send([source], dst, tag), source, timeout)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int, timeout: float) -> TorchCompletion:
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> TorchCompletion:
         self.check_open()
         target = as_bytes(tensor)
         if src < 0:

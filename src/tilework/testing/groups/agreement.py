@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -26,6 +27,50 @@ from tilework.testing.groups.base import (
 )
 
 _Call = Callable[[], object]
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+
+
+def _at_root(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    return _parts(tensor) if dist.get_rank() == 0 else None
+
+
+def _long(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty((dist.get_world_size() * len(tensor), *tensor.shape[1:]), dtype=tensor.dtype)
+
+
+def _failure(
+    call: Callable[[torch.Tensor, Any], object], tensor: torch.Tensor, group: Any
+) -> type[Exception] | None:
+    try:
+        call(tensor, group)
+    except Exception as error:
+        return type(error)
+    return None
+
+
+#: Operations on a tensor of one rank's part.
+_MOVES: dict[str, Callable[[torch.Tensor, Any], object]] = {
+    "all_reduce": lambda t, g: dist.all_reduce(t, group=g),
+    "reduce": lambda t, g: dist.reduce(t, 0, group=g),
+    "broadcast": lambda t, g: dist.broadcast(t, 0, group=g),
+    "all_gather": lambda t, g: dist.all_gather(_parts(t), t, group=g),
+    "all_gather_into_tensor": lambda t, g: dist.all_gather_into_tensor(_long(t), t, group=g),
+    "gather": lambda t, g: dist.gather(t, _at_root(t), group=g),
+    "scatter": lambda t, g: dist.scatter(t, _at_root(t), group=g),
+    "reduce_scatter": lambda t, g: dist.reduce_scatter(t, _parts(t), group=g),
+    "reduce_scatter_tensor": lambda t, g: dist.reduce_scatter_tensor(t, _long(t), group=g),
+    "all_to_all_single": lambda t, g: dist.all_to_all_single(_long(t), _long(t), group=g),
+}
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+#: Pairs of as many bytes.
+_ODD = {
+    "shape": (torch.zeros(2, 3), torch.zeros(6)),
+    "float8": (torch.zeros(4, dtype=torch.float8_e5m2), torch.zeros(4, dtype=torch.float8_e4m3fn)),
+    "complex": (torch.zeros(3, dtype=torch.complex64), torch.zeros(3, 2)),
+}
 
 
 @needs(Capability.COMPARISON)
@@ -52,6 +97,36 @@ class MismatchSuite(GroupSuite):
             "all_reduce",
             "broadcast",
         )
+
+    def test_tensors_that_only_look_alike(self) -> None:
+        """What they are is what the caller gave, not what it is taken for on the way."""
+
+        def body(rank: int) -> list[str]:
+            wrong = []
+            for kind, (common, odd) in _ODD.items():
+                for name, call in _MOVES.items():
+                    if kind != "shape" and name in _REDUCING:
+                        continue  # such tensors are not reduced
+                    group = dist.new_group()
+                    failure = _failure(call, (odd if rank == 1 else common).clone(), group)
+                    if failure is not CollectiveMismatchError:
+                        wrong.append(f"{kind}, {name}: {failure}")
+            return wrong
+
+        assert self.run(3, body) == [[]] * 3
+
+    def test_a_message_that_only_looks_like_what_is_received(self) -> None:
+        def body(rank: int) -> Failure | None:
+            if rank == 0:
+                for common, _ in _ODD.values():
+                    dist.send(common, 1)
+                return None
+            odd = [other for _, other in _ODD.values()]
+            failures = [failure_of(functools.partial(dist.recv, other, 0)) for other in odd]
+            assert all(failure.kind is CollectiveMismatchError for failure in failures), failures
+            return failures[0]
+
+        self.run(2, body)
 
     def test_barrier_against_an_operation(self) -> None:
         self.assert_mismatch(

@@ -1,0 +1,83 @@
+"""Labels: numbers for the dtype and shape of a tensor as the caller gave it, compared by ranks.
+
+The engines see less of a tensor: complex numbers as pairs, float8 as bytes, any shape as a size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backends.engine_protocol import Kind
+
+#: The bits of a label of parts that tell dtype and number of dims; the others tell the shape.
+_DIMS: Final = 0xFFFF_FFFF
+#: The label of what goes with any other: a tensor without elements.
+ANY: Final = 0
+_ELEMENTWISE: Final[frozenset[Kind]] = frozenset({"all_reduce", "reduce", "broadcast"})
+_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
+_START, _FACTOR = 0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3  # FNV-1a, as in the core
+#: Dtypes that all engines know as they are.
+_KNOWN: Final = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    )
+)
+
+
+def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The label of a shape; of the dtype, too, where engines may take it for another.
+
+    Example:
+        >>> shape_label((2, 3), torch.float32) == shape_label((6,), torch.float32)
+        False
+        >>> shape_label((6,), torch.float32) == shape_label((6,), torch.complex64)
+        False
+    """
+    label = _START
+    for size in sizes:
+        label = (label ^ size) * _FACTOR & _MASK
+    return label if dtype in _KNOWN else (label ^ zlib.crc32(str(dtype).encode())) * _FACTOR & _MASK
+
+
+def message_label(tensor: Tensor) -> int:
+    """The label of a message."""
+    return shape_label(tuple(tensor.shape), tensor.dtype)
+
+
+def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
+    """The label of an operation, which all ranks must have in common (but for ANY).
+
+    Args:
+        kind: The operation.
+        tensor: This rank's part, in which ranks are alike: the input, or where ranks get parts the
+            output. None where there is none.
+        alike: Whether all parts that this rank knows of have its shape.
+    """
+    if tensor is None:
+        return _START
+    shape = tuple(tensor.shape)
+    if kind in _ELEMENTWISE:
+        return shape_label(shape, tensor.dtype)
+    if tensor.numel() == 0:
+        return ANY
+    dims = shape_label((len(shape),), tensor.dtype) & _DIMS
+    return dims | shape_label(shape, torch.uint8) & ~_DIMS | (_DIMS + 1) if alike else dims
+
+
+def labels_agree(labels: Sequence[int], even: bool) -> bool:
+    """True if ranks with these labels mean the same. ``even``: all parts have one size."""
+    known = [label for label in labels if label != ANY]
+    shapes = even and all(label & ~_DIMS for label in known)
+    return len({label if shapes else label & _DIMS for label in known}) <= 1
+
+
+def same_shapes(tensors: Sequence[Tensor], tensor: Tensor) -> bool:
+    """True if all have the shape of ``tensor``."""
+    return all(each.shape == tensor.shape for each in tensors)
