@@ -103,7 +103,7 @@ class _Link(torch.autograd.Function):
         # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
         torch.autograd.Variable._execution_engine.run_backward(
             (ctx.tensor,),
-            (wrap_as(type(ctx.tensor), grad, ctx.spec.dual),),
+            (wrap_as(type(ctx.tensor), grad, ctx.spec.grad_spec),),
             True,
             False,
             (),

@@ -170,7 +170,7 @@ class Operator:
         name, title = self.name, self._title
 
         def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            if args and is_window(name, args[0]):
+            if args and is_window(name, args[0], args):
                 return write_in_memory(title, func, args, kwargs)
             return fast(func, args, kwargs)
 
