@@ -572,8 +572,11 @@ void PointToPoint::fail_lost(bool check_processes) {
     if (dead || context_.liveness.departed(peer)) gone.push_back(peer);
   }
   if (gone.empty()) return;
-  fail_stopped();                                 // why they left, if the group was aborted since
-  for (int peer : gone) receive_fragments(peer);  // what a rank sent before it went still counts
+  fail_stopped();          // why they left, if the group was aborted since
+  for (int peer : gone) {  // what a rank sent or answered before it went still counts
+    receive_fragments(peer);
+    if (outgoing_[peer].awaits_answer) await_answer(peer);
+  }
   const bool fails_any = !died.empty() || static_cast<int>(gone.size()) == context_.size - 1;
   fail_if([&](const Request& request) -> std::optional<Fault> {
     if (request.peer == kAnyRank && fails_any) return peer_lost_fault(died, gone);
