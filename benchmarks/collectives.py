@@ -12,6 +12,7 @@ slows all of them; only the ratios mean much. A call's time is the median on the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from figures import (
     TILEWORK,
     Cell,
     Plan,
-    combine,
+    cell_of,
     compare,
     to_json,
 )
@@ -77,14 +78,28 @@ def measure(ranks: int, plan: Plan, console: Console) -> tuple[list[Cell], list[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
-        run(command(ranks, plan, folder), folder, console)
+        with neighbours(plan.neighbours):
+            run(command(ranks, plan, folder), folder, console)
         found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     sections = {"cases": plan.cases(ranks), "segment": plan.segment_cases(ranks)}
     cells, segment = (
-        [combine(case, ranks, [rank[name][i] for rank in found]) for i, case in enumerate(cases)]
+        [cell_of(case, ranks, [rank[name][i] for rank in found]) for i, case in enumerate(cases)]
         for name, cases in sections.items()
     )
     return cells, segment
+
+
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Beside what is inside, ``count`` processes that compute all the time, bound to no core."""
+    endless = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(endless) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def command(ranks: int, plan: Plan, folder: Path) -> list[str]:
@@ -128,17 +143,52 @@ def machine() -> dict[str, Any]:
     return {
         "processor": model,
         "cores": usable_cores(),
+        "caches": caches(),
+        "kernel": platform.release(),
         "load": round(os.getloadavg()[0], 2),
+        "pressure": pressure(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tilework": tilework.__version__,
     }
 
 
+def caches(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> str:
+    """Sizes of a core's caches, and which cores share each: "L2 1024K (0)"."""
+    texts = []
+    for folder in sorted(cpu.glob("index*")):
+        with contextlib.suppress(OSError):
+            level, kind, size, cores = (
+                (folder / name).read_text().strip()
+                for name in ("level", "type", "size", "shared_cpu_list")
+            )
+            if kind != "Instruction":
+                texts.append(f"L{level} {size} ({cores})")
+    return "; ".join(texts) or "unknown"
+
+
+def pressure(file: Path = Path("/proc/pressure/cpu")) -> str:
+    """The share of the last 10 and 60 seconds in which something waited for a core."""
+    try:
+        fields = dict(item.split("=") for item in file.read_text().splitlines()[0].split()[1:])
+    except (OSError, ValueError, IndexError):
+        return "unknown"
+    return f"{fields['avg10']} % {fields['avg60']} %"
+
+
+def stolen(file: Path = Path("/proc/stat")) -> float:
+    """Seconds of core time since the start that the hypervisor gave to others."""
+    return int(file.read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def show(cells: Sequence[Cell], segment: Sequence[Cell], plan: Plan, console: Console) -> None:
     """Tables and summary lines."""
     for ranks in sorted({cell.ranks for cell in cells}):
         console.print(times_table(cells, ranks))
+        if plan.neighbours:
+            console.print(
+                times_table([cell.by_means() for cell in cells], ranks, "means of all calls")
+            )
     if (scaling := scaling_table(cells, plan.cores)) is not None:
         console.print(scaling)
     if segment:
@@ -146,6 +196,10 @@ def show(cells: Sequence[Cell], segment: Sequence[Cell], plan: Plan, console: Co
     lines = [*limit_lines(cells)]
     for peer in plan.peers[1:]:
         lines += comparison_lines(cells, peer)
+    if plan.neighbours:
+        lines.append("in the mean:")
+        for peer in plan.peers[1:]:
+            lines += comparison_lines([cell.by_means() for cell in cells], peer)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -172,10 +226,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=list(ITEM_BYTES))
     parser.add_argument("--quick", action="store_true", help="fewer calls and sizes")
+    parser.add_argument(
+        "--neighbours", type=int, default=0, metavar="N", help="beside N processes that compute"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them (needs matplotlib)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # this is one of the ranks
     options = parser.parse_args()
+    if options.neighbours < 0:
+        parser.error("--neighbours: a number of processes, 0 or more")
     if min(options.ranks) < 2:
         parser.error("--ranks: a collective needs at least 2 ranks")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
@@ -190,13 +249,17 @@ def main() -> None:
         return work(options.worker)
     version, lacking = open_mpi()
     peers = (TILEWORK, GLOO, *([OPEN_MPI] if version else []))
-    plan = Plan(peers, usable_cores(), tuple(options.operations), tuple(options.dtypes))
+    plan = Plan(
+        *(peers, usable_cores(), tuple(options.operations), tuple(options.dtypes)),
+        neighbours=options.neighbours,
+    )
     if options.quick:
         sizes = tuple(size for size in plan.sizes if size not in (4 * KIB, 16 * MIB))
         plan = dataclasses.replace(plan, sizes=sizes, rounds=3, seconds=0.02)
     console = Console()
     console.width = max(console.width, 132)  # a table in a file is not squeezed
     about = machine() | ({OPEN_MPI: version} if version else {})
+    before = stolen()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
     if lacking:
         console.print(f"[bold yellow]Open MPI is skipped:[/] {lacking}")
@@ -206,6 +269,14 @@ def main() -> None:
         cells += more
         segment += more_segment
     show(cells, segment, plan, console)
+    about |= {
+        "load afterwards": round(os.getloadavg()[0], 2),
+        "stolen": round(stolen() - before, 2),
+    }
+    console.print(
+        f"load afterwards {about['load afterwards']}, {about['stolen']} s stolen by the hypervisor",
+        highlight=False,
+    )
     if options.json:
         results = {"machine": about} | report(cells, segment, plan)
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -22,12 +22,14 @@ def microseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e6:,.{1 if seconds < 1e-3 else 0}f}"
 
 
-def times_table(cells: Sequence[Cell], ranks: int) -> Table:
+def times_table(cells: Sequence[Cell], ranks: int, what: str = "medians ± spread") -> Table:
     """Microseconds on one number of ranks, and each peer's as a multiple of tilework's."""
     peers = list(dict.fromkeys(name for cell in cells for name in cell.seconds))
     shown = [cell for cell in cells if cell.ranks == ranks]
     dtypes = list(dict.fromkeys(cell.case.dtype for cell in shown if cell.case.dtype != "-"))
-    drawn = Table(title=f"{ranks} ranks: microseconds a call; x: times tilework's (! below 1)")
+    drawn = Table(
+        title=f"{ranks} ranks: microseconds a call, {what}; x: times tilework's (! below 1)"
+    )
     drawn.add_column("operation", no_wrap=True)
     drawn.add_column("size", justify="right", no_wrap=True)
     for dtype in dtypes or ["-"]:
@@ -52,6 +54,8 @@ def times_table(cells: Sequence[Cell], ranks: int) -> Table:
 def column(cell: Cell, peer: str) -> list[str]:
     """What one peer has in a line of the table."""
     text = microseconds(cell.seconds[peer])
+    if (spread := cell.spreads.get(peer)) is not None:
+        text += f" ±{spread:.0%}"
     if peer == TILEWORK:
         return [text]
     ratio = cell.ratio(peer)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -68,6 +68,10 @@ class Plan:
     """Turns that each peer gets on each case."""
     seconds: float = 0.05
     """What one turn may take, if that allows for the least number of calls."""
+    neighbours: int = 0
+    """Processes beside the ranks that compute all the time."""
+    spread: float = 0.1
+    """Turns go on, up to three times ``rounds``, until no peer's spread is larger than this."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Plan:
@@ -112,6 +116,14 @@ class Cell:
     """Of one call, by peer; None: the peer lacks it."""
     limit: float | None = None
     """The least seconds that memory allows."""
+    means: Times = field(default_factory=dict)
+    """As ``seconds``, but means of all calls: they show time slices that were lost."""
+    spreads: Times = field(default_factory=dict)
+    """Half the range of the middle half of the rounds' medians, as a share of ``seconds``."""
+
+    def by_means(self) -> Cell:
+        """The cell with means for medians."""
+        return replace(self, seconds=self.means or self.seconds, spreads={})
 
     def ratio(self, peer: str) -> float | None:
         """How many times as long as tilework the peer takes; None where it lacks the operation."""
@@ -140,6 +152,25 @@ def combine(case: Case, ranks: int, by_rank: Sequence[Times]) -> Cell:
     copy, add = seconds.pop(COPY, None), seconds.pop(ADD, None)
     limit = None if copy is None or add is None else limit_seconds(copy, add)
     return Cell(case, ranks, seconds, limit)
+
+
+def spread(medians: Sequence[float]) -> float:
+    """Half the range of the middle half, as a share of the median."""
+    if len(medians) < 2:
+        return math.inf
+    low, middle, high = statistics.quantiles(medians, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+def cell_of(case: Case, ranks: int, by_rank: Sequence[Mapping[str, Any]]) -> Cell:
+    """The cell of what the ranks measured: (median, mean, spread) of each name, None if lacking."""
+    medians, means = (
+        combine(case, ranks, [{n: f and f[i] for n, f in rank.items()} for rank in by_rank])
+        for i in (0, 1)
+    )
+    known = {name: [rank[name][2] for rank in by_rank if rank[name]] for name in medians.seconds}
+    spreads = {name: max(values) for name, values in known.items() if values}
+    return replace(medians, means=means.seconds, spreads=spreads)
 
 
 def limit_seconds(copy: float, add: float) -> float:
@@ -191,6 +222,8 @@ def to_json(cell: Cell) -> dict[str, Any]:
     fields["microseconds"] = {name: round(value * 1e6, 3) for name, value in known.items()}
     ratios = {name: cell.ratio(name) for name in known if name != TILEWORK}
     fields["ratios"] = {name: round(ratio, 3) for name, ratio in ratios.items() if ratio}
+    fields["mean_microseconds"] = {n: round(t * 1e6, 3) for n, t in cell.means.items() if t}
+    fields["spreads"] = {n: round(s, 3) for n, s in cell.spreads.items() if s is not None}
     if cell.limit is not None:
         fields["limit_microseconds"] = round(cell.limit * 1e6, 3)
     return fields

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from figures import ADD, COPY, LARGEST, SEGMENT, TILEWORK, Case, Plan
+from figures import ADD, COPY, LARGEST, SEGMENT, TILEWORK, Case, Plan, spread
 from peers import PEERS, Call, Workload
 from torch import Tensor
 
@@ -90,15 +90,32 @@ class Measurement:
         a, b = torch.ones(LARGEST // 4), torch.ones(LARGEST // 4)
         return {COPY: lambda: b.copy_(a), ADD: lambda: b.add_(a)}
 
-    def by_turns(self, calls: Calls) -> dict[str, float | None]:
-        """This rank's median seconds of each call."""
+    def by_turns(self, calls: Calls) -> dict[str, tuple[float, float, float] | None]:
+        """This rank's median and mean seconds of each call, and the spread of the medians."""
         counts = {name: self.affordable(call) for name, call in calls.items()}
         taken: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(self.plan.rounds):
+        medians: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(3 * self.plan.rounds):
+            if number >= self.plan.rounds and self.is_known(medians):
+                break
             # Another order in each round, the same on all ranks: nobody always follows the slowest.
             for name in random.Random(number).sample(list(calls), len(calls)):
-                taken[name] += self.turn(calls[name], counts[name])
-        return {name: statistics.median(ts) if ts else None for name, ts in taken.items()}
+                if turn := self.turn(calls[name], counts[name]):
+                    taken[name] += turn
+                    medians[name].append(statistics.median(turn))
+        return {
+            name: (statistics.median(ts), statistics.fmean(ts), spread(medians[name]))
+            if ts
+            else None
+            for name, ts in taken.items()
+        }
+
+    def is_known(self, medians: Mapping[str, list[float]]) -> bool:
+        """True if every spread is small enough, as rank 0 sees it."""
+        known = all(spread(turns) <= self.plan.spread for turns in medians.values() if turns)
+        told = torch.tensor([int(known)])
+        dist.broadcast(told, 0)
+        return bool(told)
 
     def turn(self, call: Call | None, count: int) -> list[float]:
         """Seconds of each of ``count`` calls."""

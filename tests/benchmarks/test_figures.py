@@ -20,12 +20,14 @@ from benchmarks.figures import (
     Cell,
     Plan,
     Times,
+    cell_of,
     combine,
     compare,
     geometric_mean,
     limit_seconds,
     scaled,
     size_text,
+    spread,
 )
 
 PLAN = Plan((TILEWORK, GLOO, OPEN_MPI), cores=2)
@@ -106,3 +108,20 @@ def test_scaled_time_is_constant_when_in_proportion() -> None:
 
 def test_size_text() -> None:
     assert [size_text(n) for n in (0, 8, 4096, LARGEST)] == ["-", "8 B", "4 KiB", "64 MiB"]
+
+
+def test_the_spread_is_half_the_middle_half_of_the_median() -> None:
+    assert spread([10.0, 8.0, 12.0, 9.0, 11.0]) == pytest.approx(0.1)
+    assert spread([3.0] * 5) == 0.0
+    assert spread([1.0]) == float("inf")
+
+
+def test_a_cell_has_the_medians_means_and_spreads_of_the_slowest_rank() -> None:
+    measured = [
+        {TILEWORK: (2.0, 5.0, 0.1), OPEN_MPI: None},
+        {TILEWORK: (3.0, 4.0, 0.2), OPEN_MPI: None},
+    ]
+    cell = cell_of(Case("barrier", "-", 0), 2, measured)
+    assert cell.seconds == {TILEWORK: 3.0, OPEN_MPI: None}
+    assert cell.spreads == {TILEWORK: 0.2}
+    assert cell.by_means().seconds == {TILEWORK: 5.0, OPEN_MPI: None}
