@@ -116,17 +116,17 @@ class MismatchSuite(GroupSuite):
         assert self.run(3, body) == [[]] * 3
 
     def test_a_message_that_only_looks_like_what_is_received(self) -> None:
-        def body(rank: int) -> Failure | None:
-            if rank == 0:
-                for common, _ in _ODD.values():
-                    dist.send(common, 1)
-                return None
-            odd = [other for _, other in _ODD.values()]
-            failures = [failure_of(functools.partial(dist.recv, other, 0)) for other in odd]
-            assert all(failure.kind is CollectiveMismatchError for failure in failures), failures
-            return failures[0]
+        def body(rank: int) -> list[object]:
+            heard: list[object] = []
+            for common, odd in _ODD.values():
+                group = dist.new_group()
+                if rank == 1:
+                    heard.append(_failure(lambda t, g: dist.recv(t, 0, group=g), odd, group))
+                else:  # which may hear of it while it sends, or not at all
+                    _failure(lambda t, g: dist.send(t, 1, group=g), common, group)
+            return heard
 
-        self.run(2, body)
+        assert self.run(2, body)[1] == [CollectiveMismatchError] * len(_ODD)
 
     def test_barrier_against_an_operation(self) -> None:
         self.assert_mismatch(
