@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated
-from tilework.dtensor.rules.internal_ops import internal_operator
+from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import DimFactors, Factor, broadcast
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
@@ -163,6 +163,7 @@ def _index_select(input: Arg, dim: int, index: Arg) -> RuleResult:
 
 
 def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    index = reduce_partial(index)
     numbers = local_graph.plain(index)
     if numbers.numel() and int(numbers.min()) < 0:
         raise IndexError(f"index_select takes no negative index, got {int(numbers.min())}")
