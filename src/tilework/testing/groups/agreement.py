@@ -99,7 +99,7 @@ class MismatchSuite(GroupSuite):
         )
 
     def test_tensors_that_only_look_alike(self) -> None:
-        """What they are is what the caller gave, not what it is taken for on the way."""
+        """Tensors are compared as the caller gave them."""
 
         def body(rank: int) -> list[str]:
             wrong = []
