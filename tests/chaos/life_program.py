@@ -160,11 +160,12 @@ def strike(life: Life) -> None:
     """What a rank does to itself; kills and stops come from outside."""
     if life.fault in LIMITS:
         if life.fault == "few files":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), 1 << 16))
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), most))
         else:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = pages * resource.getpagesize() + (1 << 20)
-            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+            least = pages * resource.getpagesize() + (1 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (least, resource.RLIM_INFINITY))
     elif life.fault == "exec":
         after(life.delay, lambda: os.execvp("sleep", ["sleep", "30"]))
     elif life.fault == "exit":

@@ -137,7 +137,7 @@ VALUES = [
     Mutant(
         "header: labels are not compared",
         "csrc/agreement.cpp",
-        "labels_differ |= call.label != calls[0].label;",
+        "labels_differ |= ((call.label ^ label) & compared) != 0 && call.label != 0;",
         "labels_differ |= false;",
         "tests/csrc/test_agreement.py",
     ),
