@@ -70,7 +70,10 @@ bool run_trial(uint64_t seed, const Options& options, Totals& totals) {
   if (options.replay) printf("%s\n", plan.text().c_str());
   reset_memory();
   forget_places();
-  set_machine(plan.cores, kMachineBytes, plan.mishap == Mishap::kExec);
+  const Remains remains = plan.mishap == Mishap::kExec     ? Remains::kProgram
+                          : plan.mishap == Mishap::kReused ? Remains::kNumber
+                                                           : Remains::kNothing;
+  set_machine(plan.cores, kMachineBytes, remains);
   for (const auto& members : plan.groups)
     trial.segments.push_back(
         create_segment(static_cast<int>(members.size()), kSlotBytes, "nonce", plan.tunables));

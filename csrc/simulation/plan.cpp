@@ -63,8 +63,8 @@ void draw_message(Step& step, int size, Random& random) {
 
 void draw_mishap(Plan& plan, Random& random) {
   if (random.once_in(2)) return;
-  plan.mishap = random.among<Mishap>(
-      {Mishap::kAbort, Mishap::kLeave, Mishap::kDeath, Mishap::kExec, Mishap::kStop});
+  plan.mishap = random.among<Mishap>({Mishap::kAbort, Mishap::kLeave, Mishap::kDeath, Mishap::kExec,
+                                      Mishap::kReused, Mishap::kStop});
   // From any rank: others that are still there could send, so its leaving is no fault.
   for (Step& step : plan.steps) step.from_any &= plan.mishap != Mishap::kLeave;
   plan.victim = static_cast<int>(random.below(plan.ranks));
@@ -126,6 +126,8 @@ std::string Plan::text() const {
     case Mishap::kLeave: return text + rank + " leaves" + place;
     case Mishap::kDeath: return text + rank + " dies" + moment;
     case Mishap::kExec: return text + rank + " becomes another program" + moment;
+    case Mishap::kReused:
+      return text + rank + " dies, and another process gets its number" + moment;
     case Mishap::kStop: return text + rank + " is stopped for longer than the others wait" + moment;
   }
   return text;

@@ -31,7 +31,7 @@ struct Step {
   size_t count(int i, int j) const { return counts[i * inputs_in_arena.size() + j]; }
 };
 
-enum class Mishap { kNone, kAbort, kLeave, kDeath, kExec, kStop };
+enum class Mishap { kNone, kAbort, kLeave, kDeath, kExec, kReused, kStop };
 
 struct Plan {
   uint64_t seed;

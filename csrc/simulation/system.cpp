@@ -10,8 +10,8 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -50,6 +50,7 @@ namespace {
 
 constexpr int kFirstProcess = 1'000'000;
 constexpr int kFirstPidfd = 2'000'000;
+constexpr int kOthersPidfd = 2'500'000;  // of a process that is no rank
 
 int machine_cores = 2;
 size_t machine_bytes = 4 << 20;
@@ -68,13 +69,13 @@ uint64_t number_of(const volatile void* object) {
 
 int rank_of(int process) { return process - kFirstProcess; }
 
-bool victims_process_lives = false;       // as after exec
+Remains victims_remains = Remains::kNothing;
 std::vector<std::pair<int, int>> locked;  // ranks, and descriptors through which they hold a lock
 
 /// True if the process of a rank has ended; then all that it did lies in the past.
 bool seen_dead(int rank, bool process = true) {
   Schedule& schedule = *Schedule::running();
-  if (!schedule.dead(rank) || (process && victims_process_lives)) return false;
+  if (!schedule.dead(rank) || (process && victims_remains == Remains::kProgram)) return false;
   for (const auto& fiber : schedule.fibers())
     if (fiber->rank == rank) memory().join(*fiber);
   return true;
@@ -186,8 +187,8 @@ void write_given_up(char* memory_begin, char value, size_t bytes) {
   __real_memset(memory_begin, value, bytes);
 }
 
-void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another) {
-  victims_process_lives = victim_becomes_another;
+void set_machine(int cores, size_t memory_bytes, Remains remains) {
+  victims_remains = remains;
   machine_cores = cores;
   machine_bytes = memory_bytes;
 }
@@ -265,6 +266,8 @@ int __wrap_fcntl(int fd, int command, ...) {
   const long argument = va_arg(list, long);
   va_end(list);
   Schedule* schedule = Schedule::running();
+  if (schedule && command == F_OFD_SETLK && victims_remains == Remains::kNumber)
+    return fail_with(EINVAL);
   if (schedule && command == F_OFD_SETLK) locked.push_back({schedule->current().rank, fd});
   if (schedule && command == F_OFD_GETLK)
     for (auto& [rank, locked_fd] : locked)
@@ -282,9 +285,11 @@ FILE* __wrap_fopen(const char* path, const char* mode) {
   if (!schedule || sscanf(path, "/proc/%d/stat", &process) != 1 || process < kFirstProcess)
     return __real_fopen(path, mode);
   static char text[128];
+  const bool dead = seen_dead(rank_of(process));
+  const bool others = dead && victims_remains == Remains::kNumber;  // it began later
   const int bytes =
       snprintf(text, sizeof text, "%d (rank) %c 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 %d", process,
-               seen_dead(rank_of(process)) ? 'Z' : 'S', process);
+               dead && !others ? 'Z' : 'S', process + others);
   return fmemopen(text, bytes, mode);
 }
 
@@ -332,7 +337,8 @@ long __wrap_syscall(long number, ...) {
                      static_cast<uint32_t>(argument[2]),
                      reinterpret_cast<const timespec*>(argument[3]), CODE);
       case SYS_pidfd_open:
-        if (seen_dead(rank_of(static_cast<int>(argument[0])))) return fail_with(ESRCH);
+        if (seen_dead(rank_of(static_cast<int>(argument[0]))))  // or it is another's by now
+          return victims_remains == Remains::kNumber ? kOthersPidfd : fail_with(ESRCH);
         return kFirstPidfd + rank_of(static_cast<int>(argument[0]));
       default: break;
     }

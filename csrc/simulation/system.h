@@ -10,9 +10,11 @@ namespace tilework::simulation {
 
 /// The process id of a rank.
 int process_id(int rank);
-/// Of the machine: cores that each rank may run on, bytes of memory; and if a rank that dies leaves a
-/// process behind, as exec does.
-void set_machine(int cores, size_t memory_bytes, bool victim_becomes_another);
+/// What a rank that dies leaves behind: nothing; its process, as another program (exec); or its
+/// number, which another process gets. Then the kernel grants no locks, which would tell.
+enum class Remains { kNothing, kProgram, kNumber };
+/// Of the machine: cores that each rank may run on, bytes of memory.
+void set_machine(int cores, size_t memory_bytes, Remains remains);
 /// Write memory of an operation that has raised: peers may still read it, since they throw away what
 /// they read, but not write it.
 void write_given_up(char* memory_begin, char value, size_t bytes);

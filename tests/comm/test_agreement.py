@@ -7,7 +7,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import check_all_raise, errors_of, on
-from tilework.comm.agreement import agree
+from tilework.comm.agreement import agree, agree_equal
 from tilework.errors import DistError
 from tilework.testing import run_ranks
 
@@ -129,3 +129,10 @@ def test_what_cannot_be_sent_leaves_nobody_waiting() -> None:
     errors = errors_of(2, lambda rank: agree(lambda: (lambda: 0) if rank else 0))
     assert all(errors)
     assert "rank 1: " in str(errors[0])
+
+
+def test_a_fact_that_only_one_rank_has_differs() -> None:
+    def program(rank: int) -> None:
+        agree_equal(lambda: {"size": 1, **({"order": "C"} if rank == 1 else {})}, what="alike:")
+
+    check_all_raise(3, program, ValueError, "^alike: order=nothing on rank 0 does not match")

@@ -54,6 +54,21 @@ def test_one_rank_calls_something_else(odd: Callable[[Rank], None], named: str) 
     assert "ranks 0, 2 called all_reduce(float32, sum" in text
 
 
+def test_tensors_that_came_about_differently() -> None:
+    def call(rank: Rank) -> None:
+        _core.set_provenance(7 + rank.rank)
+        try:
+            reduce_of(4)(rank)
+        finally:
+            _core.set_provenance(0)
+
+    heard = faults([call, call])
+    assert len(set(heard)) == 1
+    kind, ranks, text = heard[0]
+    assert (kind, ranks) == ("mismatch", (0, 1))
+    assert "of provenance 0000000000000008" in text
+
+
 def test_of_two_ranks_either_may_be_wrong() -> None:
     heard = faults([reduce_of(4), reduce_of(4, label=1)])
     assert [fault[:2] for fault in heard] == [("mismatch", (0, 1))] * 2

@@ -182,6 +182,13 @@ def test_another_plain_tensor_at_another_line() -> None:
     all_raise(program, "other data in a plain tensor")
 
 
+def test_another_number() -> None:
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        return (cut(X, mesh, [Shard(0)]) * (2.0 + rank)).full_tensor()
+
+    all_raise(program)
+
+
 def test_what_is_written_to_a_shard() -> None:
     """Nothing communicates: only the weight's own provenance tells."""
 

@@ -181,7 +181,7 @@ VALUES = [
         "csrc/liveness.cpp",
         "const bool another = start_time && now.start_time && now.start_time != start_time;",
         "const bool another = start_time && now.start_time && false;",
-        "tests/csrc/test_liveness.py",
+        SIMULATION,
     ),
     Mutant(
         "random: a part of a group begins at its start",

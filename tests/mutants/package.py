@@ -117,16 +117,16 @@ GRADIENTS = [
 COMPARISONS = [
     fault(
         "DTensor: plain tensors are not verified",
-        "dtensor/provenance/digests.py",
-        "isinstance(tensor, DTensorBase) else content_digest(tensor)\n",
-        "isinstance(tensor, DTensorBase) else 0\n",
+        "dtensor/dispatch/call_key.py",
+        "        seeds.append(content_digest(arg))\n",
+        "        seeds.append(0)\n",
         "tests/dtensor/test_verify.py",
     ),
     fault(
         "digests: numbers do not count",
         "dtensor/provenance/digests.py",
-        "        seeds.append(number_seed(value))\n",
-        "        pass\n",
+        "        return _MINUS_ZERO\n    return number\n",
+        "        return _MINUS_ZERO\n    return 0\n",
         "tests/dtensor/test_verify.py",
     ),
     fault(
@@ -162,7 +162,7 @@ COMPARISONS = [
         "comm/objects.py",
         "    if pg is None or weights_only or pg.authenticated:\n",
         "    if True:\n",
-        "tests/comm/test_contract.py tests/comm/test_checks.py tests/comm/test_groups.py",
+        "tests/comm/test_objects.py",
     ),
     fault(
         "consensus: a refusal is overheard",
