@@ -183,10 +183,14 @@ def test_another_plain_tensor_at_another_line() -> None:
 
 
 def test_another_number() -> None:
-    def program(rank: int, mesh: DeviceMesh) -> Any:
+    def scaled(rank: int, mesh: DeviceMesh) -> Any:
         return (cut(X, mesh, [Shard(0)]) * (2.0 + rank)).full_tensor()
 
-    all_raise(program)
+    def filled(rank: int, mesh: DeviceMesh) -> Any:
+        return cut(X, mesh, [Shard(0)]).fill_(2.0 + rank).full_tensor()
+
+    all_raise(scaled)
+    all_raise(filled)
 
 
 def test_what_is_written_to_a_shard() -> None:
