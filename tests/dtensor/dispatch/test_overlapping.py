@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,5 +64,39 @@ def test_a_window_is_written_in_the_order_of_torch() -> None:
         for x in (plain, base):
             x.unfold(0, 3, 1).mul_(2)
         assert torch.equal(base.full_tensor(), plain)
+
+    run_ranks(2, program)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "mul_": lambda view: view.mul_(2),
+    "zero_": lambda view: view.zero_(),
+    "one row": lambda view: view.__setitem__(0, 1.0),
+    "some rows": lambda view: view.__setitem__(slice(0, 2), 1.0),
+    "foreach": lambda view: torch._foreach_add_([view], 1.0),
+    "a view of it": lambda view: view[0].add_(1),
+}
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("name", list(WRITES))
+def test_views_made_without_gradients_are_written_without_them(name: str, is_leaf: bool) -> None:
+    """Else the gradient of what they show would lack the change, in silence."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        leaf = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+        leaf.requires_grad_()
+        base = leaf if is_leaf else leaf * 1
+        before = base.full_tensor().tolist()
+        with torch.no_grad():
+            view = base[1:]
+        with pytest.raises(RuntimeError, match="made under no_grad"):
+            WRITES[name](view)
+        assert base.full_tensor().tolist() == before
+        with torch.no_grad():
+            WRITES[name](view)
+            WRITES[name](base.detach()[1:])
+        WRITES[name](base.detach()[1:])
 
     run_ranks(2, program)

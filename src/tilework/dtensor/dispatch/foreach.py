@@ -77,7 +77,7 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
     """Raise, before anything is written, where torch would not write, or not to what it should."""
     for at, target in enumerate(lists[0]):
         if target.__class__ is DTensor:
-            if target._spec.repeats:
+            if target._spec.repeats or target._viewed is not None:
                 check_writable(_plain_name(name), target)
             continue
         for others in lists[1:]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import DTensorBase, memory_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
@@ -22,16 +23,39 @@ _WRITE_REPEATED = frozenset({"fill", "zero", "masked_fill", "index_fill", "put_a
 
 
 def check_writable(name: str, target: Tensor) -> None:
-    """Raise, as torch does, if an operator would write to a tensor whose elements repeat. Local.
+    """Raise, as torch does, if an operator may not write to a tensor. Local.
 
-    On every rank: of local tensors only those of some ranks may have several elements.
+    One whose elements repeat, on every rank: of local tensors only those of some ranks may have
+    several elements. And a view made without gradients, where they are recorded: those of its base
+    would lack what is written.
     """
-    if isinstance(target, DTensor) and target._spec.repeats and name not in _WRITE_REPEATED:
+    if not isinstance(target, DTensor):
+        return
+    if target._viewed is not None and torch.is_grad_enabled() and lacks_a_graph(target):
+        raise RuntimeError(
+            f"{name} would change a view that was made under no_grad() of a tensor that requires "
+            f"a gradient, which would lack the change: make the view where gradients are "
+            f"recorded, or change it under no_grad(), too"
+        )
+    if target._spec.repeats and name not in _WRITE_REPEATED:
         raise RuntimeError(
             f"{name} writes to a tensor of shape {list(target.shape)} and strides "
             f"{list(target._spec.strides)}: more than one element of it refers to a single place "
             f"in memory, as expand() makes them: clone() it first"
         )
+
+
+def lacks_a_graph(view: DTensorBase) -> bool:
+    """True if the graph of what it is a view of would not see a write to it."""
+    made_without_grad = False
+    while (base := copied_views.base_in_graph(view)) is not None:
+        assert view._viewed is not None
+        if view._viewed[2] is not None:  # else it is the same tensor, before it was changed
+            made_without_grad = made_without_grad or view._made_without_grad
+        if made_without_grad and base.requires_grad:
+            return True
+        view = base
+    return False
 
 
 def check_apart(name: str, target: DTensor, other: DTensor) -> None:
@@ -83,10 +107,10 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
             continue
         if target._viewed is not None or other._viewed is not None:
             check_apart(name, target, other)
-    if not target._spec.overlaps:
-        return False
-    check_writable(name, target)
-    return target._viewed is not None
+    overlaps = target._spec.overlaps
+    if overlaps or target._viewed is not None:
+        check_writable(name, target)
+    return overlaps and target._viewed is not None
 
 
 def write_in_memory(name: str, func: Any, args: Args, kwargs: Kwargs) -> DTensor:
