@@ -230,7 +230,7 @@ def in_layout(x: torch.Tensor, layout: Any) -> Any:
 @given(
     any_layout,
     any_layout,
-    st.integers(0, 9),
+    st.integers(1, 9),
     st.integers(1, 7),
     st.sampled_from(list(DTYPES.values())),
 )

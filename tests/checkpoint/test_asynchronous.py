@@ -62,7 +62,7 @@ def test_a_save_ends_after_the_groups_do(tmp_path: Path) -> None:
 def test_failures_come_with_wait_and_with_the_next_save(tmp_path: Path) -> None:
     def program(rank: int) -> list[str]:
         found = []
-        with watched(fail_at(4, errno.ENOSPC)):
+        with watched(fail_at(3, errno.ENOSPC)):  # of the elements' flush
             pending = checkpoint.async_save({"x": numbers(9)}, tmp_path / str(rank), group=None)
             while not pending.done():
                 threading.Event().wait(0.01)
@@ -78,7 +78,7 @@ def test_failures_come_with_wait_and_with_the_next_save(tmp_path: Path) -> None:
     assert "No space left" in messages[0]
 
     def unseen(rank: int) -> None:
-        with watched(fail_at(4, errno.ENOSPC)):
+        with watched(fail_at(3, errno.ENOSPC)):  # of the elements' flush
             pending = checkpoint.async_save({"x": numbers(9)}, tmp_path / "z")
             while not pending.done():
                 threading.Event().wait(0.01)

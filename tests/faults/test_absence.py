@@ -72,7 +72,8 @@ def test_a_rank_that_never_comes_to_the_group(tmp_path: Path) -> None:
         start = time.monotonic()
         if rank == 2:
             return
-        with pytest.raises(DistError, match="2") as caught:
+        # One of them may be the first to give up, and then the other's loss.
+        with pytest.raises(DistError, match=r"2|lost rank") as caught:
             join(rank, 3, tmp_path / "store", LIMIT)
         say((time.monotonic() - start, str(caught.value)))
 

@@ -35,10 +35,6 @@ HANDLED_SIGNALS = tuple(
 )
 
 
-#: Held until this process ends.
-_kept: list[object] = []
-
-
 @dataclass(frozen=True)
 class RankPlan:
     """The plan of a rank's process: its rank, environment and descriptors."""
@@ -63,7 +59,7 @@ def enter(plan: RankPlan) -> None:
     os.environ.clear()
     os.environ.update(plan.environment)
     if MARK_VARIABLE in os.environ:
-        _kept.append(map_mark(os.environ[MARK_VARIABLE]))
+        map_mark(os.environ[MARK_VARIABLE])
     os.set_inheritable(plan.report_fd, False)
     # An own file, so that a trace is whole however many ranks crash at once.
     faulthandler.enable(plan.report_fd, all_threads=True)

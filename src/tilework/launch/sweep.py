@@ -7,6 +7,7 @@ library, and it does not need what the job needed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
@@ -38,15 +39,22 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def map_mark(mark: str) -> object:
-    """A page whose name has the mark, which forks of this process inherit; None elsewhere."""
+def map_mark(mark: str) -> bool:
+    """True if this process has a page whose name has the mark, as its forks will; Linux alone.
+
+    It stays mapped. Python's own mmap would keep a descriptor beside it, for forks to inherit.
+    """
     try:
         fd = os.memfd_create(f"{MAPPING}{mark}", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
-        return None
+        return False
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
-        return mmap.mmap(fd, mmap.PAGESIZE)
+        map_page = ctypes.CDLL(None).mmap
+        map_page.restype = ctypes.c_void_p
+        map_page.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        found = map_page(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        return found not in (None, ctypes.c_void_p(-1).value)
     finally:
         os.close(fd)
 

@@ -92,7 +92,7 @@ def test_the_first_faults_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run_ranks(2, program)
     faults = record_of(tmp_path, 0).faults
     assert len(faults) == 8
-    assert "they differ in shape" in faults[0].text
+    assert "they differ in dtype or shape" in faults[0].text
 
 
 def test_who_left_its_groups_does_not_forget_them(

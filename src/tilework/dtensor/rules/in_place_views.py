@@ -50,7 +50,7 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor: DTensor = args[0]
     sizes: Any = args[1:]
     sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
-    shape = tuple(map(int, sizes or kwargs["size"]))
+    shape = tuple(map(int, sizes if args[1:] else kwargs["size"]))
     if tensor.requires_grad and not torch.is_inference_mode_enabled():
         raise RuntimeError("cannot resize variables that require grad")
     memory_format = kwargs.get("memory_format", torch.contiguous_format)
