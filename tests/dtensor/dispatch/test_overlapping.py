@@ -85,7 +85,7 @@ def test_views_made_without_gradients_are_written_without_them(name: str, is_lea
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        leaf = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+        leaf: Any = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
         leaf.requires_grad_()
         base = leaf if is_leaf else leaf * 1
         before = base.full_tensor().tolist()
