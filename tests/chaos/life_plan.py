@@ -34,6 +34,8 @@ FAULTS = {
 }
 #: Of these the rank itself hears in one of its calls, and says so to all.
 LIMITS = ("few files", "little memory")
+#: After these there is no such rank any more.
+LOSSES = ("kill", "exec", "exit")
 LAUNCHERS = ("tilework run", "torchrun", "mpirun", "bare")
 CONDITIONS = ("plain", "plain", "pid namespace", "strangers")
 STORES = ("file", "tcp")

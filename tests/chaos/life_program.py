@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.life_plan import LIMITS, PHASES, Life
+from tests.chaos.life_plan import LIMITS, LOSSES, PHASES, Life
 
 Say = Callable[[Any], None]
 
@@ -126,6 +126,8 @@ def live(life: Life, rank: int, say: Say, folder: Path, port: int) -> None:
     """All phases of one rank; what it saw is said."""
     stages, before = Stages(life, rank, folder, port), None
     phase, entered, error = "", 0.0, None
+    limitable = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
+    limits_before = {what: resource.getrlimit(what) for what in limitable}
     for phase in PHASES:
         if phase == "rendezvous" and stages.forked:
             before = holdings()
@@ -133,12 +135,16 @@ def live(life: Life, rank: int, say: Say, folder: Path, port: int) -> None:
             say(Entered(os.getpid(), time.monotonic()))
             strike(life)
         entered = time.monotonic()
+        if rank == life.victim and phase == "destroy" and life.fault in LOSSES:
+            say(Lived(phase, entered, entered))  # nobody needs to notice its loss any more
         try:
             stages.run(phase)
         except BaseException as caught:
             error = caught
             break
     left = time.monotonic()
+    for limited, limits in limits_before.items():
+        resource.setrlimit(limited, limits)
     try:
         stages.close()
         left_behind = more_than(before) if before is not None else ""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.expected import NOTICE_SECONDS
-from tests.chaos.life_plan import AFTER_ALL, LIMITS, Life
+from tests.chaos.life_plan import AFTER_ALL, LIMITS, LOSSES, Life
 from tests.chaos.life_program import Entered, Lived, live
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 
@@ -75,7 +75,8 @@ class LifeOutcome:
             yield f"rank {rank} raised {report.kind} in {report.phase}: {report.text}"
         if rank == life.victim or life.fault in (*LIMITS, "none", "stop"):
             return
-        if life.phase not in AFTER_ALL and not report.kind:
+        ended_before = life.victim in self.reports  # before it was struck
+        if life.phase not in AFTER_ALL and not report.kind and not ended_before:
             yield f"rank {rank} did not notice anything"
         if report.kind == "PeerLostError" and life.victim not in report.ranks:
             yield f"rank {rank} names {report.ranks}: {report.text}"
@@ -158,7 +159,7 @@ class Lives:
     def _play(self, life: Life, ranks: ForkedRanks, outcome: LifeOutcome) -> None:
         entered = ranks[life.victim].hear()
         strike(life, entered, outcome)
-        ended = life.fault in ("kill", "exec", "exit")
+        ended = life.fault in LOSSES
         patience = 2 * life.limit + 10
         for number, rank in enumerate(ranks):
             if number != life.victim:
@@ -167,6 +168,9 @@ class Lives:
             os.kill(entered.pid, signal.SIGCONT)
         if not ended:
             outcome.reports[life.victim] = ranks[life.victim].hear(patience)
+        with contextlib.suppress(EOFError):
+            if ended and ranks[life.victim].pipe.poll():
+                outcome.reports[life.victim] = ranks[life.victim].hear()
         if life.fault == "exec":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(entered.pid, signal.SIGKILL)
