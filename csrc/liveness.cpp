@@ -148,7 +148,7 @@ bool Liveness::dead(int rank) {
   } else if (peer.state == State::kPolled && gone(peer.pid, control.start_time.load())) {
     peer.state = State::kDead;
   }
-  return peer.state == State::kDead;
+  return peer.state == State::kDead && !departed(rank);  // who leaves lets go of its lock, too
 }
 
 }  // namespace tilework

@@ -24,7 +24,7 @@ class Liveness {
   Liveness(const Segment& segment, int rank);
   ~Liveness();
 
-  /// True if the process of `rank` has ended. Costs one or two system calls.
+  /// True if the process of `rank` ended before it left the group. Costs one or two system calls.
   bool dead(int rank);
   /// True if this rank holds its lock.
   bool held() const { return lock_fd_ >= 0; }
