@@ -35,15 +35,18 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
             assert rank.says() == [[], 0, "turned off, by TILEWORK_SINGLE_COPY=0"]
 
 
-def none_read(ranks: list[Worker], reason: str) -> None:
+def none_read(ranks: list[Worker], reason: str, messages: int = 0) -> None:
+    """Nothing was read, but for messages of so many bytes between two ranks that may read."""
     reports = [rank.says() for rank in ranks]
-    assert [report[:2] for report in reports] == [[[], 0]] * len(ranks)
+    assert [report[0] for report in reports] == [[]] * len(ranks)
+    assert all(report[1] in {0, messages} for report in reports)
+    assert reports[1][1] == 0
     assert any(report[2].startswith(reason) for report in reports)
 
 
 def test_a_refusal_is_no_failure() -> None:
     with workers(3, "read_refused", tunables=READING) as (_, ranks):
-        none_read(ranks, "refused: process_vm_readv of rank 0's memory: ")
+        none_read(ranks, "refused: process_vm_readv of rank 0's memory: ", messages=192_000)
 
 
 def test_memory_that_no_process_may_read() -> None:
