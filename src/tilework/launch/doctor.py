@@ -128,7 +128,7 @@ def _single_copy() -> Finding:
     ]
     if used:
         return Finding(name, f"used: {', '.join(used)}", note=can)
-    return Finding(name, "not used: two copies are faster here", "no", can)
+    return Finding(name, "not used: ask for it by TILEWORK_SINGLE_COPY=auto", "no", can)
 
 
 def _how_it_reads(rank: int) -> tuple[str, int, int]:

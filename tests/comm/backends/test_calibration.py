@@ -134,13 +134,18 @@ def test_one_process_measures_at_a_time(runs: list[int]) -> None:
 
 def test_the_single_copy_can_be_asked_for(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_tunables()["single_copy_bytes"] == _core.NEVER_BYTES
+    assert group_tunables()["single_copy_reduce_bytes"] == _core.NEVER_BYTES
+    monkeypatch.setenv("TILEWORK_SINGLE_COPY", "auto")
+    assert group_tunables() == MEASURED
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "1")
     assert group_tunables()["single_copy_bytes"] == 65536
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "0")
     assert group_tunables()["thread_copy_bytes"] == _core.NEVER_BYTES
 
 
-def test_all_ranks_use_the_same(runs: list[int]) -> None:
+def test_all_ranks_use_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWORK_SINGLE_COPY", "auto")
+
     def program(rank: int) -> dict[str, int]:
         dist.all_reduce(torch.ones(2))
         group: Any = dist.get_default_group()

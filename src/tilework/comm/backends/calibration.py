@@ -31,9 +31,11 @@ except ImportError:  # installed without the core
 
 #: "0" or "off": nothing is measured nor read; the core's defaults are used.
 CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
-#: "0" or "off": never; "1" or "on": wherever possible; else: where measured to be faster.
+#: "1" or "on": wherever possible; "auto": where measured to be faster; "0" or "off": never, not
+#: between threads either; else: between threads alone.
 SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
-_OFF, _ON = ("0", "off"), ("1", "on")
+_OFF, _ON, _MEASURED = ("0", "off"), ("1", "on"), ("auto",)
+_BETWEEN_PROCESSES: Final = ("single_copy_bytes", "single_copy_reduce_bytes")
 #: The least messages that are read from peers where the user wants that.
 _WANTED_FROM_BYTES: Final = 64 * 1024
 _MOST_FILE_BYTES: Final = 1 << 16
@@ -64,11 +66,14 @@ def group_tunables() -> dict[str, int]:
     tunables = dict(host_calibration().tunables)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
     if wanted in _ON:
-        for name in ("single_copy_bytes", "single_copy_reduce_bytes"):
+        for name in _BETWEEN_PROCESSES:
             tunables[name] = _WANTED_FROM_BYTES
-    elif wanted in _OFF:
-        for name in ("single_copy_bytes", "single_copy_reduce_bytes", "thread_copy_bytes"):
-            tunables[name] = _core.NEVER_BYTES
+    elif wanted not in _MEASURED:
+        # What is measured for a moment on two cores may be three times slower in a program, with
+        # small pages or more ranks than cores: so who wants it says so.
+        tunables |= dict.fromkeys(_BETWEEN_PROCESSES, _core.NEVER_BYTES)
+        if wanted in _OFF:
+            tunables["thread_copy_bytes"] = _core.NEVER_BYTES
     return tunables
 
 
