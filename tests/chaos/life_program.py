@@ -220,6 +220,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Its folder, which Python puts first, has names of the standard library's.
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     # Classes are pickled by the name under which the driver knows them.
     from tests.chaos import life_program
 

@@ -198,6 +198,10 @@ class Lives:
                 time.sleep(life.limit + 1)
                 with contextlib.suppress(ProcessLookupError):  # the launcher may have ended it
                     os.kill(entered.pid, signal.SIGCONT)
+            if life.fault == "exec":  # launchers of others wait for the other program
+                time.sleep(NOTICE_SECONDS + (0.0 if life.is_noticed else life.limit))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(entered.pid, signal.SIGKILL)
             until = time.monotonic() + ENDING_SECONDS + 2 * life.limit
             for process in processes:
                 process.wait(max(0.1, until - time.monotonic()))
