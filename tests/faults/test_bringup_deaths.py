@@ -158,7 +158,7 @@ def test_a_collective_instead_of_new_group(asynchronous: bool, tmp_path: Path) -
             assert 1 in heard.ranks
             assert "'group_1'" in heard.text
             assert "all_reduce" in heard.text
-            assert heard.when - begun < 3.0
+            assert heard.when - begun < LIMIT.total_seconds() / 2  # not at the time-out
 
 
 def test_a_slow_rank_is_waited_for_though_it_has_operations_under_way(tmp_path: Path) -> None:
@@ -216,4 +216,4 @@ def test_a_rank_without_means_is_named_by_all(victim: int, limit: str, tmp_path:
             begun, heard = rank.hear()
             assert f"rank {victim}" in heard.text, heard
             assert ("memory" if limit == "address space" else "open files") in heard.text.lower()
-            assert heard.when - begun < 3.0
+            assert heard.when - begun < LIMIT.total_seconds() / 2  # not at the time-out
