@@ -139,7 +139,7 @@ def test_others_are_grouped() -> None:
     failures = [failure(rank, 0.0, ValueError("same")) for rank in (3, 1)]
     text = other_failures_text(failure(0, 0.0, KeyError()), [*failures, Failure(2, 0.0, 5)])
     assert text == (
-        "then failed rank 1, 3: ValueError: same (exit code 1)\nthen failed rank 2: exit code 5\n"
+        "then failed ranks 1, 3: ValueError: same (exit code 1)\nthen failed rank 2: exit code 5\n"
     )
 
 

@@ -62,7 +62,7 @@ def other_failures_text(root: Failure, failures: Sequence[Failure], colour: bool
         known = failure.is_consequence or _class(failure) == _class(root) != ""
         how = f"{_class(failure)} ({_ending(failure)})" if known else _how(failure)
         ranks.setdefault(how, []).append(failure.rank)
-    lines = [f"then failed rank {_join(who)}: {how}" for how, who in ranks.items()]
+    lines = [f"then failed {_named(who)}: {how}" for how, who in ranks.items()]
     if colour:
         lines = [f"{_DIM}{line}{_RESET}" for line in lines]
     return "".join(f"{line}\n" for line in lines)
@@ -82,8 +82,8 @@ def _how(failure: Failure) -> str:
     return f"{how} ({_HINTS[how]})" if how in _HINTS else how
 
 
-def _join(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _ending(failure: Failure) -> str:
