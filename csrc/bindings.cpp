@@ -3,6 +3,7 @@
 // contract is src/tilework/_core.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -81,6 +82,7 @@ void bind_group(nb::module_& m) {
       .def("headers", &PyGroup::headers)
       .def("lost_ranks", [](const PyGroup& self) { return self.core().lost_ranks(); })
       .def("blocked_ranks", [](const PyGroup& self) { return self.core().blocked_ranks(); })
+      .def("last_wait", [](const PyGroup& self) { return self.core().last_wait(); })
       .def("sequence", [](const PyGroup& self) { return self.core().sequence(); })
       .def("report_failure", &PyGroup::report_failure, "text"_a)
       .def("failure_reports", &PyGroup::failure_reports, "timeout"_a)
@@ -460,6 +462,7 @@ NB_MODULE(_core, m) {
       },
       "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
   m.def("set_profiled", &set_profiled, "profiled"_a);
+  m.def("set_long_wait", &set_long_wait, "fn"_a.none(), "seconds"_a);
   m.def("calibrate", [] {
     Calibration result;
     {

@@ -4,6 +4,7 @@ namespace tilework {
 
 bool Completion::sleep_until_done(const WaitOptions& options) {
   if (spin(options, [this] { return done(); }, [](int) { return false; })) return true;
+  const int64_t begun = now_ns();
   while (!done()) {
     const int64_t now = now_ns();
     if (now >= options.deadline) return false;
@@ -11,7 +12,7 @@ bool Completion::sleep_until_done(const WaitOptions& options) {
     uint32_t pending = kPending;
     state_.compare_exchange_strong(pending, kAwaited);
     if (futex_wait(state_, kAwaited, left < kSlice ? left : kSlice) != Woken::kNotified)
-      options.check_signals();
+      options.check_signals(begun);
   }
   return true;
 }

@@ -326,12 +326,18 @@ std::vector<int> Group::lost_ranks() {
   return lost;
 }
 
-std::vector<int> Group::blocked_ranks() {
+std::vector<std::pair<int, uint64_t>> Group::blocked_ranks() {
   ActiveCall active(*this);
-  std::vector<int> blocked;
+  std::vector<std::pair<int, uint64_t>> blocked;
   for (int rank = 0; rank < size_; ++rank)
-    if (control(rank).blocked.load() > sequence()) blocked.push_back(rank);
+    if (const uint64_t number = control(rank).blocked.load(); number > sequence())
+      blocked.emplace_back(rank, number);
   return blocked;
+}
+
+uint64_t Group::last_wait() {
+  ActiveCall active(*this);
+  return control(rank_).blocked.load();
 }
 
 Statistics Group::statistics() {
@@ -398,7 +404,7 @@ std::vector<std::optional<std::string>> Group::failure_reports(double timeout,
     if (all_reported(check_processes) || now_ns() >= bounds.deadline) break;
     const Woken woken = waiter.sleep(bounds.deadline);
     check_processes = liveness_timer.due();
-    if (woken != Woken::kNotified) bounds.check_signals();
+    if (woken != Woken::kNotified) bounds.check_signals(now_ns());
   }
   std::vector<std::optional<std::string>> result;
   for (int rank = 0; rank < size_; ++rank) result.push_back(failure_report(rank));

@@ -16,8 +16,9 @@
 
 namespace tilework {
 
-/// Runs Python's handlers of pending signals; true if one raised.
-using SignalCheck = bool (*)();
+/// Runs Python's handlers of pending signals, and what is to be done in a wait that has lasted so many
+/// nanoseconds; true if one raised.
+using SignalCheck = bool (*)(int64_t);
 
 struct Statistics {
   uint64_t operations, bytes, sleeps, segment_bytes, read_bytes;
@@ -56,8 +57,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
   /// The ranks whose processes have ended, or that have left.
   std::vector<int> lost_ranks();
-  /// The ranks whose own threads wait in an operation that this rank has not entered.
-  std::vector<int> blocked_ranks();
+  /// The ranks whose own threads wait in an operation that this rank has not called, and its number.
+  std::vector<std::pair<int, uint64_t>> blocked_ranks();
+  /// The number of the last operation that this rank's own thread waited in; 0: none yet.
+  uint64_t last_wait();
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   void report_failure(const std::string& text);
   std::vector<std::optional<std::string>> failure_reports(double timeout, SignalCheck signals);

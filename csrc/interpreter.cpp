@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace tilework {
 namespace {
@@ -23,12 +24,29 @@ std::vector<std::weak_ptr<Group>>& registry() {
   return *groups;
 }
 
+struct {
+  PyObject* fn = nullptr;  // only touched with the GIL held
+  std::atomic<int64_t> after_ns{kNever};
+} long_wait;
+
 }  // namespace
 
-bool signal_raised() {
-  if (syscall(SYS_gettid) != getpid()) return false;
+bool signal_raised(int64_t waited) {
+  const bool is_long = waited >= long_wait.after_ns.load(std::memory_order_relaxed);
+  const bool runs_handlers = syscall(SYS_gettid) == getpid();
+  if (!is_long && !runs_handlers) return false;
   nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
+  if (runs_handlers && PyErr_CheckSignals() != 0) return true;
+  if (!is_long || long_wait.fn == nullptr) return false;
+  PyObject* result = PyObject_CallNoArgs(long_wait.fn);
+  Py_XDECREF(result);
+  return result == nullptr;
+}
+
+void set_long_wait(nb::object fn, double seconds) {
+  Py_XDECREF(long_wait.fn);
+  long_wait.fn = fn.is_none() ? nullptr : fn.release().ptr();
+  long_wait.after_ns = long_wait.fn ? static_cast<int64_t>(seconds * 1e9) : kNever;
 }
 
 std::function<void()> callback_of(nb::object fn) {

@@ -12,8 +12,11 @@ namespace tilework {
 
 namespace nb = nanobind;
 
-/// Run Python's signal handlers if this is the thread that runs them; true if one raised.
-bool signal_raised();
+/// Run Python's signal handlers if this is the thread that runs them, and the function for long waits
+/// if this one has lasted for `waited` nanoseconds; true if one raised.
+bool signal_raised(int64_t waited);
+/// Set the function that threads call now and then which wait for other ranks longer than `seconds`.
+void set_long_wait(nb::object fn, double seconds);
 
 /// A callback for a completion. Owns a reference, which its one call releases.
 std::function<void()> callback_of(nb::object fn);

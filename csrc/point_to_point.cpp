@@ -143,7 +143,8 @@ void PointToPoint::deliver(std::vector<Outcome>& outcomes) {
 /// once a slice however much moves.
 template <class Finished>
 bool PointToPoint::progress_until(Finished&& finished, const WaitOptions& options) {
-  int64_t last_check = now_ns();
+  const int64_t begun = now_ns();
+  int64_t last_check = begun;
   for (;;) {
     const bool moved = spin(
         options, [&] { return try_progress(Checks::kNone) || finished(); },
@@ -158,7 +159,7 @@ bool PointToPoint::progress_until(Finished&& finished, const WaitOptions& option
     if (finished()) return true;
     if (now_ns() >= options.deadline) return false;
     const Woken woken = waiter.sleep(std::min(options.deadline, next_deadline()));
-    if (woken != Woken::kNotified) options.check_signals();
+    if (woken != Woken::kNotified) options.check_signals(begun);
   }
 }
 

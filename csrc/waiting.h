@@ -30,10 +30,11 @@ struct WaitOptions {
   WaitHistory* history = nullptr;  // learns how long the wait took; null: it is not told
   double seconds = -1;             // as the caller gave them, for messages
   int64_t deadline = kNever;
-  bool (*interrupted)() = nullptr;  // runs Python's signal handlers; null off Python's threads
+  bool (*interrupted)(int64_t) = nullptr;  // signal handlers, long waits; null off Python's threads
 
-  void check_signals() const {
-    if (interrupted && interrupted()) throw Interrupted();
+  /// To be called between two sleeps of a wait that began at `begun`.
+  void check_signals(int64_t begun) const {
+    if (interrupted && interrupted(now_ns() - begun)) throw Interrupted();
   }
 };
 
@@ -178,6 +179,7 @@ void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOpti
                 Ready&& ready, SharesCore&& shares_core, FindFault&& find_fault) {
   if (spin(options, ready, shares_core)) return;
   LivenessTimer liveness_timer;
+  const int64_t begun = now_ns();
   for (;;) {
     EventWaiter waiter(event, sleeps);
     if (ready()) return;
@@ -186,7 +188,7 @@ void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOpti
       throw *fault;
     }
     const Woken woken = waiter.sleep(options.deadline);
-    if (woken != Woken::kNotified) options.check_signals();
+    if (woken != Woken::kNotified) options.check_signals(begun);
   }
 }
 

@@ -126,6 +126,10 @@ def register_torch(
     """Register the torch types and functions that FastPath needs; False if this torch exports no
     DLPack exchange table. `in_library` maps a file name to True if it is not the program's own."""
 
+def set_long_wait(fn: Callable[[], None] | None, seconds: float) -> None:
+    """Set the function that threads call now and then which wait for other ranks longer than
+    ``seconds``. What it raises ends the wait."""
+
 def set_profiled(profiled: bool) -> None:
     """Have every FastPath refuse from now on, or not: a profiler is to see operations."""
 
@@ -300,8 +304,12 @@ class Group:
     def lost_ranks(self) -> list[int]:
         """The ranks whose processes have ended or become other programs, or that left the group."""
 
-    def blocked_ranks(self) -> list[int]:
-        """The ranks whose own threads wait in an operation that this rank has not entered."""
+    def blocked_ranks(self) -> list[tuple[int, int]]:
+        """The ranks whose own threads wait in an operation that this rank has not called, with the
+        operation's number."""
+
+    def last_wait(self) -> int:
+        """The number of the last operation that this rank's own thread waited in; 0: none yet."""
 
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
         """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,

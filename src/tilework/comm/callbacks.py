@@ -27,6 +27,8 @@ class _Threads:
         #: Tasks that were handed in and have not ended; who waits for that is told.
         self._open = 0
         self._ended = threading.Condition(self._lock)
+        #: Futures whose callbacks have not been called.
+        self._expected = 0
         #: Threads that wait, and that no task which was handed in counts on.
         self._idle = 0
 
@@ -40,6 +42,20 @@ class _Threads:
         with self._lock:
             self._open += 1
         self._tasks.put(task)
+
+    def expect_callback(self) -> None:
+        """Count a future whose callbacks will be called, until :meth:`callback_ended`."""
+        with self._lock:
+            self._expected += 1
+
+    def callback_ended(self) -> None:
+        """Count one future less."""
+        with self._lock:
+            self._expected -= 1
+
+    def are_due(self) -> bool:
+        """True if callbacks run, or will run once operations are done."""
+        return self._open > 0 or self._expected > 0
 
     def _work(self) -> None:
         while True:
@@ -92,6 +108,8 @@ class _Threads:
 _threads = _Threads()
 run_soon = _threads.run_soon
 finish_callbacks = _threads.finish
+expect_callback, callback_ended = _threads.expect_callback, _threads.callback_ended
+callbacks_due = _threads.are_due
 
 if hasattr(os, "register_at_fork"):
     # A forked child has none of these threads.

@@ -405,13 +405,21 @@ class ProcessGroup:
         """The group ranks that the backend knows to have ended or left. Local, never blocks."""
         return ()
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
-        """The group ranks that wait in an operation which this rank has not called, and in which.
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
+        """The group ranks that wait in an operation which this rank has not called.
 
-        Local, never blocks for long. A rank counts if it is its own thread that waits, so that it
-        can do nothing else meanwhile.
+        With the operation's number, and words for it. Local, never blocks for long. A rank counts
+        if it is its own thread that waits, so that it can do nothing else meanwhile.
         """
         return ()
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        """The number of the operation that the calling thread waits in, and the ranks to come.
+
+        Group ranks, of which some may have come. None if it is not this rank's own thread, or waits
+        in no collective of this group, or for no longer than a limit of its own.
+        """
+        return None
 
     def why_aborted(self) -> DistBackendError | None:
         """The error of every operation since the group was aborted; None if it was not. Local."""

@@ -57,8 +57,23 @@ class DispatchGroup(ProcessGroup):
     def departed(self) -> Sequence[int]:
         return sorted({rank for end in self.ends for rank in end.departed()})
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
-        return [pair for end in self.ends for pair in end.blocked()]
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
+        return [
+            (rank, self._numbered(number, end), what)
+            for end in self.ends
+            for rank, number, what in end.blocked()
+        ]
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        for end in self.ends:
+            wait = end.waiting()
+            if wait is not None:
+                return self._numbered(wait[0], end), wait[1]
+        return None
+
+    def _numbered(self, number: int, end: ProcessGroup) -> int:
+        """A number that no operation of another backend has."""
+        return number * len(self.ends) + self.ends.index(end)
 
     def why_aborted(self) -> DistBackendError | None:
         return next((error for end in self.ends if (error := end.why_aborted())), None)

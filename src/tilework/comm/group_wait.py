@@ -141,7 +141,7 @@ class GroupWait:
         """Raise where a rank that is awaited waits for this one in an operation."""
         before, self._stuck = self._stuck, {}
         for group in self.groups:
-            for position, operation in group.blocked():
+            for position, _, operation in group.blocked():
                 rank = group.global_ranks[position]
                 if rank not in missing or rank == self.me:
                     continue

@@ -11,6 +11,7 @@ from typing import Any
 
 from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.cyclic_waits import notice_cycles
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
@@ -93,6 +94,7 @@ def init_process_group(
             UserWarning,
             stacklevel=2,
         )
+    notice_cycles()
     owned = store is None
     if store is None:
         url = "env://" if init_method is None else init_method

@@ -111,6 +111,8 @@ class World:
     states: dict[type, Any] = field(default_factory=dict)
     #: By rank of the default group, the number that it was started with: its seat.
     seats: tuple[int, ...] = ()
+    #: Threads of other ranks in this process: those that ran when ranks met.
+    bystanders: WeakSet[threading.Thread] = field(default_factory=WeakSet)
     #: Registered groups that another World made, and will close: those that torch's run on.
     borrowed: set[ProcessGroup] = field(default_factory=set)
 
@@ -125,6 +127,8 @@ class World:
         """Name a group and remember it."""
         if not self.records:
             self.notes = Notes(threading.current_thread())
+            if self is not _process_world:
+                self.bystanders = WeakSet(threading.enumerate())
         group = record.group
         group.group_name, group.group_desc = name, desc
         group.global_ranks = tuple(ranks)

@@ -189,8 +189,15 @@ class Engine(Protocol):
 
     def abort(self, kind: str, text: str) -> None: ...
     def aborted(self) -> Abort | None: ...
-    def blocked(self) -> Sequence[tuple[int, str]]:
-        """The ranks whose own threads wait in an operation that this rank has not called; which."""
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
+        """The ranks whose own threads wait in an operation that this rank has not called.
+
+        With its number, and words for it.
+        """
+        ...
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        """As that of a process group."""
         ...
 
     def departed(self) -> Sequence[int]:

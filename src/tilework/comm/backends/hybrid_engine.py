@@ -90,9 +90,8 @@ class HybridEngine(PythonEngine):
         self._in_flight: list[_Transfers] = []
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
-        #: The number and the name of the operation that the rank's own thread is in.
+        #: The number and the name of the last operation that the rank's own thread waited in.
         self._current = (0, "")
-        self._owner = threading.current_thread()
         #: By rank: what it said that it waits in, when asked.
         self._answers: dict[int, tuple[int, str]] = {}
         self._failures: list[str | None] = [None] * self.size
@@ -106,8 +105,6 @@ class HybridEngine(PythonEngine):
         self.check_open()
         self._deadline = time.monotonic() + operation.timeout
         self._performed += 1
-        if threading.current_thread() is self._owner:
-            self._current = self._performed, operation.title or operation.kind
         # Only the header carries what the operation means, not the steps within a host.
         with torch.inference_mode(), provenance.carrying(0):
             step = STEPS[operation.kind](self, operation)
@@ -316,12 +313,15 @@ class HybridEngine(PythonEngine):
     def departed(self) -> Sequence[int]:
         return [*self._left, *self._died]
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
+    def publish_wait(self, number: int, name: str) -> None:
+        self._current = number, name
+
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
         self._control.send_all(FrameKind.QUESTION)  # the answers are there at the next look
         return [
-            (rank, f"operation #{number} {name}")
+            (rank, number, f"operation #{number} {name}")
             for rank, (number, name) in sorted(self._answers.items())
-            if number > self._performed
+            if number > self._entered
         ]
 
     # -- frames of the control channel ---------------------------------------------------

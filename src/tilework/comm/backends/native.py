@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from tilework.comm.backends.labels import (
     shape_label,
 )
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
-from tilework.comm.callbacks import run_soon
+from tilework.comm.callbacks import callback_ended, expect_callback, run_soon
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
 from tilework.comm.flight.dump import note_fault
@@ -412,8 +413,11 @@ class NativeGroup(ProcessGroup):
     def departed(self) -> Sequence[int]:
         return self.engine.departed()
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
         return self.engine.blocked()
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        return self.engine.waiting()
 
     def why_aborted(self) -> DistBackendError | None:
         try:
@@ -560,6 +564,7 @@ class Call(Work):
             if self._future is not None:
                 return self._future
             self._future = torch.futures.Future()
+        expect_callback()
         # Not on the thread that carries the group's operations: what is called back may wait for
         # more of them.
         here = copy_context()  # which tells the rank that this is
@@ -571,11 +576,15 @@ class Call(Work):
     def _complete_future(self) -> None:
         future = self._future
         assert future is not None
-        self._finish()
-        if self._error is not None:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it wrongly
-        else:
-            future.set_result(list(self._effects.outputs))
+        try:
+            self._finish()
+            if self._error is not None:
+                error: Any = self._error  # torch annotates it wrongly
+                future.set_exception(error)
+            else:
+                future.set_result(list(self._effects.outputs))
+        finally:
+            callback_ended()
 
     def _finish(self) -> None:
         """Copy back, or explain the failure; once, on the thread that comes first."""

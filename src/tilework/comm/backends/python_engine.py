@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
+from tilework.comm import long_waits
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
 
 #: Seconds that closing waits for the operation in flight to notice.
 _CLOSE_SECONDS = 5.0
+#: Seconds between looks of a thread that waits for an operation in flight.
+_LOOK_SECONDS = 0.1
 
 
 class PythonEngine(ABC):
@@ -27,6 +30,10 @@ class PythonEngine(ABC):
     refusals: tuple[type[Exception], ...] = ()
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
+        #: The thread that made the group.
+        self.owner = threading.current_thread()
+        #: The number of the operation that it waits in; 0: in none.
+        self._waits_in = 0
         self.rank = rank
         self.size = len(global_ranks)
         self._global_ranks = global_ranks
@@ -61,25 +68,48 @@ class PythonEngine(ABC):
     def run(self, operation: Operation) -> None:
         with self._lock:
             self._entered += 1
+            number = self._entered
             self.check_open()
             idle = self._queued == 0
         if idle:
+            self._note_wait(number, operation.title or operation.kind)
             try:
                 self.perform(operation)
             except Fault as fault:
                 self._failed = fault.args
                 raise
+            finally:
+                self._note_wait(0)
         else:
-            self._enqueue(operation).wait(-1.0)
+            self._enqueue(operation, number).wait(-1.0)
 
     def submit(self, operation: Operation) -> PythonCompletion:
         with self._lock:
             self._entered += 1
+            number = self._entered
             self.check_open()
-        return self._enqueue(operation)
+        return self._enqueue(operation, number)
 
-    def _enqueue(self, operation: Operation) -> PythonCompletion:
-        completion = PythonCompletion()
+    def _note_wait(self, number: int, name: str = "") -> None:
+        """Note the operation that the calling thread waits in, if it is the rank's own; 0: none."""
+        if threading.current_thread() is self.owner:
+            self._waits_in = number
+            if number:
+                self.publish_wait(number, name)
+
+    def publish_wait(self, number: int, name: str) -> None:  # noqa: B027
+        """Let the other ranks see that this one's own thread waits in an operation."""
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        if threading.current_thread() is not self.owner or not self._waits_in:
+            return None
+        return self._waits_in, [rank for rank in range(self.size) if rank != self.rank]
+
+    def _enqueue(self, operation: Operation, number: int) -> PythonCompletion:
+        completion = _OwnCompletion(
+            partial(self._note_wait, number, operation.title or operation.kind),
+            partial(self._note_wait, 0),
+        )
         with self._lock:
             self._queued += 1
             if self._worker is None:
@@ -171,6 +201,31 @@ class PythonEngine(ABC):
             if worker is not threading.current_thread():
                 worker.join(_CLOSE_SECONDS)
         self.release()
+
+
+class _OwnCompletion(PythonCompletion):
+    """The end of a collective; the rank's own thread is seen to wait for it.
+
+    Args:
+        begin: Called where a thread begins to wait without a limit.
+        end: Called where it waits no longer.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin, self._end = begin, end
+
+    def wait(self, timeout: float) -> bool:
+        if timeout >= 0 or self.done():
+            return super().wait(timeout)
+        begun = time.monotonic()
+        self._begin()
+        try:
+            while not super().wait(_LOOK_SECONDS):
+                long_waits.look(begun)
+        finally:
+            self._end()
+        return True
 
 
 def poll(ready: Callable[[], bool], seconds: float) -> bool:

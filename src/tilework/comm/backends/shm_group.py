@@ -54,6 +54,7 @@ class ShmEngine:
     def __init__(self, group: _core.Group, size: int) -> None:
         self.fault_type: type[Exception] = _core.Fault
         self.group = group
+        self._owner = threading.get_ident()
         self._size = size
         self._kinds = _core.KINDS
         self._reduce_ops = _core.REDUCE_OPS
@@ -169,13 +170,24 @@ class ShmEngine:
         except self.fault_type:  # closed here
             return ()
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
         try:
-            ranks = self.group.blocked_ranks()
-            entered = self.last_entered() if ranks else []
+            waits = self.group.blocked_ranks()
+            entered = self.last_entered() if waits else []
         except self.fault_type:  # closed here
             return ()
-        return [(rank, f"operation {entered[rank]}") for rank in ranks]
+        return [(rank, number, f"operation {entered[rank]}") for rank, number in waits]
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        if threading.get_ident() != self._owner:
+            return None
+        try:
+            number = self.group.last_wait()
+            entered = [header[0] for header in self.group.headers()] if number else []
+        except self.fault_type:  # closed here
+            return None
+        missing = [rank for rank, last in enumerate(entered) if last < number]
+        return (number, missing) if missing else None
 
     def close(self) -> None:
         self.group.close()

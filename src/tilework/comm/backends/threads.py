@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tilework.comm import long_waits
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
@@ -94,6 +95,11 @@ class _Hub:
                 waited = time.monotonic() - start
                 raise Fault("timeout", tuple(missing()), f"waited {waited:.1f} s")
             self.changed.wait(min(left, _LOOK_SECONDS))
+            self.changed.release()  # a look may abort this group
+            try:
+                long_waits.look(start)
+            finally:
+                self.changed.acquire()
 
     def wake(self) -> None:
         """Have every rank that waits look at what has changed."""
@@ -171,8 +177,6 @@ class ThreadsEngine(PythonEngine):
             meeting.operations[self.rank] = operation, header
             hub.entered[self.rank] = f"#{number} {operation.title or operation.kind}"
             meeting.arrived += 1
-            if hub.owners[self.rank] is threading.current_thread():
-                hub.blocked[self.rank] = number
             hub.changed.notify_all()
             hub.wait(lambda: meeting.arrived == hub.size, lambda: self._missing(meeting), deadline)
         arrived = [each for each in meeting.operations if each is not None]
@@ -241,9 +245,16 @@ class ThreadsEngine(PythonEngine):
     def departed(self) -> Sequence[int]:
         return self.hub.lost(range(self.size))
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
-        hub, here = self.hub, self._performed
-        return [(r, f"operation {hub.entered[r]}") for r, n in enumerate(hub.blocked) if n > here]
+    def publish_wait(self, number: int, name: str) -> None:
+        self.hub.blocked[self.rank] = number
+
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
+        hub, called = self.hub, self._entered
+        return [
+            (rank, number, f"operation {hub.entered[rank]}")
+            for rank, number in enumerate(hub.blocked)
+            if number > called
+        ]
 
     def aborted(self) -> Abort | None:
         return self.hub.abortion

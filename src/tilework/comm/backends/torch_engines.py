@@ -127,8 +127,11 @@ class TorchEngine(PythonEngine):
         except RuntimeError as error:
             raise self._fault(error) from error
 
-    def blocked(self) -> Sequence[tuple[int, str]]:
-        return ()  # it is not told
+    def blocked(self) -> Sequence[tuple[int, int, str]]:
+        return ()  # nobody can know
+
+    def waiting(self) -> None:
+        """Nothing: nobody can know who has come."""
 
     def departed(self) -> Sequence[int]:
         return ()  # torch's engines do not tell

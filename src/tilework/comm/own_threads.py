@@ -1,0 +1,66 @@
+"""Threads that may still call an operation for a rank whose own thread waits in one."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import threading
+from collections.abc import Collection, Iterator
+from types import FrameType
+
+from tilework.comm.callsite import in_library
+
+_STDLIB = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+#: Parts of it that call what they were told to, later.
+_CALLS_LATER = ("asyncio", "sched.py", "multiprocessing")
+_PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
+#: Packages whose threads only show or record something.
+_SHOWING = ("tqdm", "tensorboard", "tensorboardX", "torch", "wandb", "execnet", "xdist")
+
+
+def may_call(bystanders: Collection[threading.Thread]) -> bool:
+    """True if a thread besides this one may yet call an operation for this rank.
+
+    That is any which runs code of the program's own, or is about to: nobody can know what it will
+    do. Threads of the library, of the interpreter's own modules, and of those that show progress
+    do not.
+
+    Args:
+        bystanders: Threads that are known to belong to other ranks.
+    """
+    known = {thread.ident for thread in bystanders} | {threading.get_ident()}
+    if any(isinstance(t, threading.Timer) and t.ident not in known for t in threading.enumerate()):
+        return True
+    return any(
+        ident not in known and not _is_harmless(frame)
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def _is_harmless(frame: FrameType | None) -> bool:
+    files = [*_files(frame)]
+    if not all(map(_is_known, files)):
+        return False
+    return any(map(in_library.__getitem__, files)) or not any(map(_calls_later, files))
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _is_known(file: str) -> bool:
+    if in_library[file]:
+        return True
+    package = _PACKAGES.match(file)
+    return package[1] in _SHOWING if package else file.startswith(_STDLIB)
+
+
+def _calls_later(file: str) -> bool:
+    for folder in _STDLIB:
+        if file.startswith(folder):
+            return file[len(folder) :].split(os.sep)[0] in _CALLS_LATER
+    return False
