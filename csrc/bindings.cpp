@@ -463,17 +463,20 @@ NB_MODULE(_core, m) {
       "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
   m.def("set_profiled", &set_profiled, "profiled"_a);
   m.def("set_long_wait", &set_long_wait, "fn"_a.none(), "seconds"_a);
-  m.def("calibrate", [] {
-    Calibration result;
-    {
-      nb::gil_scoped_release unlocked;
-      result = calibrate();
-    }
-    nb::list measurements;
-    for (const Measurement& one : result.measurements)
-      measurements.append(nb::make_tuple(one.operation, one.bytes, one.way, one.seconds));
-    return nb::make_tuple(dict_of(result.tunables), measurements);
-  });
+  m.def(
+      "calibrate",
+      [](bool insists) {
+        Calibration result;
+        {
+          nb::gil_scoped_release unlocked;
+          result = calibrate(insists);
+        }
+        nb::list measurements;
+        for (const Measurement& one : result.measurements)
+          measurements.append(nb::make_tuple(one.operation, one.bytes, one.way, one.seconds));
+        return nb::make_tuple(dict_of(result.tunables), measurements);
+      },
+      "insists"_a = false);
   bind_completion(m);
   bind_wait_history(m);
   bind_group(m);

@@ -1,7 +1,11 @@
 // The calibration of a host: tunables measured by running operations on two ranks that are threads of
-// this process, pinned to two cores, and read each other's memory through the kernel as processes do.
-// It takes some tens of milliseconds. Times are the least of several, interleaved with their rivals, so
-// that other programs disturb them little; a way other than the default must be clearly faster.
+// this process, each on a core of its own, which read each other's memory through the kernel as
+// processes do. It takes some tens of milliseconds.
+//
+// It sees what programs see: memory as the allocator gives it, both cores at work, messages up to sizes
+// that leave the second-level cache. Ways are measured by turns; a turn in which another program took
+// a core is measured again. A way other than the default must be clearly faster in nearly every turn, at
+// each size from one on, the largest first: so where it never pays, that is known after one size.
 #pragma once
 
 #include <vector>
@@ -23,7 +27,8 @@ struct Calibration {
   std::vector<Measurement> measurements;
 };
 
-/// Measure. Throws Fault and std::exception where no group can be made.
-Calibration calibrate();
+/// Measure. Throws Fault and std::exception where no group can be made, and std::runtime_error where
+/// other programs keep taking the cores, unless `insists`.
+Calibration calibrate(bool insists);
 
 }  // namespace tilework

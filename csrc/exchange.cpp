@@ -91,7 +91,8 @@ uint64_t Exchange::large_bytes(const ReadingFlags& reading) const {
   const Tunables& tunables = segment_.tunables();
   if (!reading.reads_peers || size == 1) return kNeverBytes;
   if (reading.shares_process) return tunables.thread_copy_bytes;
-  return reduces(operation.kind) ? tunables.single_copy_reduce_bytes : tunables.single_copy_bytes;
+  if (reduces(operation.kind)) return tunables.single_copy_reduce_bytes;
+  return rooted(operation.kind) ? tunables.single_copy_rooted_bytes : tunables.single_copy_bytes;
 }
 
 /// True if a buffer of this rank's lies in rows too short to be read or written one by one, or is

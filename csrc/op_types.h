@@ -79,6 +79,12 @@ inline bool reduces(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
 
+/// True if one rank sends everything, or receives it.
+inline bool rooted(OpKind kind) {
+  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
+         kind == OpKind::kScatter;
+}
+
 /// True if ranks may pass different sizes, which they then publish in byte-count tables.
 inline bool ragged(OpKind kind) { return kind >= OpKind::kAllGather; }
 

@@ -74,7 +74,7 @@ PointToPoint::~PointToPoint() {
 
 void PointToPoint::start(const RequestPtr& request, bool will_wait) {
   std::vector<Outcome> outcomes;
-  if (request->buffer.bytes >= segment_.tunables().single_copy_bytes) context_.memory.try_peers();
+  if (request->buffer.bytes >= segment_.tunables().single_copy_rooted_bytes) context_.memory.try_peers();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     requests_.push_back(request);
@@ -260,7 +260,7 @@ void PointToPoint::send_fragments(int peer) {
 
 bool PointToPoint::shows(const Request& request, int peer) const {
   return request.buffer.bytes > kFragment && request.moved == 0 && !request.refused &&
-         request.buffer.bytes >= segment_.tunables().single_copy_bytes && peer != rank_ &&
+         request.buffer.bytes >= segment_.tunables().single_copy_rooted_bytes && peer != rank_ &&
          context_.memory.readable();
 }
 

@@ -17,6 +17,8 @@ struct Tunables {
   uint64_t one_shot_bytes = 128 * 1024;       // longest all_reduce of two ranks in one round
   uint64_t streamed_bytes = 4 * 1024 * 1024;  // outputs from here on are written past the caches
   uint64_t single_copy_bytes = kNeverBytes;   // messages from here on are read from peers' memory
+  uint64_t single_copy_rooted_bytes =
+      kNeverBytes;  // likewise those that only one rank sends or receives
   uint64_t single_copy_reduce_bytes = kNeverBytes;  // likewise the inputs of reductions
   /// 1: threads of one process read each other as processes do, for calibration and tests.
   uint64_t threads_apart = 0;
@@ -33,6 +35,7 @@ constexpr TunableField kTunableFields[] = {
     {"one_shot_bytes", &Tunables::one_shot_bytes},
     {"streamed_bytes", &Tunables::streamed_bytes},
     {"single_copy_bytes", &Tunables::single_copy_bytes},
+    {"single_copy_rooted_bytes", &Tunables::single_copy_rooted_bytes},
     {"single_copy_reduce_bytes", &Tunables::single_copy_reduce_bytes},
     {"thread_copy_bytes", &Tunables::thread_copy_bytes},
     {"threads_apart", &Tunables::threads_apart},

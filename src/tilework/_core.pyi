@@ -41,9 +41,10 @@ def create_segment(
     """A sealed memfd (F_SEAL_SHRINK|GROW|SEAL, close-on-exec) for `size` ranks; returns the fd.
     All ranks use its `tunables`, which are the defaults but for those given."""
 
-def calibrate() -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
+def calibrate(insists: bool = False) -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
     """(the tunables that are best on this host, [(operation, bytes of each rank, way, seconds)]).
-    Measured for some tens of milliseconds on two cores."""
+    Measured for some tens of milliseconds on two cores. RuntimeError where other programs keep
+    taking those, unless `insists`."""
 
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:
     """The checksum of memory, as zlib.crc32 computes it; ``crc`` is that of what is before it."""

@@ -49,7 +49,12 @@ class TestShmBetweenThreads(ProcessGroupContract):
 
 
 #: The least messages are read from peers' memory: here by the kernel, above where large, directly.
-READING = {"single_copy_bytes": 1, "single_copy_reduce_bytes": 1, "threads_apart": 1}
+READING = {
+    "single_copy_bytes": 1,
+    "single_copy_rooted_bytes": 1,
+    "single_copy_reduce_bytes": 1,
+    "threads_apart": 1,
+}
 
 
 class TestShmSingleCopy(ProcessGroupContract):
@@ -58,7 +63,7 @@ class TestShmSingleCopy(ProcessGroupContract):
     large = 400_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
-        with patch("tilework.comm.backends.shm.group_tunables", lambda: READING):
+        with patch("tilework.comm.backends.shm.group_tunables", lambda ranks: READING):
             return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
 
 

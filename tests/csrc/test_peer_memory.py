@@ -8,8 +8,12 @@ import pytest
 
 from tests.csrc.core_ranks import Worker, workers
 
+pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
+
 #: All but the smallest messages are read.
-READING = {"single_copy_bytes": 1000, "single_copy_reduce_bytes": 1000}
+READING = dict.fromkeys(
+    ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_reduce_bytes"), 1000
+)
 READ = (
     *("send", "broadcast", "all_reduce", "all_gather", "gather"),
     *("scatter", "all_to_all", "reduce_scatter"),

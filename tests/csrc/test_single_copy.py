@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.csrc.core_ranks import SLOT_BYTES, Rank, run_threads
 from tilework import _core
 
+pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
+
 sizes_of_messages = st.sampled_from([0, 64, 1000, 4096, 20_000, _core.NEVER_BYTES])
 tunables = st.fixed_dictionaries(dict.fromkeys(_core.DEFAULT_TUNABLES, sizes_of_messages))
 
@@ -88,7 +90,9 @@ def test_messages_are_read_from_their_senders(count: int) -> None:
         right = torch.equal(got, torch.stack([own(2 + other, count), own(4 + other, count)]))
         return rank.group.statistics()["read_bytes"], right
 
-    for read, right in run_threads(2, program, SLOT_BYTES, {"single_copy_bytes": 1000}):
+    for read, right in run_threads(
+        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_rooted_bytes": 1000}
+    ):
         assert right
         assert read >= 4 * count
 
@@ -102,7 +106,9 @@ def test_a_send_that_is_given_up_brings_nothing() -> None:
         time.sleep(0.2)
         return str(fault_of(rank.irecv(0, tensor, timeout=0.3)))
 
-    results = run_threads(2, program, SLOT_BYTES, {"single_copy_bytes": 1000})
+    results = run_threads(
+        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_rooted_bytes": 1000}
+    )
     assert ["timeout" in result for result in results] == [True, True]
 
 

@@ -117,32 +117,34 @@ def _single_copy() -> Finding:
         return Finding(
             name, "not known", "no", f"{type(error).__name__}: {error}".partition("\n")[0]
         )
-    can, moves, reductions = how
+    can, *sizes = how
     if not can.startswith("possible"):
         note = "Large tensors move in two copies, through memory that ranks share."
         if "Operation not permitted" in can:
             note += " (The kernel's Yama, a container's seccomp, or another user forbids it.)"
         return Finding(name, can, "no", note)
     used = [
-        f"{what} from {_size(n)} on" for what, n in (("moves", moves), ("sums", reductions)) if n
+        f"{what} from {_size(n)} on"
+        for what, n in zip(("moves", "moves from or to one rank", "sums"), sizes, strict=True)
+        if n
     ]
     if used:
         return Finding(name, f"used: {', '.join(used)}", note=can)
-    return Finding(name, "not used: ask for it by TILEWORK_SINGLE_COPY=auto", "no", can)
+    return Finding(name, "not used: two copies are faster here, as was measured", "no", can)
 
 
-def _how_it_reads(rank: int) -> tuple[str, int, int]:
-    """(how peers are read, since which size when moving, when reducing); 0: never."""
+def _how_it_reads(rank: int) -> tuple[str, int, int, int]:
+    """(how peers are read, since which size in moves, moves of one rank, reductions); 0: never."""
     core = _core_group()
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
     sizes = core.tunables()
     never = importlib.import_module("tilework._core").NEVER_BYTES
-    moves, reductions = (
+    moves, rooted, reductions = (
         0 if sizes[name] >= never else max(1, sizes[name])
-        for name in ("single_copy_bytes", "single_copy_reduce_bytes")
+        for name in ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_reduce_bytes")
     )
-    return core.single_copy(), moves, reductions
+    return core.single_copy(), moves, rooted, reductions
 
 
 def _core_group() -> Any:

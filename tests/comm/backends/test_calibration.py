@@ -30,7 +30,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """An empty cache folder, and a core that measures at once; one entry for each time it does."""
     measured: list[int] = []
 
-    def calibrate() -> tuple[dict[str, int], list[Any]]:
+    def calibrate(insists: bool) -> tuple[dict[str, int], list[Any]]:
         measured.append(1)
         return dict(MEASURED), [("all_gather", 4096, "outboxes", 1e-6)]
 
@@ -39,6 +39,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.delenv("TILEWORK_SINGLE_COPY", raising=False)
     monkeypatch.setattr(_core, "calibrate", calibrate)
     monkeypatch.setattr(calibration, "_busy", lambda: False)
+    monkeypatch.setattr(calibration, "usable_cores", lambda: 2)
     monkeypatch.setattr(calibration, "_known", {})
     return measured
 
@@ -133,14 +134,43 @@ def test_one_process_measures_at_a_time(runs: list[int]) -> None:
 
 
 def test_the_single_copy_can_be_asked_for(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert group_tunables()["single_copy_bytes"] == _core.NEVER_BYTES
-    assert group_tunables()["single_copy_reduce_bytes"] == _core.NEVER_BYTES
+    assert group_tunables() == MEASURED
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "auto")
     assert group_tunables() == MEASURED
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "1")
     assert group_tunables()["single_copy_bytes"] == 65536
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "0")
     assert group_tunables()["thread_copy_bytes"] == _core.NEVER_BYTES
+
+
+def test_ranks_that_share_cores_read_later(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("single_copy_bytes", "single_copy_reduce_bytes"):
+        monkeypatch.setitem(MEASURED, name, 65536)
+    assert group_tunables(2) == MEASURED
+    crowded = group_tunables(3)
+    assert crowded["single_copy_bytes"] == 4 * 65536
+    assert crowded["single_copy_rooted_bytes"] == _core.NEVER_BYTES
+    assert crowded["single_copy_reduce_bytes"] == _core.NEVER_BYTES
+
+
+def test_one_core_is_not_measured(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "usable_cores", lambda: 1)  # its affinity, or a CPU quota
+    assert host_calibration().origin == "not measured: that takes two cores"
+    assert (runs, files()) == ([], [])
+
+
+def test_disturbed_measurements_are_not_kept(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrate(insists: bool) -> tuple[dict[str, int], list[Any]]:
+        raise RuntimeError("other programs kept taking the cores")
+
+    monkeypatch.setattr(_core, "calibrate", calibrate)
+    assert host_calibration().origin == "not measured: other programs kept taking the cores"
+    assert host_calibration().tunables == _core.DEFAULT_TUNABLES
+    assert files() == []
 
 
 def test_all_ranks_use_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +185,8 @@ def test_all_ranks_use_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    tunables, measurements = _core.calibrate()
+    monkeypatch.delenv("TILEWORK_SINGLE_COPY", raising=False)
+    tunables, measurements = _core.calibrate(insists=True)
     assert set(tunables) == set(_core.DEFAULT_TUNABLES)
     assert tunables["threads_apart"] == 0
     assert {way for _, _, way, _ in measurements} >= {"outboxes", "chunks", "cached stores"}

@@ -31,11 +31,15 @@ except ImportError:  # installed without the core
 
 #: "0" or "off": nothing is measured nor read; the core's defaults are used.
 CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
-#: "1" or "on": wherever possible; "auto": where measured to be faster; "0" or "off": never, not
-#: between threads either; else: between threads alone.
+#: "1" or "on": wherever possible; "0" or "off": never, not between threads either; else: where
+#: measured to be faster.
 SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
-_OFF, _ON, _MEASURED = ("0", "off"), ("1", "on"), ("auto",)
-_BETWEEN_PROCESSES: Final = ("single_copy_bytes", "single_copy_reduce_bytes")
+_OFF, _ON = ("0", "off"), ("1", "on")
+_MOVES: Final = ("single_copy_bytes", "single_copy_rooted_bytes")
+_BETWEEN_PROCESSES: Final = (*_MOVES, "single_copy_reduce_bytes")
+#: By how much messages are longer before ranks that share cores read them: that takes one more
+#: round, for which each of them has to get a core.
+_CROWDED_FACTOR: Final = 4
 #: The least messages that are read from peers where the user wants that.
 _WANTED_FROM_BYTES: Final = 64 * 1024
 _MOST_FILE_BYTES: Final = 1 << 16
@@ -61,19 +65,23 @@ class Calibration:
     origin: str
 
 
-def group_tunables() -> dict[str, int]:
-    """The tunables for a new group's segment. May measure for some tens of milliseconds."""
+def group_tunables(ranks: int = 2) -> dict[str, int]:
+    """The tunables for a new group's segment. May measure for some tens of milliseconds.
+
+    Args:
+        ranks: The group's size.
+    """
     tunables = dict(host_calibration().tunables)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
     if wanted in _ON:
-        for name in _BETWEEN_PROCESSES:
-            tunables[name] = _WANTED_FROM_BYTES
-    elif wanted not in _MEASURED:
-        # What is measured for a moment on two cores may be three times slower in a program, with
-        # small pages or more ranks than cores: so who wants it says so.
-        tunables |= dict.fromkeys(_BETWEEN_PROCESSES, _core.NEVER_BYTES)
-        if wanted in _OFF:
-            tunables["thread_copy_bytes"] = _core.NEVER_BYTES
+        tunables |= dict.fromkeys(_BETWEEN_PROCESSES, _WANTED_FROM_BYTES)
+    elif wanted in _OFF:
+        tunables |= dict.fromkeys((*_BETWEEN_PROCESSES, "thread_copy_bytes"), _core.NEVER_BYTES)
+    elif ranks > usable_cores():
+        # Measured with a core for each rank. Where they share one, outboxes stay in its cache.
+        tunables["single_copy_reduce_bytes"] = _core.NEVER_BYTES
+        for name in _MOVES:
+            tunables[name] = min(_core.NEVER_BYTES, _CROWDED_FACTOR * tunables[name])
     return tunables
 
 
@@ -101,13 +109,15 @@ def host_calibration(*, remake: bool = False) -> Calibration:
 
 def _measured(path: Path, facts: Mapping[str, object], *, patient: bool) -> Calibration:
     """Measure, and keep it; the defaults where this is no time for that, and ``patient``."""
+    if usable_cores() < 2:
+        return _defaults("not measured: that takes two cores")
     if patient and _busy():
         return _defaults("not measured: the machine was busy")
     with _alone(path) as alone:
         if patient and not alone:
             return _defaults("not measured: another process was measuring")
         try:
-            tunables, measurements = _core.calibrate()
+            tunables, measurements = _core.calibrate(insists=not patient)
         except (OSError, RuntimeError) as error:
             return _defaults(f"not measured: {error}")
     kept = save(path, facts, tunables, measurements)

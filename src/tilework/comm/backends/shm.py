@@ -82,7 +82,8 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     nonce = secrets.token_bytes(16)
     # Socket names are there for every user to read: the nonce must not be in one.
     name = f"tilework-shm-{secrets.token_hex(16)}"
-    fd = _core.create_segment(request.group_size, _core.DEFAULT_SLOT_BYTES, nonce, group_tunables())
+    ranks = request.group_size
+    fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, group_tunables(ranks))
     ledger_fd, group = -1, None
     try:
         ledger_fd = MemoryLedger.create()
