@@ -354,11 +354,8 @@ void bind_random(nb::module_& m) {
       "sizes"_a, "a"_a, "b"_a, "level"_a = ~0u);
 }
 
-/// The outcome as Python has it: None, or what is wrong: (chunk, checksum), the latter None at the
-/// file's end.
-nb::object read_part(FileReader& reader, int fd, uint64_t offset, size_t nbytes, size_t chunk,
-                     const nb::bytes& checksums, const nb::bytes& checked, const nb::tuple& runs,
-                     size_t begin, size_t end) {
+/// What is wanted of a part, from Python; chunks from `begin` to `end` are read.
+Runs runs_from(const nb::tuple& runs, const ChunkedPart& part, size_t begin, size_t end) {
   Runs wanted;
   wanted.target = reinterpret_cast<char*>(nb::cast<uintptr_t>(nb::handle(runs[0])));
   wanted.first = nb::cast<size_t>(runs[1]);
@@ -366,20 +363,36 @@ nb::object read_part(FileReader& reader, int fd, uint64_t offset, size_t nbytes,
   wanted.counts = nb::cast<std::vector<size_t>>(runs[3]);
   wanted.from = nb::cast<std::vector<size_t>>(runs[4]);
   wanted.to = nb::cast<std::vector<int64_t>>(runs[5]);
-  const size_t chunks = chunk == 0 ? 0 : (nbytes + chunk - 1) / chunk;
-  if (chunk == 0 || checked.size() != chunks || checksums.size() != chunks * sizeof(uint32_t))
-    throw std::invalid_argument("there is a checksum for each chunk");
   if (wanted.counts.size() != wanted.from.size() || wanted.counts.size() != wanted.to.size())
     throw std::invalid_argument("runs have a distance in each dim");
   const bool empty =
       wanted.run == 0 || std::count(wanted.counts.begin(), wanted.counts.end(), size_t{0}) > 0;
-  if (wanted.target != nullptr && (empty || wanted.end() > nbytes))
+  if (wanted.target != nullptr && (empty || wanted.end() > part.bytes))
     throw std::invalid_argument("runs lie within the part");
-  if (begin > end || end > nbytes || begin % chunk || (end % chunk && end != nbytes))
+  if (begin > end || end > part.bytes || begin % part.chunk ||
+      (end % part.chunk && end != part.bytes))
     throw std::invalid_argument("whole chunks are read");
+  return wanted;
+}
+
+size_t chunks_in(size_t nbytes, size_t chunk) {
+  if (chunk == 0) throw std::invalid_argument("a chunk has bytes");
+  return (nbytes + chunk - 1) / chunk;
+}
+
+/// The outcome as Python has it: None, or what is wrong: (chunk, checksum), the latter None at the
+/// file's end.
+nb::object read_part(FileReader& reader, int fd, uint64_t offset, size_t nbytes, size_t chunk,
+                     const nb::bytes& checksums, const nb::bytes& checked, const nb::tuple& runs,
+                     size_t begin, size_t end) {
+  const size_t chunks = chunks_in(nbytes, chunk);
+  if (checked.size() != chunks || checksums.size() != chunks * sizeof(uint32_t))
+    throw std::invalid_argument("there is a checksum for each chunk");
   const ChunkedPart part = {
-      offset, nbytes, chunk,
-      static_cast<const uint32_t*>(static_cast<const void*>(checksums.c_str())), checked.c_str()};
+      offset,          nbytes,
+      chunk,           static_cast<const uint32_t*>(static_cast<const void*>(checksums.c_str())),
+      checked.c_str(), nullptr};
+  const Runs wanted = runs_from(runs, part, begin, end);
   ReadOutcome outcome;
   {
     nb::gil_scoped_release unlocked;
@@ -390,13 +403,28 @@ nb::object read_part(FileReader& reader, int fd, uint64_t offset, size_t nbytes,
   return nb::make_tuple(outcome.chunk, outcome.found);
 }
 
+/// The shares of what is wanted in the checksums of the chunks; at the file's end, the chunk's number.
+nb::object read_shares(FileReader& reader, int fd, uint64_t offset, size_t nbytes, size_t chunk,
+                       const nb::tuple& runs, size_t begin, size_t end) {
+  std::vector<uint32_t> shares(chunks_in(nbytes, chunk));
+  const ChunkedPart part = {offset, nbytes, chunk, nullptr, nullptr, shares.data()};
+  const Runs wanted = runs_from(runs, part, begin, end);
+  ReadOutcome outcome;
+  {
+    nb::gil_scoped_release unlocked;
+    outcome = reader.read(fd, part, wanted, begin, end);
+  }
+  if (outcome.kind == ReadOutcome::kTruncated) return nb::int_(outcome.chunk);
+  return nb::bytes(shares.data(), shares.size() * sizeof(uint32_t));
+}
+
 void bind_files(nb::module_& m) {
   nb::class_<FileReader>(m, "FileReader")
       .def(nb::init<>())
       .def("read", read_part, "fd"_a, "offset"_a, "nbytes"_a, "chunk"_a, "checksums"_a, "checked"_a,
            "runs"_a, "begin"_a, "end"_a)
-      .def("prefers_mapping", &FileReader::prefers_mapping, "fd"_a, "offset"_a, "nbytes"_a,
-           nb::call_guard<nb::gil_scoped_release>());
+      .def("read_shares", read_shares, "fd"_a, "offset"_a, "nbytes"_a, "chunk"_a, "runs"_a,
+           "begin"_a, "end"_a);
   m.def(
       "copy_streamed",
       [](const std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>& copies) {

@@ -114,12 +114,12 @@ TILEWORK_PCLMUL inline void load_line(const unsigned char* data, unsigned char* 
 /// Of 64 bytes at least. What is not a whole line is not stored.
 template <bool kCopied>
 TILEWORK_PCLMUL uint32_t by_pclmul(const unsigned char* data, size_t bytes, uint32_t state,
-                                   unsigned char* to) {
+                                   unsigned char* to, size_t ahead) {
   __m128i lanes[4], line[4];
   load_line(data, kCopied ? to : nullptr, lanes);
   lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(state)));
   for (data += 64, bytes -= 64; bytes >= 64; data += 64, bytes -= 64) {
-    if (kCopied) to += 64;
+    if (kCopied) to += 64, __builtin_prefetch(data + ahead);
     load_line(data, kCopied ? to : nullptr, line);
     for (int i = 0; i < 4; ++i) lanes[i] = _mm_xor_si128(moved(lanes[i], kBy512), line[i]);
   }
@@ -149,11 +149,11 @@ TILEWORK_VPCLMUL inline void store_wide(unsigned char* to, __m512i value) {
 /// Of 256 bytes at least. What is not a whole block of 256 bytes is not stored.
 template <bool kCopied>
 TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, uint32_t state,
-                                     unsigned char* to) {
+                                     unsigned char* to, size_t ahead) {
   __m512i lanes[4];
   for (int i = 0; i < 4; ++i) {
     lanes[i] = load_wide(data + 64 * i);
-    if (kCopied) store_wide(to + 64 * i, lanes[i]);
+    if (kCopied) __builtin_prefetch(data + ahead + 64 * i), store_wide(to + 64 * i, lanes[i]);
   }
   const __m512i start = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<long long>(state));
   lanes[0] = _mm512_xor_si512(lanes[0], start);
@@ -162,7 +162,7 @@ TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, ui
     if (kCopied) to += 256;
     for (int i = 0; i < 4; ++i) {
       const __m512i next = load_wide(data + 64 * i);
-      if (kCopied) store_wide(to + 64 * i, next);
+      if (kCopied) __builtin_prefetch(data + ahead + 64 * i), store_wide(to + 64 * i, next);
       lanes[i] = moved_wide(lanes[i], by2048, next);
     }
   }
@@ -186,17 +186,17 @@ bool has_vpclmul() {
 
 uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
   static const bool folds = has_pclmul(), folds_wide = has_vpclmul();
-  if (folds_wide && bytes >= 1024) return by_vpclmul<false>(data, bytes, state, nullptr);
-  if (folds && bytes >= 128) return by_pclmul<false>(data, bytes, state, nullptr);
+  if (folds_wide && bytes >= 1024) return by_vpclmul<false>(data, bytes, state, nullptr, 0);
+  if (folds && bytes >= 128) return by_pclmul<false>(data, bytes, state, nullptr, 0);
   return by_words(data, bytes, state);
 }
 
-/// To whole lines: both counts are multiples of 256.
+/// To whole lines: `bytes` is a multiple of 256.
 uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t bytes,
-                          uint32_t state) {
+                          uint32_t state, size_t ahead) {
   static const bool folds = has_pclmul(), folds_wide = has_vpclmul();
-  if (folds_wide) return by_vpclmul<true>(data, bytes, state, to);
-  if (folds) return by_pclmul<true>(data, bytes, state, to);
+  if (folds_wide) return by_vpclmul<true>(data, bytes, state, to, ahead);
+  if (folds) return by_pclmul<true>(data, bytes, state, to, ahead);
   copy_past_caches(to, data, bytes);
   return by_words(data, bytes, state);
 }
@@ -205,7 +205,7 @@ uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t b
 
 /// In pieces that are still in the nearest cache when they are copied.
 uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t bytes,
-                          uint32_t state) {
+                          uint32_t state, size_t) {
   constexpr size_t kPiece = 8192;
   for (size_t done = 0; done < bytes; done += kPiece) {
     const size_t piece = std::min(kPiece, bytes - done);
@@ -221,6 +221,51 @@ uint32_t advanced(const unsigned char* data, size_t bytes, uint32_t state) {
 
 #endif
 
+uint32_t copied(void* to, const void* data, size_t bytes, uint32_t state, size_t ahead) {
+  constexpr size_t kLineBytes = 64, kBlock = 256, kShortest = 1024;
+  auto* target = static_cast<unsigned char*>(to);
+  auto* source = static_cast<const unsigned char*>(data);
+  if (bytes < kShortest) {
+    copy(to, data, bytes);
+    return advanced(source, bytes, state);
+  }
+  const size_t head = -reinterpret_cast<uintptr_t>(to) % kLineBytes;
+  const size_t body = (bytes - head) / kBlock * kBlock, tail = bytes - head - body;
+  copy(target, source, head);
+  copy(target + head + body, source + head + body, tail);
+  state = advanced(source, head, state);
+  state = advanced_copying(target + head, source + head, body, state, ahead);
+  return advanced(source + head + body, tail, state);
+}
+
+// -- polynomials of degree 31 at most, the highest bit for x^0 -------------------------------
+
+constexpr uint32_t product(uint32_t a, uint32_t b) {
+  uint32_t sum = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    sum ^= b & (0 - ((a >> bit) & 1));
+    b = (b >> 1) ^ (kPolynomial & (0 - (b & 1)));
+  }
+  return sum;
+}
+
+/// x to the 8 times 2^k: by that as many bytes move a state.
+constexpr std::array<uint32_t, 48> make_powers() {
+  std::array<uint32_t, 48> powers{};
+  powers[0] = uint32_t{1} << (31 - 8);
+  for (size_t k = 1; k < powers.size(); ++k) powers[k] = product(powers[k - 1], powers[k - 1]);
+  return powers;
+}
+
+constexpr auto kPowers = make_powers();
+
+uint32_t factor_of(size_t bytes) {
+  uint32_t factor = uint32_t{1} << 31;
+  for (size_t k = 0; bytes != 0 && k < kPowers.size(); ++k, bytes >>= 1)
+    if (bytes & 1) factor = product(factor, kPowers[k]);
+  return factor;
+}
+
 }  // namespace
 
 uint32_t crc32(const void* data, size_t bytes, uint32_t crc) {
@@ -228,20 +273,29 @@ uint32_t crc32(const void* data, size_t bytes, uint32_t crc) {
 }
 
 uint32_t copy_crc32(void* to, const void* data, size_t bytes, uint32_t crc) {
-  constexpr size_t kLineBytes = 64, kBlock = 256;
-  auto* target = static_cast<unsigned char*>(to);
-  auto* source = static_cast<const unsigned char*>(data);
-  const size_t head = -reinterpret_cast<uintptr_t>(to) % kLineBytes;
-  if (bytes < 4096) {
-    copy(to, data, bytes);
-    return crc32(data, bytes, crc);
-  }
-  const size_t body = (bytes - head) / kBlock * kBlock, tail = bytes - head - body;
-  copy(target, source, head);
-  copy(target + head + body, source + head + body, tail);
-  uint32_t state = advanced(source, head, ~crc);
-  state = advanced_copying(target + head, source + head, body, state);
-  return ~advanced(source + head + body, tail, state);
+  return ~copied(to, data, bytes, ~crc, 0);
+}
+
+void Crc32Share::close_gap() {
+  if (gap_ == 0 || state_ == 0) return void(gap_ = 0);
+  if (gap_ != known_gap_) known_gap_ = gap_, known_factor_ = factor_of(gap_);
+  state_ = product(state_, known_factor_);
+  gap_ = 0;
+}
+
+void Crc32Share::add(const void* data, size_t bytes) {
+  close_gap();
+  state_ = advanced(static_cast<const unsigned char*>(data), bytes, state_);
+}
+
+void Crc32Share::copy(void* to, const void* data, size_t bytes, size_t ahead) {
+  close_gap();
+  state_ = copied(to, data, bytes, state_, ahead);
+}
+
+uint32_t Crc32Share::value() {
+  close_gap();
+  return state_;
 }
 
 }  // namespace tilework

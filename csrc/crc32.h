@@ -12,4 +12,27 @@ uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0);
 /// Likewise, and copy them past the caches on the way. Others see the copy after fence_streamed_copies().
 uint32_t copy_crc32(void* to, const void* data, size_t bytes, uint32_t crc = 0);
 
+/// The share that some bytes have in the checksum of data that they are spread over. Checksums are
+/// affine: if each byte of the data is in one of several shares, the exclusive or of these and of the
+/// checksum of as many zeros is the checksum of the data. So nobody need read what another one reads.
+class Crc32Share {
+ public:
+  /// Pass by bytes that count in other shares.
+  void skip(size_t bytes) { gap_ += bytes; }
+  void add(const void* data, size_t bytes);
+  /// As add() and copy_crc32(); what lies `ahead` bytes behind is fetched meanwhile, if it is not 0.
+  void copy(void* to, const void* data, size_t bytes, size_t ahead);
+  /// The share, if the data end here.
+  uint32_t value();
+
+ private:
+  void close_gap();
+
+  uint32_t state_ = 0;
+  size_t gap_ = 0;
+  /// The last gap that was closed, and the factor for it.
+  size_t known_gap_ = 0;
+  uint32_t known_factor_ = 0;
+};
+
 }  // namespace tilework

@@ -11,13 +11,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <ctime>
 #include <map>
 #include <mutex>
 #include <system_error>
+#include <utility>
 
 #include "copy.h"
 #include "crc32.h"
-#include "platform.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -36,6 +37,8 @@ constexpr size_t kSample = 4 << 20;
 constexpr size_t kLargePage = 2 << 20;
 /// Read and checked at once: so it is in the cache still when it is checked and put in place.
 constexpr size_t kPiece = 256 << 10;
+/// Runs at such a distance are read one by one, where what is between them need not be.
+constexpr size_t kReadApart = 12 << 10;
 /// Runs of fewer bytes are copied by way of the cache.
 constexpr size_t kStreamedRun = 512;
 
@@ -84,9 +87,10 @@ bool guarded(Function&& function) {
 
 enum Way { kMapped, kRead, kWays };
 
-/// The rates of one device: the best of what was measured, in nanoseconds per MiB.
+/// The rates of one device, of long runs or of short ones, in nanoseconds per MiB: an average in which
+/// the latest count most, as some files are in large pages and others are not.
 struct Rates {
-  double best[kWays] = {0, 0};
+  double average[kWays] = {0, 0};
   int samples[kWays] = {0, 0};
   int since_sample = 0;
 };
@@ -96,8 +100,9 @@ constexpr int kSamples = 2;
 constexpr int kSampleEvery = 64;
 
 std::mutex rates_mutex;
-std::map<dev_t, Rates>& all_rates() {
-  static std::map<dev_t, Rates> rates;
+using Kind = std::pair<dev_t, bool>;
+std::map<Kind, Rates>& all_rates() {
+  static std::map<Kind, Rates> rates;
   return rates;
 }
 
@@ -106,23 +111,31 @@ struct Choice {
   bool sample;
 };
 
-Choice choose(dev_t device) {
+Choice choose(Kind kind) {
   const std::lock_guard<std::mutex> lock(rates_mutex);
-  Rates& rates = all_rates()[device];
+  Rates& rates = all_rates()[kind];
   for (int way = 0; way < kWays; ++way)
     if (rates.samples[way] < kSamples) return {static_cast<Way>(way), true};
-  const Way best = rates.best[kMapped] <= rates.best[kRead] ? kMapped : kRead;
+  const Way best = rates.average[kMapped] <= rates.average[kRead] ? kMapped : kRead;
   if (++rates.since_sample < kSampleEvery) return {best, false};
   rates.since_sample = 0;
   return {best == kMapped ? kRead : kMapped, true};
 }
 
-void note(dev_t device, Way way, double ns, size_t bytes) {
+void note(Kind kind, Way way, double ns, size_t bytes) {
   if (bytes < kSample / 2) return;
   const double rate = ns / static_cast<double>(bytes) * (1 << 20);
   const std::lock_guard<std::mutex> lock(rates_mutex);
-  Rates& rates = all_rates()[device];
-  rates.best[way] = rates.samples[way]++ ? std::min(rates.best[way], rate) : rate;
+  Rates& rates = all_rates()[kind];
+  double& average = rates.average[way];
+  average += rates.samples[way]++ ? (rate - average) / kSamples : rate;
+}
+
+/// The processor's time of this thread, in nanoseconds.
+int64_t worked_ns() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return int64_t{1'000'000'000} * time.tv_sec + time.tv_nsec;
 }
 
 dev_t device_of(int fd) {
@@ -135,13 +148,6 @@ bool is_cached(int fd, uint64_t offset) {
   char byte;
   iovec memory = {&byte, 1};
   return preadv2(fd, &memory, 1, static_cast<off_t>(offset), RWF_NOWAIT) >= 0 || errno != EAGAIN;
-}
-
-/// Have the disk read ahead of what is wanted soon; false if all is there.
-bool fetch(int fd, uint64_t offset, size_t bytes) {
-  if (is_cached(fd, offset) && is_cached(fd, offset + bytes - 1)) return false;
-  posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(2 * bytes), POSIX_FADV_WILLNEED);
-  return true;
 }
 
 /// The number of bytes read: fewer than asked for where the file ends.
@@ -169,11 +175,13 @@ size_t Runs::end() const {
 struct FileReader::Window {
   const ChunkedPart& part;
   size_t begin, end;
+  bool cached;
 };
 
 /// The way through a part: the next wanted byte, and the checksum of the chunk so far.
 struct FileReader::Walk {
-  Walk(const Runs& all, size_t begin) : runs(all), index(all.counts.size()) {
+  Walk(const Runs& all, size_t begin, bool collecting)
+      : runs(all), index(all.counts.size()), passed(begin), collects(collecting) {
     if (runs.target == nullptr) return;
     at = runs.first, to = runs.target;
     size_t left = begin > at ? begin - at : 0;
@@ -197,6 +205,7 @@ struct FileReader::Walk {
   /// Move past `bytes` bytes of the run.
   void take(size_t bytes) {
     done += bytes;
+    passed = next();
     if (done == runs.run) advance();
   }
 
@@ -221,12 +230,20 @@ struct FileReader::Walk {
     while (!over() && next() < end) {
       const size_t bytes = std::min(end, run_end()) - next();
       const char* from = source + (next() - begin);
-      if (bytes < kStreamedRun)
+      if (collects)
+        share_until_next().copy(to + done, from, bytes, bytes > kPiece / 4 ? 0 : apart);
+      else if (bytes < kStreamedRun)
         copy(to + done, from, bytes);
       else
         copy_run(to + done, from, bytes, apart);
       take(bytes);
     }
+  }
+
+  /// The share, once bytes up to the next wanted one count in others. The next run's are added to it.
+  Crc32Share& share_until_next() {
+    share.skip(next() - passed);
+    return share;
   }
 
   /// Processors do not predict where the next run begins: blocks of it are fetched while this one is
@@ -249,6 +266,9 @@ struct FileReader::Walk {
   size_t at = 0, done = 0;
   char* to = nullptr;
   uint32_t crc = 0;
+  Crc32Share share;
+  size_t passed;  // by the share
+  bool collects = false;
   ReadOutcome outcome;
 
   /// The end of the piece that begins at `begin`: within a chunk, and where a long run begins or ends.
@@ -263,10 +283,23 @@ struct FileReader::Walk {
     return !over() && next() == begin && run_end() >= end;
   }
 
+  /// True if what is between runs is better not read. What comes from a disk comes as a whole: so the
+  /// system reads ahead, in large pages.
+  bool reads_runs(bool cached) const {
+    const size_t apart = index.empty() ? runs.run : runs.from.back();
+    return runs.run >= kPiece / 4 || (cached && apart >= kReadApart);
+  }
+
   /// Compare a chunk that ends here; false if it is damaged.
   bool close_chunk(const ChunkedPart& part, size_t end) {
     if (end % part.chunk != 0 && end != part.bytes) return true;
     const size_t chunk = (end - 1) / part.chunk;
+    if (collects) {
+      share.skip(end - passed);
+      part.shares[chunk] = share.value();
+      share = Crc32Share(), passed = end;
+      return true;
+    }
     if (part.checked[chunk] && crc != part.checksums[chunk]) {
       outcome = {ReadOutcome::kDamaged, chunk, crc};
       return false;
@@ -322,7 +355,7 @@ bool FileReader::read_mapped(int fd, const Window& window, Walk& walk) {
                       for (size_t at = window.begin; at < window.end;) {
                         const size_t end = walk.piece_end(part, at, window.end), bytes = end - at;
                         const char* piece = source + (at - window.begin);
-                        const bool checked = part.checked[at / part.chunk];
+                        const bool checked = part.compares(at);
                         if (walk.is_wanted(at, end) && checked) {
                           walk.crc = copy_crc32(walk.to + walk.done, piece, bytes, walk.crc);
                           walk.take(bytes);
@@ -339,11 +372,32 @@ bool FileReader::read_mapped(int fd, const Window& window, Walk& walk) {
   return read;
 }
 
+/// Read what is wanted before `end`, run by run, straight to its place; false if the file ends.
+bool FileReader::read_runs(int fd, const ChunkedPart& part, size_t end, Walk& walk) {
+  while (!walk.over() && walk.next() < end) {
+    const size_t bytes = std::min(end, walk.run_end()) - walk.next();
+    char* to = walk.to + walk.done;
+    if (read_at(fd, to, bytes, part.offset + walk.next()) < bytes) return false;
+    if (walk.collects) walk.share_until_next().add(to, bytes);
+    walk.take(bytes);
+  }
+  return true;
+}
+
 void FileReader::read_window(int fd, const Window& window, Walk& walk) {
   const ChunkedPart& part = window.part;
   for (size_t at = window.begin; at < window.end;) {
     const size_t end = walk.piece_end(part, at, window.end);
-    const bool checked = part.checked[at / part.chunk], in_place = walk.is_wanted(at, end);
+    const bool checked = part.compares(at), in_place = walk.is_wanted(at, end);
+    if (!checked && walk.reads_runs(window.cached)) {
+      if (!read_runs(fd, part, end, walk)) {
+        walk.outcome = {ReadOutcome::kTruncated, at / part.chunk, 0};
+        return;
+      }
+      walk.close_chunk(part, end);
+      at = end;
+      continue;
+    }
     // Of what is not checked, just what is wanted.
     const size_t begin = checked || walk.over() ? at : std::min(std::max(at, walk.next()), end);
     if (checked || (!walk.over() && begin < end)) {
@@ -354,6 +408,7 @@ void FileReader::read_window(int fd, const Window& window, Walk& walk) {
         return;
       }
       if (checked) walk.crc = crc32(to, bytes, walk.crc);
+      if (in_place && walk.collects) walk.share_until_next().add(to, bytes);
       in_place ? walk.take(bytes) : walk.copy_from(to, begin, end);
     }
     if (!walk.close_chunk(part, end)) return;
@@ -365,51 +420,39 @@ void FileReader::read_window(int fd, const Window& window, Walk& walk) {
 ReadOutcome FileReader::read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin,
                              size_t end) {
   const dev_t device = device_of(fd);
-  Walk walk(runs, begin);
+  Walk walk(runs, begin, part.shares != nullptr);
+  const Kind kind = {device, runs.target != nullptr && runs.run < kPiece / 4};
   while (begin < end && walk.outcome.kind == ReadOutcome::kRead) {
     // Nothing is read that is neither checked nor wanted.
-    if (!part.checked[begin / part.chunk] && (walk.over() || walk.next() > begin)) {
+    if (!part.compares(begin) && (walk.over() || walk.next() > begin)) {
       const size_t chunk_end = std::min((begin / part.chunk + 1) * part.chunk, end);
       if (walk.over() || walk.next() >= chunk_end) {
+        if (walk.collects) walk.close_chunk(part, chunk_end);
         begin = chunk_end;
         continue;
       }
     }
-    const Choice choice = choose(device);
-    const size_t most = choice.sample ? kSample : kWindow;
     const uint64_t offset = part.offset + begin;
+    Choice choice = choose(kind);
+    const size_t most = choice.sample ? kSample : kWindow;
     const size_t bytes = std::min(end - begin, most - static_cast<size_t>(offset % most));
-    const Window window = {part, begin, begin + bytes};
-    const bool fetched = fetch(fd, offset, bytes);
-    const int64_t start = now_ns();
+    const bool cached = is_cached(fd, offset) && is_cached(fd, offset + bytes - 1);
+    if (!cached) choice.way = kRead;
+    const Window window = {part, begin, begin + bytes, cached};
+    const int64_t start = worked_ns();
     const Walk before = walk;
     bool read = false;
     if (choice.way == kMapped && !(read = read_mapped(fd, window, walk))) {
       walk.index = before.index;
       walk.at = before.at, walk.done = before.done, walk.to = before.to, walk.crc = before.crc;
+      walk.share = before.share, walk.passed = before.passed;
       walk.outcome = before.outcome;
     }
     if (!read) read_window(fd, window, walk);
-    if (!fetched) note(device, choice.way, static_cast<double>(now_ns() - start), bytes);
+    if (cached) note(kind, choice.way, static_cast<double>(worked_ns() - start), bytes);
     begin += bytes;
   }
   return walk.outcome;
-}
-
-bool FileReader::prefers_mapping(int fd, uint64_t offset, size_t bytes) {
-  const dev_t device = device_of(fd);
-  const Runs nothing = {nullptr, 0, 0, {}, {}, {}};
-  const std::vector<uint32_t> checksums(1);
-  const char checked = 1;
-  for (size_t done = 0; choose(device).sample && done + kSample <= bytes; done += kSample) {
-    // As a single chunk, whose checksum is not looked at.
-    const ChunkedPart part = {offset + done, kSample, kSample, checksums.data(), &checked};
-    read(fd, part, nothing, 0, kSample);
-  }
-  const std::lock_guard<std::mutex> lock(rates_mutex);
-  const Rates& rates = all_rates()[device];
-  if (rates.samples[kMapped] == 0 || rates.samples[kRead] == 0) return true;
-  return rates.best[kMapped] <= rates.best[kRead];
 }
 
 }  // namespace tilework

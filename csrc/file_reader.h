@@ -27,8 +27,13 @@ struct Runs {
 struct ChunkedPart {
   uint64_t offset;  // in the file
   size_t bytes, chunk;
-  const uint32_t* checksums;
-  const char* checked;  // for each chunk: true if this call compares its checksum
+  const uint32_t* checksums = nullptr;
+  const char* checked = nullptr;  // for each chunk: true if this call compares its checksum
+  /// For each chunk: where the share of the wanted bytes in its checksum goes. Not null: nothing is
+  /// compared, and nothing is read that is not wanted.
+  uint32_t* shares = nullptr;
+
+  bool compares(size_t at) const { return shares == nullptr && checked[at / chunk]; }
 };
 
 struct ReadOutcome {
@@ -39,7 +44,8 @@ struct ReadOutcome {
 
 /// Reads parts of files, each byte but once where it can be: checksums are computed of what is in a
 /// cache. The system's pages of the file are mapped, a window at a time, where that is faster than
-/// read(); which it is, is measured on the way, for each device.
+/// read(); which it is, is measured on the way, for each device, in the processor's time: what other
+/// processes take does not count. What is not in memory is read().
 ///
 /// Mapped pages may vanish: a file is cut, or a disk fails. The signal of that is caught; then read()
 /// tells what is wrong. Memory of windows is given back at once.
@@ -54,10 +60,6 @@ class FileReader {
   /// Throws std::system_error where the system cannot read.
   ReadOutcome read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin, size_t end);
 
-  /// True if mapped pages of a file are read faster than by read(): measured with some bytes of it,
-  /// unless it is known of the device.
-  bool prefers_mapping(int fd, uint64_t offset, size_t bytes);
-
  private:
   struct Window;
   struct Walk;
@@ -65,6 +67,7 @@ class FileReader {
   const char* map(int fd, uint64_t offset, size_t bytes);
   void unmap();
   bool read_mapped(int fd, const Window& window, Walk& walk);
+  bool read_runs(int fd, const ChunkedPart& part, size_t end, Walk& walk);
   void read_window(int fd, const Window& window, Walk& walk);
   char* bounce();
 

@@ -78,8 +78,22 @@ class FileReader:
         Raises OSError.
         """
 
-    def prefers_mapping(self, fd: int, offset: int, nbytes: int) -> bool:
-        """True if a file's mapped pages are read faster than by read(): measured, if need be."""
+    def read_shares(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        chunk: int,
+        runs: tuple[int, int, int, list[int], list[int], list[int]],
+        begin: int,
+        end: int,
+    ) -> bytes | int:
+        """Read likewise what is wanted, and nothing else.
+
+        The shares of these bytes in the checksums, uint32, one for each chunk of the part. Their
+        exclusive or over all who read some, and crc32() of as many zeros, is the chunk's checksum.
+        An int: the number of the chunk in which the file ends. Raises OSError.
+        """
 
 def segment_bytes(size: int, slot_bytes: int) -> int: ...
 

@@ -54,6 +54,22 @@ def test_columns_are_read_once_by_all_together() -> None:
     assert sorted(volumes) == [0, 0, 524288, 524288]  # two units of 2 MiB
 
 
+def test_columns_are_split_where_runs_are_long() -> None:
+    for width, split in ((512, 1), (508, 0)):  # of 4 bytes, on 4 ranks
+        shape = (64, width)
+        want = wanted(saved(shape, [whole_box(shape)]), sharded(shape, 1, 4))
+        plan = plan_load([want], range(4), 2, CHUNK, splits=True)
+        assert (len(plan.split), len(plan.shared)) == (split, 1 - split)
+        assert not plan.reads
+
+
+def test_what_nobody_needs_is_no_reason_to_split() -> None:
+    want = wanted(saved((64, 512), [whole_box((64, 512))]), sharded((64, 512), 1, 4)[:3])
+    plan = plan_load([want], range(4), 2, CHUNK, splits=True)
+    assert not plan.split
+    assert plan.shared
+
+
 def test_what_all_need_is_read_once() -> None:
     tensor = saved((4096, 1024), [whole_box((4096, 1024))])
     want = Wanted(tensor, ((whole_box((4096, 1024)), (0, 1, 2, 3)),))

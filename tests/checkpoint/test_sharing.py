@@ -43,7 +43,8 @@ def test_columns_and_copies(tmp_path: Path, verify: bool) -> None:
     assert sum(run_ranks(3, program)) == 2 * x.nbytes  # each byte once
 
 
-def test_damage_is_told_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [1_500_000, 1_500_600, 1_501_200])  # in each rank's columns
+def test_damage_is_told_on_all_ranks(tmp_path: Path, where: int) -> None:
     x = numbers(1500, 400)
 
     def program(rank: int) -> str:
@@ -56,11 +57,25 @@ def test_damage_is_told_on_all_ranks(tmp_path: Path) -> None:
     checkpoint.save({"x": x}, tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
     content = bytearray(path.read_bytes())
-    content[1_500_000] ^= 4
+    content[where] ^= 4
     path.write_bytes(content)
     messages = run_ranks(3, program)
     assert len(set(messages)) == 1
     assert path.name in messages[0]
+
+
+def test_a_mesh_of_two_axes(tmp_path: Path) -> None:
+    """Copies of columns: one of the ranks that have them counts for each part."""
+    x = numbers(900, 512)
+
+    def program(rank: int) -> int:
+        checkpoint.save({"x": dtensor(x, (2, 2), [Shard(0), Shard(0)])}, tmp_path)
+        state = {"x": zeros_like(dtensor(x, (2, 2), [Replicate(), Shard(1)]))}
+        report = checkpoint.load(tmp_path, into=state)
+        assert full(state["x"]).equal(x)
+        return report.bytes_read
+
+    assert sum(run_ranks(4, program)) == x.nbytes
 
 
 def test_targets_of_odd_strides(tmp_path: Path) -> None:

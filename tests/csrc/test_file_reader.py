@@ -6,6 +6,7 @@ import ctypes
 import os
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,49 @@ def test_memory_is_copied() -> None:
     assert bytes(y) == x
 
 
-def test_the_faster_way_is_measured(file: int) -> None:
-    os.ftruncate(file, 32 * MIB)
-    reader = _core.FileReader()
-    assert reader.prefers_mapping(file, 64, 32 * MIB - 64) in (True, False)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_shares_of_columns_make_the_checksum(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever the columns are, and in whichever way they are read."""
+    rows, columns = data.draw(st.integers(1, 600)), data.draw(st.integers(64, 5000))
+    saved = torch.randint(-(2**31), 2**31, (rows, columns), dtype=torch.int32)
+    content = bytes(saved.view(-1).view(torch.uint8).numpy())
+    offset, chunk = (
+        data.draw(st.integers(0, 5000)),
+        data.draw(st.sampled_from([4096, 1 << 16, MIB])),
+    )
+    path = tmp_path_factory.mktemp("x") / "x"
+    path.write_bytes(b"-" * offset + content)
+    cuts = sorted(data.draw(st.sets(st.integers(1, columns // 16 - 1), max_size=3)))
+    edges = [0, *(16 * cut for cut in cuts), columns]
+    total = 0
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for begin, end in pairwise(edges):
+            target = torch.zeros(rows, end - begin, dtype=torch.int32)
+            runs = runs_of(Box((0, 0), (rows, columns)), Box((0, begin), target.shape), target)
+            assert runs is not None
+            found = _core.FileReader().read_shares(
+                descriptor, offset, len(content), chunk, runs, 0, len(content)
+            )
+            assert isinstance(found, bytes)
+            total ^= int.from_bytes(found, "little")
+            assert target.equal(saved[:, begin:end])
+    finally:
+        os.close(descriptor)
+    of_zeros = int.from_bytes(sums(bytes(len(content)), chunk), "little")
+    assert (total ^ of_zeros).to_bytes(len(sums(content, chunk)), "little") == sums(content, chunk)
+
+
+def test_shares_of_a_file_that_ends_too_early(file: int) -> None:
+    os.write(file, os.urandom(10 * MIB))
+    memory = torch.empty(5 * MIB, dtype=torch.uint8)
+    for run in (4096, 512 << 10):
+        runs = (memory.data_ptr(), 0, run, [5 * MIB // run], [2 * run], [run])
+        for length in (10 * MIB, 7 * MIB + 5):
+            os.ftruncate(file, length)
+            found = _core.FileReader().read_shares(file, 0, 10 * MIB, MIB, runs, 0, 10 * MIB)
+            assert isinstance(found, bytes) if length == 10 * MIB else found == 7
+        os.ftruncate(file, 10 * MIB)

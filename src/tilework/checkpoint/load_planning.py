@@ -1,8 +1,10 @@
 """Plans of loading: which rank reads which bytes, and who gets them. Pure.
 
 What one rank of a host needs alone, and as long runs of bytes, it reads by itself, straight to
-where it belongs. What several need, or what lies in short runs, as columns do, is *shared*: the
-ranks of the host read it once, in equal parts and in order, and pass it on in memory.
+where it belongs. What lies in short runs, as columns do, may be *split*: ranks that need all of
+it between them read each its own, and all of that is checked together. What several need otherwise
+is *shared*: the ranks of the host read it once, in equal parts and in order, and pass it on in
+memory.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from tilework.layout.box_index import BoxIndex
 UNIT_BYTES = 2 << 20
 #: Reading by itself may cost a host this many times the bytes that it needs; edges come on top.
 _MOST_TIMES = 1.25
+#: A part is split among ranks whose runs have so many bytes.
+_SPLIT_RUN_BYTES = 512
 #: With fewer parts, looking at all of them is faster than an index.
 _FEW_PARTS = 8
 
@@ -85,17 +89,21 @@ class LoadPlan:
 
     Args:
         reads: What it reads for itself.
+        split: The parts of which each rank of the host reads its own, and together they all.
         shared: What the host reads once, for several ranks.
         units: The pieces of that which each rank of the host reads for all, in order.
     """
 
     reads: list[Read] = field(default_factory=list)
+    split: list[SharedPart] = field(default_factory=list)
     shared: list[SharedPart] = field(default_factory=list)
     units: dict[int, list[Unit]] = field(default_factory=dict)
 
 
 @no_collections()
-def plan_load(wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: int) -> LoadPlan:
+def plan_load(
+    wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: int, *, splits: bool = False
+) -> LoadPlan:
     """The plan of one rank. Takes time nearly proportional to the number of boxes.
 
     Args:
@@ -103,6 +111,7 @@ def plan_load(wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: i
         host: The ranks of this host that load.
         rank: This rank.
         chunk: The bytes of a chunk, which are checked together.
+        splits: True if ranks can read what lies in runs, and check it together.
 
     Example:
         >>> whole = Box((0,), (4,))
@@ -118,7 +127,8 @@ def plan_load(wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: i
         itemsize = each.saved.torch_dtype.itemsize
         for part, needs in _needs_by_part(each, here):
             if not _is_direct(part, needs, itemsize):
-                plan.shared.append(SharedPart(number, part, needs))
+                split = splits and _can_split(part, needs, itemsize)
+                (plan.split if split else plan.shared).append(SharedPart(number, part, needs))
                 continue
             for need in needs:
                 if rank in need.ranks:
@@ -172,6 +182,25 @@ def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
         read += (stop - start) * itemsize * len(need.ranks)
         needed += need.box.volume * itemsize
     return read <= _MOST_TIMES * needed
+
+
+def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
+    """True if needs are all of a part between them, each in runs that are long enough."""
+    return (
+        len(needs) > 1
+        and sum(need.box.volume for need in needs) == part.box.volume
+        and all(_run(part.box, need.box) * itemsize >= _SPLIT_RUN_BYTES for need in needs)
+    )
+
+
+def _run(part: Box, region: Box) -> int:
+    """The elements of a region that follow each other in a part."""
+    run = 1
+    for size, length in zip(reversed(part.sizes), reversed(region.sizes), strict=True):
+        run *= length
+        if length < size:
+            break
+    return run
 
 
 def span(part: Box, region: Box) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from tilework.checkpoint.objects import parameter_names
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.sharing import read_shared
+from tilework.checkpoint.splitting import SplitReading
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.values import decode_value
 from tilework.dtensor import DTensor
@@ -300,7 +301,11 @@ def _fill(
 ) -> None:
     wanted, mine = merge_wanted([asked for _, asked in answers], ranks, reader.index.tensors)
     host = ranks.same_host()
-    plan = plan_load(wanted, host.all, ranks.here, reader.index.chunk_bytes)
+    # Ranks of other hosts have no part in it, but all know what these can.
+    can_share = dict(zip(ranks.all, (pages for pages, _ in answers), strict=True))
+    by_pages = all(can_share[rank] for rank in host.all)
+    chunk = reader.index.chunk_bytes
+    plan = plan_load(wanted, host.all, ranks.here, chunk, splits=by_pages)
     tensors = [targets[number].tensor if number is not None else None for number in mine]
 
     def target_of(number: int, need: Need) -> Tensor:
@@ -315,15 +320,17 @@ def _fill(
             reader.read_box(saved, each.part, each.need.box, target_of(each.tensor, each.need))
             progress(each.need.box.volume * saved.torch_dtype.itemsize)
 
+    def split() -> None:
+        if host.group is not None and plan.split:
+            SplitReading(host.group, plan, wanted, reader, target_of, progress).run()
+
     def share() -> None:
-        # Ranks of other hosts have no part in it, but all know what these can.
-        can_share = dict(zip(ranks.all, (pages for pages, _ in answers), strict=True))
-        if all(can_share[rank] for rank in host.all):
+        if by_pages:
             read_shared(plan, wanted, reader, (ranks.here, target_of), progress)
         elif host.group is not None and any(plan.units.values()):
             Exchange(host.group, wanted, reader, target_of, progress).run(plan.units)
 
-    _run_all((read, share), ranks, [tensor for tensor in tensors if tensor is not None])
+    _run_all((read, split, share), ranks, [tensor for tensor in tensors if tensor is not None])
 
 
 def _run_all(steps: Sequence[Callable[[], None]], ranks: Ranks, written: Sequence[Tensor]) -> None:

@@ -51,6 +51,36 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
     if target.device.type != "cpu" or target.is_conj() or target.is_neg() or box.empty:
         return None
     itemsize = target.element_size()
+    runs = _runs(
+        part, box, target.data_ptr(), [itemsize * each for each in target.stride()], itemsize
+    )
+    return None if runs[3] and runs[2] < _SHORTEST_RUN else runs
+
+
+def runs_in_place(part: Box, box: Box, address: int, itemsize: int) -> Runs:
+    """The runs of a box's bytes in a part, and the same places in memory that has the part's bytes.
+
+    Args:
+        part: The part.
+        box: Within it; not empty.
+        address: That of the part's first byte.
+        itemsize: The bytes of an element.
+
+    Example:
+        >>> runs_in_place(Box((0, 0), (4, 64)), Box((1, 0), (2, 32)), 0, 4)
+        (256, 256, 128, [2], [256], [256])
+    """
+    strides = [itemsize]
+    for size in reversed(part.sizes[1:]):
+        strides.insert(0, strides[0] * size)
+    first = sum(
+        (start - offset) * stride
+        for offset, start, stride in zip(part.offsets, box.offsets, strides, strict=False)
+    )
+    return _runs(part, box, address + first, strides, itemsize)
+
+
+def _runs(part: Box, box: Box, address: int, strides: Sequence[int], itemsize: int) -> Runs:
     first, distance = 0, itemsize
     dims: list[tuple[int, int, int]] = []  # the last first
     for offset, start, size, length, stride in zip(
@@ -58,12 +88,12 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
         reversed(box.offsets),
         reversed(part.sizes),
         reversed(box.sizes),
-        reversed(target.stride()),
-        strict=True,
+        reversed(strides),
+        strict=False,
     ):
         first += (start - offset) * distance
         if length > 1:
-            dims.append((length, distance, stride * itemsize))
+            dims.append((length, distance, stride))
         distance *= size
     run, inner = itemsize, 0
     for length, apart, stride in dims:
@@ -72,10 +102,8 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
         run *= length
         inner += 1
     outer = dims[inner:][::-1]
-    if outer and run < _SHORTEST_RUN:
-        return None
     counts, apart_from, apart_to = ([each[k] for each in outer] for k in range(3))
-    return target.data_ptr(), first, run, counts, apart_from, apart_to
+    return address, first, run, counts, apart_from, apart_to
 
 
 def byte_view(tensor: Tensor) -> memoryview:

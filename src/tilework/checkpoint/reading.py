@@ -7,9 +7,12 @@ become another dtype go by way of a buffer.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from tilework.checkpoint.format import Index, Part, SavedTensor, chunk_count
@@ -21,6 +24,7 @@ from tilework.checkpoint.memory import (
     crc32,
     empty_bytes,
     no_runs,
+    runs_in_place,
     runs_of,
 )
 from tilework.checkpoint.storage import FileReader, Storage
@@ -38,8 +42,6 @@ BOUNCE_BYTES = 4 << 20
 _STEP_BYTES = 256 << 10
 #: Read by one call of the core: between calls come signals and progress.
 _CALL_BYTES = 64 << 20
-#: The way in which pages of files are read matters for checkpoints from this length on.
-_WAY_MATTERS_BYTES = 128 << 20
 Progress = Callable[[int], None]
 
 
@@ -103,20 +105,9 @@ class PartReader:
     def shares_pages(self) -> bool:
         """True if ranks of a host get what they share by way of the system's pages of files.
 
-        So it is where these are mapped at no cost; else ranks send each other what they have read.
-
-        Raises:
-            CheckpointError: A file cannot be opened.
+        Else, as at URLs, ranks send each other what they have read.
         """
-        if self._by_core is None:
-            return False
-        parts = [part for tensor in self.index.tensors.values() for part in tensor.parts]
-        largest = max(parts, key=lambda part: part.nbytes, default=None)
-        if largest is None or self.index.nbytes < _WAY_MATTERS_BYTES:
-            return True
-        descriptor = self._file(largest.file).descriptor
-        assert descriptor is not None
-        return self._by_core.prefers_mapping(descriptor, largest.offset, largest.nbytes)
+        return self._by_core is not None
 
     def all_chunks(self, part: Part) -> bytes:
         """The chunks of a part that are to be checked if it is read by itself: a byte for each."""
@@ -148,34 +139,60 @@ class PartReader:
             for step in range(0, piece.nbytes, step_bytes):
                 small = piece[step : step + step_bytes]
                 if file.read_into(small, part.offset + start + at + step) < small.nbytes:
-                    raise self._damaged(tensor, part, (start + at) // chunk, None)
+                    raise self.damaged(tensor, part, (start + at) // chunk, None)
                 found = crc32(small, found) if is_checked else 0
             if is_checked and found != part.crc32[(start + at) // chunk]:
-                raise self._damaged(tensor, part, (start + at) // chunk, found)
+                raise self.damaged(tensor, part, (start + at) // chunk, found)
 
     def _read_by_core(
         self, tensor: SavedTensor, part: Part, runs: Runs, checked: bytes, begin: int, end: int
     ) -> None:
         assert self._by_core is not None
-        descriptor = self._file(part.file).descriptor
-        assert descriptor is not None
         chunk, sums = self.index.chunk_bytes, array("I", part.crc32).tobytes()
-        step = max(1, _CALL_BYTES // chunk) * chunk
-        for at in range(begin, end, step):
-            stop = min(at + step, end)
-            try:
+        with self._descriptor(part) as descriptor:
+            for at, stop in self._calls(begin, end):
                 wrong = self._by_core.read(
                     descriptor, part.offset, part.nbytes, chunk, sums, checked, runs, at, stop
                 )
-            except OSError as error:
-                error.filename = self.storage.where(part.file)
-                raise
-            if wrong is not None:
-                raise self._damaged(tensor, part, *wrong)
+                if wrong is not None:
+                    raise self.damaged(tensor, part, *wrong)
 
-    def _damaged(
+    def _shares_by_core(
+        self, tensor: SavedTensor, part: Part, runs: Runs, begin: int, end: int
+    ) -> int:
+        assert self._by_core is not None
+        chunk, shares = self.index.chunk_bytes, 0
+        with self._descriptor(part) as descriptor:
+            for at, stop in self._calls(begin, end):
+                found = self._by_core.read_shares(
+                    descriptor, part.offset, part.nbytes, chunk, runs, at, stop
+                )
+                if isinstance(found, int):
+                    raise self.damaged(tensor, part, found, None)
+                shares ^= int.from_bytes(found, sys.byteorder)
+        return shares
+
+    @contextmanager
+    def _descriptor(self, part: Part) -> Iterator[int]:
+        """The descriptor of a part's file, which errors name."""
+        descriptor = self._file(part.file).descriptor
+        assert descriptor is not None
+        try:
+            yield descriptor
+        except OSError as error:
+            error.filename = self.storage.where(part.file)
+            raise
+
+    def _calls(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges of chunks that calls of the core read."""
+        step = max(1, _CALL_BYTES // self.index.chunk_bytes) * self.index.chunk_bytes
+        for at in range(begin, end, step):
+            yield at, min(at + step, end)
+
+    def damaged(
         self, tensor: SavedTensor, part: Part, chunk: int, found: int | None
     ) -> CheckpointError:
+        """The error for a chunk with another checksum, or with None where the file ends."""
         where = self.storage.where(part.file)
         if found is None:
             problem = f"{where} ends before the tensor does"
@@ -239,6 +256,43 @@ class PartReader:
             self._read_box(tensor, part, box, target, checked, reach)
         tail = len(own) * chunk - part.nbytes
         self.bytes_read += own.count(1) * chunk - (tail if own.endswith(b"\1") else 0)
+
+    def read_split_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> Tensor:
+        """Read a box of a part of which other ranks read the rest, and check nothing.
+
+        Returns:
+            The box's share in the checksum of each chunk, as int32.
+
+        Raises:
+            CheckpointError: The file ends.
+        """
+        reach = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
+        runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
+        if runs is not None:
+            shares = self._shares_by_core(tensor, part, runs, *reach)
+        else:
+            shares = 0
+            itemsize = tensor.torch_dtype.itemsize
+            for start, stop in self._bounces(part, *reach):
+                memory = self._bounced(stop - start)
+                runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
+                shares ^= self._shares_by_core(tensor, part, runs, start, stop)
+                elements = memory.view(tensor.torch_dtype)
+                copy_region(elements, part, start // itemsize, box, target)
+        nbytes = 4 * chunk_count(part.nbytes, self.index.chunk_bytes)
+        return torch.frombuffer(
+            bytearray(shares.to_bytes(nbytes, sys.byteorder)), dtype=torch.int32
+        )
+
+    def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> None:
+        """Read a box of a part, and check nothing. Local.
+
+        Raises:
+            CheckpointError: The file ends.
+        """
+        unchecked = bytes(chunk_count(part.nbytes, self.index.chunk_bytes))
+        reach = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
+        self._read_box(tensor, part, box, target, unchecked, reach)
 
     def _chunks_of(self, part: Part, box: Box, itemsize: int) -> tuple[int, int]:
         """The bytes of the chunks that have some of a box."""
