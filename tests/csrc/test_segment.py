@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -40,6 +41,46 @@ def test_a_large_group_costs_little_until_it_is_used() -> None:
         assert os.fstat(fd).st_blocks * 512 < 1 << 20
         for group in groups:
             group.close()
+
+
+def stated_bound(ranks: int, pairs: int = 0) -> int:
+    """What docs/algorithms/shared-memory.md says that a group holds at most."""
+    outboxes, control, page = 2 * _core.DEFAULT_SLOT_BYTES, 4096, 4096
+    tables = ranks * 2 * 2 * ranks * 8 + ranks * ranks * 128
+    return ranks * (outboxes + control) + tables + pairs * 128 * 1024 + 4 * page
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32, 64])
+def test_the_segment_is_as_long_as_is_stated(ranks: int) -> None:
+    length = _core.segment_bytes(ranks, _core.DEFAULT_SLOT_BYTES)
+    assert length <= stated_bound(ranks, pairs=ranks * ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_memory_of_a_group_is_bounded(ranks: int) -> None:
+    """However long the tensors, and after every kind of collective."""
+
+    def program(rank: Rank) -> None:
+        full = torch.zeros(_core.DEFAULT_SLOT_BYTES // 4 + 1000)
+        part = torch.zeros(1000)
+        own = [torch.zeros(1000) for _ in range(ranks)]
+        parts = [torch.zeros(1000) for _ in range(ranks)]
+        rank.run("all_reduce", [full], [full], op="sum")
+        rank.run("broadcast", [], [full])
+        rank.run("all_gather", [part], parts)
+        rank.run("all_to_all", own, parts)
+        rank.run("reduce_scatter", own, [part], op="sum")
+        rank.run("barrier")
+
+    with segment(ranks, _core.DEFAULT_SLOT_BYTES) as fd:
+        ends = [_core.Group(fd, rank, ranks, NONCE) for rank in range(ranks)]
+        with ThreadPoolExecutor(ranks) as pool:
+            runs = [pool.submit(program, Rank(end, i, ranks)) for i, end in enumerate(ends)]
+        for run in runs:
+            run.result()
+        assert 0 < os.fstat(fd).st_blocks * 512 <= stated_bound(ranks)
+        for end in ends:
+            end.close()
 
 
 @pytest.mark.parametrize(

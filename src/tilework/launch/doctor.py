@@ -19,7 +19,13 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backend import core_error, is_backend_available
-from tilework.comm.backends.calibration import cache_sizes, host_calibration, host_facts
+from tilework.comm.backends.calibration import (
+    SINGLE_COPY_VARIABLE,
+    cache_sizes,
+    host_calibration,
+    host_facts,
+)
+from tilework.comm.backends.topology import host_topology, plan_for
 from tilework.cores import cpu_quota, usable_cores
 from tilework.testing import run_ranks
 
@@ -105,7 +111,7 @@ def data_movement() -> list[Finding]:
     """The ways in which processes exchange large tensors here, and since which sizes."""
     if core_error() is not None:
         return [Finding("calibration", "needs the shared-memory core", "no")]
-    return [_single_copy(), _calibration()]
+    return [_single_copy(), _calibration(), _topology()]
 
 
 def _single_copy() -> Finding:
@@ -130,7 +136,14 @@ def _single_copy() -> Finding:
     ]
     if used:
         return Finding(name, f"used: {', '.join(used)}", note=can)
-    return Finding(name, "not used: two copies are faster here, as was measured", "no", can)
+    return Finding(name, f"not used: {_why_not_read()}", "no", can)
+
+
+def _why_not_read() -> str:
+    if os.environ.get(SINGLE_COPY_VARIABLE, "").lower() in ("0", "off"):
+        return f"turned off, by {SINGLE_COPY_VARIABLE}"
+    measured = any(way == "single copy" for _, _, way, _ in host_calibration().measurements)
+    return "two copies were measured to be faster here" if measured else "nothing is measured yet"
 
 
 def _how_it_reads(rank: int) -> tuple[str, int, int, int]:
@@ -156,6 +169,12 @@ def _calibration() -> Finding:
     known = host_calibration()
     caches = ", ".join(f"{level} {size}" for level, size in cache_sizes().items())
     return Finding("calibration", known.origin, note=f"caches of data: {caches or 'unknown'}")
+
+
+def _topology() -> Finding:
+    topology = host_topology()
+    plan = plan_for(topology, topology.cpus)
+    return Finding("topology", str(topology), note=f"By the model, a rank on each CPU: {plan}.")
 
 
 def calibrate() -> int:

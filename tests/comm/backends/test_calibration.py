@@ -15,6 +15,7 @@ import tilework.distributed as dist
 from tilework.comm.backend import core_error
 from tilework.comm.backends import calibration
 from tilework.comm.backends.calibration import group_tunables, host_calibration
+from tilework.comm.backends.topology import Topology, plan_for
 from tilework.testing import run_ranks
 
 if core_error() is not None:
@@ -153,6 +154,25 @@ def test_ranks_that_share_cores_read_later(
     assert crowded["single_copy_bytes"] == 4 * 65536
     assert crowded["single_copy_rooted_bytes"] == _core.NEVER_BYTES
     assert crowded["single_copy_reduce_bytes"] == _core.NEVER_BYTES
+
+
+def test_chunks_fit_into_caches_that_ranks_share() -> None:
+    def chunks(ranks: int, second_level_bytes: int, measured: bool) -> tuple[int, int]:
+        threads = tuple(frozenset({core, core + 2}) for core in range(2))
+        plan = plan_for(Topology((frozenset(range(4)),), threads, second_level_bytes), ranks)
+        times = (("all_gather", 4096, "outboxes", 1e-6),) if measured else ()
+        known = calibration.Calibration(MEASURED, times, "")
+        tunables = calibration.chunks_for(plan, known)
+        return tunables["chunk_bytes"], tunables["reduce_chunk_bytes"]
+
+    kib = 1024
+    assert chunks(2, 1024 * kib, measured=True) == (128 * kib, 512 * kib)
+    assert chunks(4, 1024 * kib, measured=True) == (64 * kib, 256 * kib)
+    assert chunks(8, 1024 * kib, measured=True) == (128 * kib, 512 * kib)  # by turns
+    assert chunks(2, 256 * kib, measured=True) == (128 * kib, 512 * kib)
+    assert chunks(2, 256 * kib, measured=False) == (128 * kib, 128 * kib)
+    assert chunks(4, 256 * kib, measured=False) == (64 * kib, 64 * kib)
+    assert chunks(4, 0, measured=False) == (64 * kib, 256 * kib)
 
 
 def test_one_core_is_not_measured(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tilework.comm.backends.topology import Plan, host_topology, plan_for
 from tilework.cores import usable_cores
 
 try:
@@ -37,6 +38,8 @@ SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
 _OFF, _ON = ("0", "off"), ("1", "on")
 _MOVES: Final = ("single_copy_bytes", "single_copy_rooted_bytes")
 _BETWEEN_PROCESSES: Final = (*_MOVES, "single_copy_reduce_bytes")
+_CHUNKS: Final = ("chunk_bytes", "reduce_chunk_bytes")
+_LEAST_CHUNK_BYTES: Final = 64 * 1024
 #: By how much messages are longer before ranks that share cores read them: that takes one more
 #: round, for which each of them has to get a core.
 _CROWDED_FACTOR: Final = 4
@@ -71,7 +74,8 @@ def group_tunables(ranks: int = 2) -> dict[str, int]:
     Args:
         ranks: The group's size.
     """
-    tunables = dict(host_calibration().tunables)
+    known = host_calibration()
+    tunables = chunks_for(plan_for(host_topology(), ranks), known)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
     if wanted in _ON:
         tunables |= dict.fromkeys(_BETWEEN_PROCESSES, _WANTED_FROM_BYTES)
@@ -82,6 +86,22 @@ def group_tunables(ranks: int = 2) -> dict[str, int]:
         tunables["single_copy_reduce_bytes"] = _core.NEVER_BYTES
         for name in _MOVES:
             tunables[name] = min(_core.NEVER_BYTES, _CROWDED_FACTOR * tunables[name])
+    return tunables
+
+
+def chunks_for(plan: Plan, known: Calibration) -> dict[str, int]:
+    """The tunables of a calibration, with chunks that fit into the caches of a group's ranks.
+
+    Args:
+        plan: The group's.
+        known: Measured with a cache for each rank; if not measured, caches alone tell.
+    """
+    tunables = dict(known.tunables)
+    for name in _CHUNKS:
+        size = tunables[name] // plan.cache_sharers
+        if not known.measurements and plan.chunk_bytes:
+            size = min(size, plan.chunk_bytes)
+        tunables[name] = min(tunables[name], max(size, _LEAST_CHUNK_BYTES))
     return tunables
 
 
