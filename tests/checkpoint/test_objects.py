@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.checkpoint.states import full
 from tilework import checkpoint
 from tilework.checkpoint import RandomState
 from tilework.checkpoint.objects import parameter_names, unwrapped
+from tilework.checkpoint.values import KIND
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.parallel import DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard
 from tilework.sharded import ChunkShardingSpec, ShardedOptimizer, shard_parameter
@@ -259,3 +262,61 @@ def test_a_loaded_module_stays_in_its_wrapper(tmp_path: Path) -> None:
         return state["model"] is wrapper
 
     assert run_ranks(2, program) == [True, True]
+
+
+LEVELS: list[Callable[[Any], Any]] = [
+    lambda inner: [inner],
+    lambda inner: (inner,),
+    lambda inner: {"key": inner},
+    lambda inner: {3: inner},
+    lambda inner: {KIND: inner},
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("leaf", [2 + 3j, torch.ones(1)])
+def test_what_is_saved_can_be_read_however_deep(
+    level: Callable[[Any], Any], leaf: Any, tmp_path: Path
+) -> None:
+    saved, refused = 40, 300
+    while refused - saved > 1:
+        depth = (saved + refused) // 2
+        state = reduce(lambda inner, _: level(inner), range(depth), leaf)
+        try:
+            checkpoint.save(state, tmp_path)
+            saved = depth
+        except TypeError as error:
+            assert "nested too deep" in str(error)
+            refused = depth
+    checkpoint.read(tmp_path)
+    assert 40 < saved < refused < 300
+
+
+def test_a_container_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    around: list[Any] = []
+    around.append({"inner": around})
+    for use in (checkpoint.save, lambda state, path: checkpoint.load(path, state)):
+        with pytest.raises(TypeError, match="Does a container hold itself"):
+            use(around, tmp_path / "saved")
+        checkpoint.save({"step": 1}, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(2).to_sparse(), r"sparse \(torch.sparse_coo\).*to_dense"),
+        (torch.ones(2, device="meta"), "on the device 'meta'"),
+    ],
+)
+def test_tensors_without_dense_elements_are_refused(
+    tensor: Tensor, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=f"the tensor 'a.0' is {message}"):
+        checkpoint.save({"a": [tensor]}, tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*"))
+
+
+def test_nested_and_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="'x' is nested"):
+        checkpoint.save({"x": jagged}, tmp_path)

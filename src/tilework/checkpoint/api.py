@@ -132,6 +132,7 @@ def load(
         path: As for :func:`save`.
         into: A state of the structure that was saved, or a part of it.
         names: Patterns, such as ``"model.*"``: only names of the state that match one are filled.
+            One that matches nothing is an error, if ``strict``.
         map_names: The checkpoint's name for a name of the state: a function, or a dict.
         strict: Raise if the checkpoint lacks a name that is asked for; False: leave it as it is.
         verify: Compare the checksums of what is read.
@@ -169,11 +170,12 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
 
     Args:
         path: As for :func:`save`.
-        names: Patterns, such as ``"model.*"``; only what matches one is read.
+        names: Patterns, such as ``"model.*"``; only what matches one is read, and each must match
+            something.
         verify: Compare the checksums of what is read.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is none, or it is damaged; or a pattern matches nothing.
 
     Example:
         >>> import tempfile, torch

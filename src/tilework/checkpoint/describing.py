@@ -100,8 +100,7 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
     if isinstance(leaf, Value):
         return "value", leaf.json
     where = f"the tensor {dotted(path)!r}"
-    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type == "meta":
-        raise TypeError(f"{where} is {leaf.layout} on {leaf.device}: a checkpoint holds dense ones")
+    _check_dense(leaf, where)
     dtype, shape = dtype_name(leaf.dtype, where), tuple(leaf.shape)
     if isinstance(leaf, TiledTensor):
         return "tiles", dtype, shape, tiles_of(leaf), layout_text(leaf)
@@ -111,6 +110,20 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
         if first != path:
             return "alias", first
     return "plain", dtype, shape, 0 if is_alone else full_crc32(leaf)
+
+
+def _check_dense(leaf: Tensor, where: str) -> None:
+    if leaf.is_nested:
+        kind, instead = "nested", "save its values() and offsets(), or its parts"
+    elif leaf.layout is not torch.strided:
+        kind, instead = f"sparse ({leaf.layout})", "save its to_dense(), or its indices and values"
+    elif leaf.is_quantized:
+        kind, instead = f"quantized ({leaf.dtype})", "save its int_repr() and its scales"
+    elif leaf.device.type == "meta":
+        kind, instead = "on the device 'meta', without values", "give it values first"
+    else:
+        return
+    raise TypeError(f"{where} is {kind}, and a checkpoint holds dense tensors: {instead}")
 
 
 def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from tilework.checkpoint.flat_state import (
     rebuild,
 )
 from tilework.checkpoint.format import Index, Path, SavedTensor
+from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import has_state, unwrapped
 from tilework.checkpoint.values import decode_value, is_plain_sequence
 from tilework.errors import CheckpointError
@@ -67,7 +67,7 @@ class Filling:
         index: The checkpoint's.
         saved: Its state.
         rank: This rank.
-        names: Patterns of the names to fill; None: all.
+        names: The names to fill.
         map_names: From names of the state to names of the checkpoint.
         check_files: Raises unless files are as long as the index says: before memory is taken.
     """
@@ -75,7 +75,7 @@ class Filling:
     index: Index
     saved: FlatState
     rank: int = 0
-    names: Sequence[str] | None = None
+    names: NamePatterns = field(default_factory=lambda: NamePatterns(None))
     map_names: MapNames = None
     targets: list[Target] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Filling:
 
     def is_asked(self, name: str) -> bool:
         """True if a name of the state is to be filled."""
-        return self.names is None or any(fnmatchcase(name, pattern) for pattern in self.names)
+        return self.names.match(name)
 
     def mapped(self, name: str) -> str:
         """The checkpoint's name."""

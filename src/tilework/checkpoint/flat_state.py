@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.format import Path
+from tilework.checkpoint.format import MOST_DEPTH, Path
 from tilework.checkpoint.values import KIND, decode_value, encode_value, is_plain_sequence
 
 #: Numbers that JSON has no exact ones for.
 _NUMBERS = ("int", "float")
+#: The index needs a few levels around the state, and up to five for a value.
+_MOST_LEVELS = MOST_DEPTH - 10
 #: Makes plain containers of an object, or returns what it does not know as it is.
 Adapt = Callable[[Any, Path], Any]
 
@@ -87,27 +89,48 @@ def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
         ([('a', 0), ('a', 1, 'b')], {(): 'dict', ('a',): 'list', ('a', 1): 'dict'})
     """
     flat = FlatState()
-    _flatten(state, (), adapt, flat)
+    _flatten(state, (), adapt, flat, 0)
     return flat
 
 
-def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState) -> None:
+def check_levels(levels: int, path: Path) -> None:
+    """Refuse a state that is nested deeper than an index may be.
+
+    Args:
+        levels: The levels of JSON that are known to lead to the path.
+        path: Where.
+
+    Raises:
+        TypeError: It is; perhaps something contains itself.
+    """
+    if levels > _MOST_LEVELS:
+        raise TypeError(
+            f"the state is nested too deep at {dotted(path[:4])}…: an index of {MOST_DEPTH} levels "
+            f"does not hold it. Does a container hold itself?"
+        )
+
+
+def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int) -> None:
+    check_levels(levels, path)
     value = adapt(value, path)
     if isinstance(value, Tensor):
         flat.leaves[path] = value
     elif isinstance(value, Mapping):
         flat.containers[path] = "dict"
+        plain = all(type(key) is str for key in value) and KIND not in value
         for key, inner in value.items():
             _check_key(key, path)
-            _flatten(inner, (*path, key), adapt, flat)
+            _flatten(inner, (*path, key), adapt, flat, levels + (1 if plain else 3))
     elif isinstance(value, list | tuple) and not is_plain_sequence(value):
         flat.containers[path] = "list" if isinstance(value, list) else "tuple"
         for number, inner in enumerate(value):
-            _flatten(inner, (*path, number), adapt, flat)
+            _flatten(
+                inner, (*path, number), adapt, flat, levels + (1 if isinstance(value, list) else 2)
+            )
     elif isinstance(value, set | frozenset):
         flat.containers[path] = "set"
         for number, inner in enumerate(sorted(value, key=repr)):
-            _flatten(inner, (*path, number), adapt, flat)
+            _flatten(inner, (*path, number), adapt, flat, levels + 2)
     elif (array := as_numpy_array(value)) is not None:
         flat.containers[path] = "numpy"
         flat.leaves[(*path, 0)] = array

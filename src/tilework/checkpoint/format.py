@@ -21,6 +21,8 @@ FORMAT_NAME = "tilework.checkpoint"
 VERSION = 1
 #: The bytes that each checksum is of, counted from where a part begins; the last has fewer.
 CHUNK_BYTES = 1 << 20
+#: An index is JSON of so many levels at the most.
+MOST_DEPTH = 200
 
 #: The keys of dicts and the positions in lists that lead from the state to one value.
 Path = tuple[Any, ...]

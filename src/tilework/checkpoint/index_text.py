@@ -12,6 +12,7 @@ from typing import Any
 from tilework.checkpoint.dtypes import DTYPES, stored
 from tilework.checkpoint.format import (
     FORMAT_NAME,
+    MOST_DEPTH,
     VERSION,
     Index,
     Part,
@@ -27,7 +28,6 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _TAIL = re.compile(rb',\n"crc32": ([0-9]{1,10})\n\}\n')
 #: A tensor has no more dims than torch allows.
 _MOST_DIMS = 64
-_MOST_DEPTH = 200
 _LARGEST = (1 << 63) - 1
 
 
@@ -148,8 +148,8 @@ def _check_depth(value: Any) -> None:
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > _MOST_DEPTH:
-            raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+        if depth > MOST_DEPTH:
+            raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
         inner = [each for each in level if isinstance(each, dict | list)]
         level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -28,6 +27,7 @@ from tilework.checkpoint.flat_state import (
 from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
 from tilework.checkpoint.index_text import parse_index
 from tilework.checkpoint.load_planning import Need, Wanted, plan_load
+from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import parameter_names
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
@@ -159,17 +159,19 @@ class _Prepared:
 def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) -> _Prepared:
     made: list[_Prepared] = []
 
-    def look_up() -> tuple[list[str], tuple[bool, list[_Asked], bool]]:
+    patterns = NamePatterns(options.names)
+
+    def look_up() -> tuple[list[str], list[str], tuple[bool, list[_Asked], bool]]:
         raise_pending()
         index = read_index(storage)
         reader = PartReader(storage, index, options.verify)
-        if not options.names:
+        if patterns.takes_all:
             check_files(reader, list(index.files)[ranks.number :: len(ranks.all)])
         filling = Filling(
             index,
             _state_of(index, storage),
             ranks.here,
-            options.names,
+            patterns,
             options.map_names,
             visit_optimizer=visit_optimizer,
             check_files=lambda names: check_files(reader, names),
@@ -179,21 +181,24 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
         if options.strict and filling.missing:
             raise CheckpointError(_missing_text(storage, filling))
         answer = reader.shares_pages(), _asked(filling.targets), _has_partial(filling.targets)
-        return list(index.files), answer
+        return list(index.files), patterns.idle(), answer
 
     try:
         seen = ranks.gather(look_up)
-        if any(files != seen[0][0] for files, _ in seen):
+        if any(files != seen[0][0] for files, _, _ in seen):
             raise CheckpointError(
                 f"ranks see different checkpoints at {storage.location}: it is being replaced, or "
                 f"is not on a file system that all hosts share",
                 file=storage.location,
             )
+        # Ranks may have different states: a pattern serves if it is of use to one.
+        if options.strict and (idle := set.intersection(*(set(each) for _, each, _ in seen))):
+            patterns.refuse(min(idle))
     except BaseException:
         for each in made:
             each.reader.close()
         raise
-    made[0].answers = [answer for _, answer in seen]
+    made[0].answers = [answer for _, _, answer in seen]
     return made[0]
 
 
@@ -412,6 +417,7 @@ def read_all(
     flat = _state_of(index, storage)
     reader = PartReader(storage, index, verify)
     tensors: dict[Any, Tensor] = {}
+    patterns = NamePatterns(names)
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, Value):
@@ -430,7 +436,8 @@ def read_all(
         return tensors[key]
 
     try:
-        asked = [path for path in flat.leaves if _matches(dotted(path), names)]
+        asked = [path for path in flat.leaves if patterns.match(dotted(path))]
+        patterns.check()
         used = {
             part.file
             for path in asked
@@ -457,10 +464,6 @@ def _names_of(leaf: Any) -> list[str]:
 
 def _rebuild_some(flat: FlatState) -> Any:
     return rebuild(flat) if flat.leaves else {}
-
-
-def _matches(name: str, names: Sequence[str] | None) -> bool:
-    return names is None or any(fnmatchcase(name, pattern) for pattern in names)
 
 
 def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:

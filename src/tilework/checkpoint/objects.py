@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tilework.checkpoint.flat_state import check_levels
 from tilework.checkpoint.format import Path
 from tilework.comm.world import current_world
 from tilework.sharded import ShardedOptimizer, named_params_with_sharded_tensor
@@ -57,6 +58,7 @@ def has_state(value: Any) -> bool:
 
 def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
     """The modules within dicts, lists and tuples, with their paths."""
+    check_levels(len(path), path)
     if isinstance(state, nn.Module):
         yield path, unwrapped(state)
     elif isinstance(state, Mapping):

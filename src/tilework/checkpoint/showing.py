@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.flat_state import PerRank, Value, dotted, state_of_json
 from tilework.checkpoint.format import Index, SavedTensor
 from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture, print_styled
 
@@ -27,7 +27,7 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
         names: Patterns: only tensors whose names match one, and all of them.
 
     Raises:
-        CheckpointError: It is none, or its index is damaged.
+        CheckpointError: It is none, or its index is damaged; or a pattern matches nothing.
 
     Example:
         >>> import tempfile, torch
@@ -38,12 +38,10 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
         1 tensor, 8 B in 1 file, saved by 1 rank ...
     """
     index = read_index(storage_at(path))
-    tensors = [t for t in index.tensors.values() if _is_asked(t.name, names)]
+    patterns = NamePatterns(names or None)
+    tensors = [t for t in index.tensors.values() if patterns.match(t.name)]
+    patterns.check()
     print_styled(lambda width: list(_lines(index, tensors, names, width)))
-
-
-def _is_asked(name: str, names: Sequence[str] | None) -> bool:
-    return not names or any(fnmatchcase(name, pattern) for pattern in names)
 
 
 def _lines(

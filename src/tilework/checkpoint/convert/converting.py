@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tilework.checkpoint.describing import MergedState
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, state_of_json
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.ranks import Ranks, of_group
 from tilework.checkpoint.save_planning import FILE_BYTES, assign_writers, plan_files
 from tilework.checkpoint.saving import (
@@ -47,7 +47,7 @@ class ConvertOptions:
     """Settings of a conversion.
 
     Args:
-        names: Patterns: only tensors and values whose names match one.
+        names: Patterns: only tensors whose names match one, without the values beside them.
         strip: Taken from the beginning of names.
         prefix: Put before names.
         file_bytes: The most bytes of elements in a file.
@@ -166,11 +166,11 @@ class _Chosen(Source):
     def __init__(self, source: Source, options: ConvertOptions) -> None:
         self._source = source
         self.meta = source.meta
+        patterns = NamePatterns(options.names)
         self._numbers = [
-            number
-            for number, tensor in enumerate(source.tensors)
-            if _is_asked(tensor.name, options.names)
+            n for n, tensor in enumerate(source.tensors) if patterns.match(tensor.name)
         ]
+        patterns.check()
         kept = [source.tensors[number] for number in self._numbers]
         self._renamed = {
             tensor.name: options.prefix + tensor.name.removeprefix(options.strip) for tensor in kept
@@ -187,10 +187,6 @@ class _Chosen(Source):
 
     def region(self, number: int, box: Box) -> Tensor:
         return self._source.region(self._numbers[number], box)
-
-
-def _is_asked(name: str, names: Sequence[str] | None) -> bool:
-    return not names or any(fnmatchcase(name, pattern) for pattern in names)
 
 
 def _write_tilework(source: Source, target: AnyPath, options: ConvertOptions) -> None:

@@ -1,0 +1,82 @@
+"""Patterns that choose names of a state, such as ``"model.*"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Final, NoReturn
+
+from tilework.errors import CheckpointError
+
+#: So many names are told where none is close.
+_LISTED: Final = 5
+
+
+class NamePatterns:
+    """Patterns of which a name must match one; all names without any.
+
+    Args:
+        patterns: In the shell's way, with upper and lower case told apart; None: every name.
+
+    Example:
+        >>> patterns = NamePatterns(["model.*", "*.lr"])
+        >>> patterns.match("model.weight"), patterns.match("step")
+        (True, False)
+        >>> patterns.check(["model.weight", "step"])
+        Traceback (most recent call last):
+        ...
+        tilework.errors.CheckpointError: no name matches '*.lr': there are model.weight, step
+    """
+
+    def __init__(self, patterns: str | Sequence[str] | None) -> None:
+        single = isinstance(patterns, str)
+        self._patterns = [patterns] if single else None if patterns is None else list(patterns)
+        self._seen: dict[str, None] = {}
+        self._idle = set(self._patterns or ())
+
+    @property
+    def takes_all(self) -> bool:
+        """True if every name matches."""
+        return self._patterns is None
+
+    def match(self, name: str) -> bool:
+        """True if a name matches a pattern."""
+        if self._patterns is None:
+            return True
+        self._seen.setdefault(name)
+        matching = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
+        self._idle.difference_update(matching)
+        return bool(matching)
+
+    def idle(self) -> list[str]:
+        """The patterns that no name has matched so far."""
+        return [pattern for pattern in self._patterns or () if pattern in self._idle]
+
+    def check(self, names: Iterable[str] = ()) -> None:
+        """Refuse patterns that no name matches: neither one of these, nor any before.
+
+        Raises:
+            CheckpointError: It names the first such pattern, and names that it may have meant.
+        """
+        for name in names:
+            self.match(name)
+        if idle := self.idle():
+            self.refuse(idle[0])
+
+    def refuse(self, pattern: str) -> NoReturn:
+        """Raise for a pattern that matches nothing.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        known = list(self._seen)
+        close = get_close_matches(pattern, known, 3)
+        if close:
+            hint = f"did you mean {', '.join(close)}?"
+        elif known:
+            more = ", …" if len(known) > _LISTED else ""
+            hint = f"there are {', '.join(known[:_LISTED])}{more}"
+        else:
+            hint = "there are none"
+        raise CheckpointError(f"no name matches {pattern!r}: {hint}")
