@@ -11,8 +11,8 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
   ``manager``: the checkpoints of one run;
 - ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
-- ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``, ``loading``: the way
-  back;
+- ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
+  ``loading``: the way back;
 - ``showing``, ``verifying``, ``convert``, ``command``: looking at it, and other formats;
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """

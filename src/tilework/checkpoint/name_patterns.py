@@ -30,8 +30,9 @@ class NamePatterns:
     """
 
     def __init__(self, patterns: str | Sequence[str] | None) -> None:
-        single = isinstance(patterns, str)
-        self._patterns = [patterns] if single else None if patterns is None else list(patterns)
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        self._patterns = None if patterns is None else list(patterns)
         self._seen: dict[str, None] = {}
         self._idle = set(self._patterns or ())
 
