@@ -578,17 +578,21 @@ def test_a_flipped_bit_is_told_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_short_missing_and_linked_files_are_told(tmp_path: Path) -> None:
-    checkpoint.save({"w": numbers(1000)}, tmp_path)
+    checkpoint.save({name: numbers(10) for name in "uvwxy"}, tmp_path)
     (path,) = data_files(tmp_path)
-    os.truncate(path, 500)
-    with pytest.raises(CheckpointError, match=r"has 500 bytes, the index says .* truncated"):
-        checkpoint.read(tmp_path)
+
+    def is_told(what: str) -> None:
+        with pytest.raises(CheckpointError, match=what) as raised:
+            checkpoint.read(tmp_path)
+        assert "it has parts of the tensors 'u', 'v', 'w' and 2 more" in str(raised.value)
+        assert (raised.value.file, raised.value.tensor) == (str(path), "u")
+
+    os.truncate(path, 100)
+    is_told(r"has 100 bytes, the index says .* truncated")
     path.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="No such file"):
-        checkpoint.read(tmp_path)
+    is_told("No such file")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="is a symlink"):
-        checkpoint.read(tmp_path)
+    is_told("is a symlink")
 
 
 def test_files_are_looked_at_before_memory_is_taken(tmp_path: Path) -> None:

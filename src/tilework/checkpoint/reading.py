@@ -89,18 +89,33 @@ class PartReader:
     def _file(self, name: str) -> FileReader:
         file = self._open.get(name)
         if file is None:
-            file = self.storage.open(name)
+            try:
+                file = self.storage.open(name)
+            except CheckpointError as error:
+                raise self._unreadable(name, str(error)) from None
             expected = self.index.files[name].nbytes
             if file.nbytes != expected:
                 file.close()
-                where = self.storage.where(name)
-                raise CheckpointError(
-                    f"{where} has {file.nbytes:,} bytes, the index says {expected:,}: it is "
-                    f"truncated, or of another checkpoint",
-                    file=where,
+                raise self._unreadable(
+                    name,
+                    f"{self.storage.where(name)} has {file.nbytes:,} bytes, the index says "
+                    f"{expected:,}: it is truncated, or of another checkpoint",
                 )
             self._open[name] = file
         return file
+
+    def _unreadable(self, name: str, what: str) -> CheckpointError:
+        """The error for a file, with the tensors that it should have parts of."""
+        tensors = [
+            tensor.name
+            for tensor in self.index.tensors.values()
+            if any(part.file == name for part in tensor.parts)
+        ]
+        listed = ", ".join(map(repr, tensors[:3]))
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        text = f"{what} (it has parts of the tensors {listed}{more})" if tensors else what
+        where = self.storage.where(name)
+        return CheckpointError(text, file=where, tensor=tensors[0] if tensors else "")
 
     def shares_pages(self) -> bool:
         """True if ranks of a host get what they share by way of the system's pages of files.
