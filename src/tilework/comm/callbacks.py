@@ -13,7 +13,7 @@ _Task = Callable[[], None]
 
 
 #: Seconds that a thread without a task is kept.
-_IDLE_SECONDS = 2.0
+_IDLE_SECONDS = 0.5
 #: Seconds that the end of a process waits for callbacks: until it says so, and at most.
 _WORD_SECONDS, _LIMIT_SECONDS = 3.0, 60.0
 
@@ -22,7 +22,8 @@ class _Threads:
     """A thread for each task that runs; it is kept a while for later ones."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        #: None ends the thread that takes it.
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         #: Tasks that were handed in and have not ended; who waits for that is told.
         self._open = 0
@@ -67,6 +68,8 @@ class _Threads:
                         self._idle -= 1
                         return
                 continue
+            if task is None:
+                return
             try:
                 task()
             finally:
@@ -74,6 +77,13 @@ class _Threads:
                     self._idle += 1
                     self._open -= 1
                     self._ended.notify_all()
+
+    def end_idle(self) -> None:
+        """End the threads that have no task: none may come for long. Does not wait."""
+        with self._lock:
+            idle, self._idle = self._idle, 0
+        for _ in range(idle):
+            self._tasks.put(None)
 
     def finish(self, word: float = _WORD_SECONDS, limit: float = _LIMIT_SECONDS) -> bool:
         """Wait until every task has ended, those included that tasks hand in. Blocks.
@@ -107,6 +117,7 @@ class _Threads:
 
 _threads = _Threads()
 run_soon = _threads.run_soon
+end_idle_threads = _threads.end_idle
 finish_callbacks = _threads.finish
 expect_callback, callback_ended = _threads.expect_callback, _threads.callback_ended
 callbacks_due = _threads.are_due

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 
 from tilework.comm.backend import Backend, BackendConfig
-from tilework.comm.callbacks import finish_callbacks
+from tilework.comm.callbacks import end_idle_threads, finish_callbacks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import watch
 from tilework.comm.flight.notes import Notes
@@ -215,6 +215,7 @@ class World:
         self.group_count, self.local_counts = itertools.count(1), {}
         self.warned.clear()
         self.end_watch()
+        end_idle_threads()
         store, self.owned_store = self.owned_store, None
         if store is not None:
             store.close()
