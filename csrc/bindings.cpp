@@ -44,7 +44,8 @@ void translate_fault(const std::exception_ptr& exception, void* payload) {
     // signal_raised() left the handler's exception pending
   } catch (const std::system_error& error) {
     errno = error.code().value();
-    PyErr_SetString(PyExc_OSError, error.what());
+    nb::object args = nb::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, args.ptr());
   }
 }
 

@@ -10,6 +10,7 @@ reaches all through a verdict.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -68,7 +69,11 @@ def create_shm_group(request: DistributedBackendOptions, options: Any) -> ShmGro
         raise DistBackendError(f"backend 'shm' is not usable: {missing}")
     rank, size = request.group_rank, request.group_size
     core, ledger = _host(request) if rank == 0 else _join(request)
-    group = ShmGroup(ShmEngine(core, size), rank, size, request.timeout)
+    try:
+        group = ShmGroup(ShmEngine(core, size), rank, size, request.timeout)
+    except BaseException:  # no memory, say
+        _close((core, ledger))
+        raise
     group.ledger = ledger
     return group
 
@@ -285,31 +290,39 @@ def _join(request: DistributedBackendOptions) -> _Ends:
     """Any other rank's side."""
     store = request.store
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
-    ends = None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        try:
-            ends = _enter(connection, name, bytes.fromhex(nonce_hex), request)
-            if connection.recv(1) == _GO:
-                return ends
-        except TimeoutError:
-            pass  # rank 0's time is up, too: it says why, or has just gone on
-        except (OSError, ValueError) as error:
-            # Told before the connection ends: rank 0 takes a silent end for a death.
-            _refuse(request, identity, error)
-    try:
-        store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
-        verdict = store.get("shm/verdict").decode()
-    except DistStoreError:
-        verdict = f"{_FAILED}:rank 0 ended while the group was made"
-    except BaseException:
-        for end in ends or ():
-            end.close()
-        raise
-    if ends is not None and verdict == _FINE:
+    with contextlib.ExitStack() as undo:
+        ends = None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            try:
+                ends = _enter(connection, name, bytes.fromhex(nonce_hex), request)
+                undo.callback(_close, ends)
+                connection.send(_READY)
+                going = connection.recv(1) == _GO
+            except TimeoutError:  # rank 0's time is up, too: it says why, or has just gone on
+                going = False
+            except (OSError, ValueError) as error:
+                # Told before the connection ends: rank 0 takes a silent end for a death.
+                going = False
+                _refuse(request, identity, error)
+        verdict = _FINE if going else _verdict(request)
+        if ends is None or verdict != _FINE:
+            raise _error_of(verdict)
+        undo.pop_all()
         return ends
-    for end in ends or ():
+
+
+def _verdict(request: DistributedBackendOptions) -> str:
+    """Rank 0's word on the group."""
+    try:
+        request.store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
+        return request.store.get("shm/verdict").decode()
+    except DistStoreError:
+        return f"{_FAILED}:rank 0 ended while the group was made"
+
+
+def _close(ends: _Ends) -> None:
+    for end in ends:
         end.close()
-    raise _error_of(verdict)
 
 
 def _enter(
@@ -321,9 +334,7 @@ def _enter(
         raise PermissionError("the other side runs as another user")
     connection.send(_HELLO.pack(nonce, request.group_rank))
     connection.settimeout(request.timeout.total_seconds())
-    ends = _map(connection, request.group_rank, request.group_size, nonce)
-    connection.send(_READY)
-    return ends
+    return _map(connection, request.group_rank, request.group_size, nonce)
 
 
 def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends:
@@ -334,7 +345,11 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
         if len(fds) < 2:
             raise ConnectionError("rank 0 closed the connection without handing over the segment")
         group = _core.Group(fds[0], rank, size, nonce)
-        return group, MemoryLedger(fds.pop())
+        try:
+            return group, MemoryLedger(fds.pop())
+        except BaseException:
+            group.close()
+            raise
     finally:
         for fd in fds:
             os.close(fd)
