@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -202,7 +203,25 @@ def more_than(before: Any) -> str:
     from tests.chaos.rank_program import settled
 
     now = settled(before)
-    return "" if now.within(before) else f"{before} before, {now} afterwards"
+    return "" if now.within(before) else f"{before} before, {now} afterwards: {belongings()}"
+
+
+def belongings() -> str:
+    """The descriptors, mappings and threads of this process, in words."""
+    files = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            files.append(f"{descriptor}: {os.readlink(f'/proc/self/fd/{descriptor}')}")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = [line for line in maps if "memfd:" in line or "/dev/shm/" in line]
+    frames = sys._current_frames()
+    stacks = [
+        f"{thread.name} {''.join(traceback.format_stack(frames[thread.ident or 0])[-3:])}"
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    ]
+    names = len(os.listdir("/proc/self/task"))
+    return f"descriptors {files}; mapped {shared}; {names} threads: {stacks}"
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from tilework.comm.elastic.liveness import thread_identity
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.rank_watch import RankWatch
 from tilework.errors import DistBackendError, DistNetworkError, PeerLostError
+from tilework.rendezvous.liveness import thread_identity
 from tilework.store import HashStore
 
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from tests.faults.forked_ranks import ForkedRanks, Say
-from tilework.comm.elastic.liveness import process_identity, thread_identity
 from tilework.comm.rank_watch import RankWatch
+from tilework.rendezvous.liveness import process_identity, thread_identity
 from tilework.store import FileStore, HashStore, StoreServer, UnixStore
 
 

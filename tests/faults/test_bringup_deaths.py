@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -101,6 +104,82 @@ def test_an_end_while_the_first_group_is_made(
             assert heard.when - begun < 0.5 + 2.0
         for rank in ranks:
             rank.kill()
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_an_end_before_a_rank_has_said_who_it_is(kind: str, end: str, tmp_path: Path) -> None:
+    """It has made its store, as have all; so nobody else can be the rank that is missing."""
+    where = str(tmp_path / "store") if kind == "file" else str(unused_port())
+
+    def story(rank: int, say: Say) -> None:
+        if kind == "file":
+            store: dist.Store = dist.FileStore(where, 3)
+        else:
+            store = dist.TCPStore("127.0.0.1", int(where), 3, is_master=rank == 0)
+        if rank == 1:
+            say(time.monotonic())
+            ENDS[end]()
+        say(seen(lambda: init(rank, 3, store)))
+        time.sleep(20)
+
+    with ForkedRanks(3, story) as ranks:
+        begun = ranks[1].hear()
+        for rank in ranks.others(1):
+            heard = rank.hear()
+            assert (heard.kind, heard.ranks) == (PeerLostError, (1,)), heard
+            assert heard.when - begun < LIMIT.total_seconds() / 2  # not at the time-out
+        for rank in ranks:
+            rank.kill()
+
+
+LAUNCHED = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+folder, at_once = Path(sys.argv[1]), sys.argv[2] == "at once"
+rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+if rank == 1:
+    while not (at_once or (folder / "imported").exists()):
+        time.sleep(0.01)
+    sys.exit(0)
+import tilework.distributed as dist
+(folder / "imported").touch()
+try:
+    dist.init_process_group(timeout=timedelta(minutes=2))
+except dist.PeerLostError as error:
+    (folder / "0").write_text(str(error.ranks))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["tilework run", "mpirun", "bare"])
+def test_a_launched_rank_that_ends_in_order_without_coming(launcher: str, tmp_path: Path) -> None:
+    """No launcher takes an exit status of 0 for a failure, so none ends the others."""
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
+    (tmp_path / "program.py").write_text(LAUNCHED)
+    # Without a launcher's word it must be there when the other one first looks.
+    moment = "at once" if launcher == "tilework run" else "once seen"
+    rank = [str(tmp_path / "program.py"), str(tmp_path), moment]
+    python = [sys.executable]
+    commands = {
+        "tilework run": [[*python, "-m", "tilework", "run", "-n", "2", *rank]],
+        "mpirun": [["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *python, *rank]],
+        "bare": [[*python, *rank]] * 2,
+    }[launcher]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": "2"}
+    processes = []
+    for number, command in enumerate(commands):
+        own = {**place, "RANK": str(number)} if launcher == "bare" else {}
+        processes.append(subprocess.Popen(command, env={**os.environ, **own}, cwd=tmp_path))
+    try:
+        for process in processes:
+            process.wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "0").read_text() == "(1,)"
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -20,11 +20,11 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
 from tilework.comm.elastic.ledger import StoreLedger, identity_key
-from tilework.comm.elastic.liveness import process_identity, thread_identity
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import DistBackendError, DistError, DistNetworkError, text_of
+from tilework.rendezvous.liveness import process_identity, thread_identity
 from tilework.store import PrefixStore, Store
 
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.late_notice import LateNotice
 from tilework.comm.rank_watch import RankWatch
 from tilework.errors import (
     CollectiveMismatchError,
@@ -19,6 +18,7 @@ from tilework.errors import (
     PeerLostError,
 )
 from tilework.store import Store
+from tilework.store.late_notice import LateNotice
 
 #: Seconds between looks, from the first to the longest.
 _FIRST_LOOK, _LONGEST_LOOK = 0.1, 0.3
@@ -119,6 +119,16 @@ class GroupWait:
         lost = lost.intersection(self.ranks) - {self.me}
         if lost:
             raise self._told(self._lost_error(lost))
+        doubted = frozenset() if self.watch is None else self.watch.doubted
+        if doubted.intersection(self.ranks):
+            raise self._told(
+                PeerLostError(
+                    f"rank {self.me}: lost one of {_ranks(sorted(doubted))} while group "
+                    f"{self.name!r} was made: a process that had opened the store has ended, and "
+                    f"these have not said yet who they are",
+                    ranks=sorted(doubted),
+                )
+            )
 
     def _check_aborted(self) -> None:
         """Raise if the default group was aborted: those that are awaited may have gone elsewhere.
@@ -132,7 +142,7 @@ class GroupWait:
     def _lost_error(self, lost: Collection[int], why: str = "") -> PeerLostError:
         ranks = sorted(lost)
         return PeerLostError(
-            f"rank {self.me}: lost rank {', '.join(map(str, ranks))} while group {self.name!r} was "
+            f"rank {self.me}: lost {_ranks(ranks)} while group {self.name!r} was "
             f"made: its process ended, became another program, or left its groups{why}",
             ranks=ranks,
         )

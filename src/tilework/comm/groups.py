@@ -30,6 +30,7 @@ from tilework.comm.world import (
 )
 from tilework.errors import CollectiveMismatchError, DistNetworkError
 from tilework.rendezvous import rendezvous
+from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.store import PrefixStore, Store
 from tilework.store.barrier import Barrier, meet
 
@@ -106,6 +107,7 @@ def init_process_group(
         store.set_timeout(limit)
         if os.environ.get(REJOIN_VARIABLE) and owned:
             world.default_group = rejoin(world, store, rank, limit)
+            EndedRanks(store).remove(rank)
             world.default_group.successors = _SUCCESSORS
             return
         generation = InitGeneration(store, rank)

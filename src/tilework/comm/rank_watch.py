@@ -3,20 +3,31 @@
 A rank says who it is as the first thing that it does in the job's store, and leaves a will there
 where the store's server can carry one out. So those that wait for it learn that it has ended: from
 the system where they are on one host, from its will where they are not.
+
+Of a rank that ends before it has said who it is others may know: the launcher, which says so in the
+store; the store, where each rank has made one (its attendance); the system, where ranks have their
+numbers in their environment (:mod:`~tilework.rendezvous.siblings`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection
 
-from tilework.comm.elastic.liveness import has_ended
 from tilework.errors import DistError
+from tilework.rendezvous.ended_ranks import EndedRanks
+from tilework.rendezvous.liveness import has_ended
+from tilework.rendezvous.siblings import Siblings
 from tilework.store import PrefixStore, Store
 
 _WHO, _GONE = "who", "gone"
 #: Each rank asks the system about so many ranks that come after it, and tells the others.
 _NEIGHBOURS = 16
+#: Seconds between looks for those that never came: so many, and so many more for each rank.
+_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK = 0.25, 0.002
+#: Seconds for which those that may have ended are given the time to say that they have not.
+_DOUBT_SECONDS = 0.8
 
 
 class RankWatch:
@@ -26,25 +37,33 @@ class RankWatch:
         store: Seen by the ranks of this job, and of this attempt to form it, only.
         rank: This rank's number.
         size: How many there are.
-        identity: This rank's, as from :mod:`tilework.comm.elastic.liveness`.
+        identity: This rank's, as from :mod:`tilework.rendezvous.liveness`.
     """
 
     def __init__(self, store: Store, rank: int, size: int, identity: str) -> None:
         self._store = PrefixStore("ranks", store)
         self._rank, self._size = rank, size
         self._identities: dict[int, str] = {}
+        self._attendants: set[str] = set()
         self._lost: set[int] = set()
-        self._revoke = self._store.leave_will(_GONE, f"{rank} ")
-        self._store.append(_WHO, f"{rank} {identity}\n")
+        here = f"{rank} {store.attendant or '-'} {identity}\n"
+        self._revoke = self._store.leave_will(_GONE, f"{rank} ", (_WHO, here))
+        self._ended_ranks, self._siblings = EndedRanks(store), Siblings.of(rank, size)
+        self._next_look = 0.0
+        self._doubted_since = 0.0
+        #: Those of which at least one has ended, though nobody knows which.
+        self.doubted: frozenset[int] = frozenset()
         self._read_identities()
 
     def lost(self) -> set[int]:
-        """The ranks that came and have ended since. Asks the store, and the system."""
+        """The ranks that have ended. Asks the store, and the system."""
+        ended = self.ended_here(self._neighbours())
         with contextlib.suppress(DistError):  # the store has gone; the system can be asked
             self._read_identities()
             if self._store.check([_GONE]):
                 self._lost.update(map(int, self._store.get(_GONE).split()))
-        ended = self.ended_here(self._neighbours()) - self._lost
+            ended |= self._never_came()
+        ended -= self._lost
         if ended:
             self._lost |= ended
             with contextlib.suppress(DistError):
@@ -63,8 +82,9 @@ class RankWatch:
     def learn(self, roll: str) -> None:
         """Know who the others are, as another rank has read it."""
         for line in roll.splitlines():
-            rank, _, identity = line.partition(" ")
+            rank, attendant, identity = line.split(" ", 2)
             self._identities.setdefault(int(rank), identity)
+            self._attendants.add(attendant)
 
     def server_is_unknown(self) -> bool:
         """True if rank 0, which serves the store unless another process does, is not known."""
@@ -90,3 +110,28 @@ class RankWatch:
         if len(self._identities) == self._size:
             return
         self.learn(self.roll())
+
+    # -- ranks that have not said who they are ------------------------------------------------
+
+    def _never_came(self) -> set[int]:
+        silent = set(range(self._size)) - set(self._identities)
+        now = time.monotonic()
+        if not silent or now < self._next_look:
+            return set()
+        self._next_look = now + _LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * self._size
+        ended = self._ended_ranks.among(silent) | self._missed_by_store(silent, now)
+        return ended if self._siblings is None else ended | self._siblings.ended(silent)
+
+    def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
+        """Those of the silent ranks whose store was not closed by them."""
+        attendance = self._store.attendance()
+        # Only where each rank has made one store: who is missing there is a rank for sure.
+        if attendance is None or {attendance.expected, attendance.came} != {self._size}:
+            return set()
+        lost = attendance.lost - self._attendants
+        if len(lost) >= len(silent):
+            return silent
+        self._doubted_since = (self._doubted_since or now) if lost else 0.0
+        if lost and now - self._doubted_since > _DOUBT_SECONDS:
+            self.doubted = frozenset(silent)
+        return set()

@@ -40,9 +40,13 @@ from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE
 from tilework.launch.termination import Step
-from tilework.store import StoreServer, UnixStore
+from tilework.rendezvous.ended_ranks import EndedRanks
+from tilework.rendezvous.handlers import launcher_store
+from tilework.store import Store, StoreServer
 
 _SECRET_BYTES = 32
+#: For what the launcher itself writes to the store, or reads there.
+_STORE_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Job:
         self._folder: Path | None = None
         self._adopting = False
         self._desk: Desk | None = None
+        #: The store where the ranks meet, once something was to be said there.
+        self._store: Store | None = None
         #: When processes were started again, by their numbers.
         self._newcomers: dict[int, float] = {}
         least = settings.elastic[0] if settings.elastic is not None else 1
@@ -180,9 +186,20 @@ class Job:
 
     def _open_desk(self, rendezvous: Rendezvous) -> Desk:
         assert rendezvous.store is not None
-        address = rendezvous.store.removeprefix("unix:")
         secret = bytes.fromhex(rendezvous.secret)
-        return Desk(UnixStore(address, timeout=timedelta(seconds=5), secret=secret))
+        self._store = launcher_store(rendezvous.store, _STORE_TIMEOUT, secret)
+        return Desk(self._store)
+
+    def _note_end(self, rank: RankProcess) -> None:
+        """Tell ranks that wait for one that has ended, should there be any."""
+        rendezvous = self._rendezvous
+        if rendezvous is None or rendezvous.store is None or len(self._ranks) < 2:
+            return
+        with contextlib.suppress(DistError):
+            if self._store is None:
+                secret = bytes.fromhex(rendezvous.secret) or None
+                self._store = launcher_store(rendezvous.store, _STORE_TIMEOUT, secret)
+            EndedRanks(self._store).add(rank.rank)
 
     def _restart(self, rank: RankProcess) -> None:
         """Put a new process into the place of a rank that has ended."""
@@ -302,7 +319,7 @@ class Job:
     def _endpoints(self) -> Endpoints:
         front = self._frontend
         if front is None:
-            return Endpoints()
+            return Endpoints(on_end=self._note_end)
         own_children = self._own_children if self._adopting else None
         return Endpoints(
             front.output,
@@ -314,6 +331,7 @@ class Job:
             self._restart,
             self._members,
             self._settings.grace.total_seconds(),
+            self._note_end,
             own_children,
             None if self._nodes is None else self._nodes.link,
         )
@@ -347,9 +365,10 @@ class Job:
             self._cell.close()
 
     def _close_server(self) -> None:
-        if self._desk is not None:
-            self._desk.underlying_store.close()
-            self._desk = None
+        self._desk = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -77,6 +77,8 @@ class Endpoints:
     """Those of some ranks that train: not those that wait to be let in, or that are out."""
     grace: float = termination.KILL_SECONDS
     """Seconds from the user's signal to SIGKILL."""
+    on_end: Callable[[RankProcess], None] = lambda rank: None
+    """Called once for each rank that has ended, if the job goes on."""
     own_children: Callable[[], Sequence[int]] | None = None
     """Given if orphans of ranks become this process's children: those that are none."""
     link: NodeLink | None = None
@@ -99,6 +101,8 @@ class Supervisor:
     _told_end: bool = False
     #: Failures that the job outlives.
     _outlived: dict[int, Failure] = field(default_factory=dict)
+    #: Processes whose end was passed on.
+    _ended: set[int] = field(default_factory=set)
 
     def run(self, seconds: float | None = None) -> bool:
         """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
@@ -110,6 +114,7 @@ class Supervisor:
             self._note_lost_output()
             self._hear_others()
             self._note_failures()
+            self._pass_ends_on()
             self._decide()
             self._end_outsiders()
             self._step()
@@ -262,6 +267,17 @@ class Supervisor:
                 if not known:
                     self._tell_others(node_link.FAILED, **_told(failure))
 
+    def _pass_ends_on(self) -> None:
+        """Tell of ranks that have ended without an end of the job."""
+        for rank in self.ranks:
+            if not rank.alive and rank.rank not in self._failures:
+                self._pass_end_on(rank)
+
+    def _pass_end_on(self, rank: RankProcess) -> None:
+        if self._stop_began is None and rank.pid not in self._ended:
+            self._ended.add(rank.pid)
+            self.around.on_end(rank)
+
     # Other hosts
 
     def _others_need_us(self) -> bool:
@@ -331,6 +347,7 @@ class Supervisor:
             self._failures.update({each.rank: each for each in self._outlived.values()})
             return False
         self.around.on_failure(failure)
+        self._pass_end_on(rank)
         if answer is Answer.RESTART:
             self.around.restart(rank)
         return True

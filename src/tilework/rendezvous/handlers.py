@@ -16,6 +16,7 @@ from urllib.parse import unquote
 from tilework.errors import DistNetworkError
 from tilework.rendezvous.environment import Settings, detect_environment, integer
 from tilework.rendezvous.place import UNSET, Place, place_of, split_url
+from tilework.rendezvous.server_wait import ServerWait
 from tilework.store import (
     FileStore,
     HashStore,
@@ -61,8 +62,8 @@ def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
     place = place_of(url).needed(url)
     secret = _secret() if secret is None else secret
     # Workers are not waited for: the caller's barrier does, and can name those that are missing.
-    yield (
-        TCPStore(
+    with ServerWait(place, f"{host}:{port}").during():
+        store = TCPStore(
             host,
             port,
             place.world_size,
@@ -70,10 +71,8 @@ def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
             timeout=timeout,
             wait_for_workers=False,
             secret=secret,
-        ),
-        place.rank,
-        place.world_size,
-    )
+        )
+    yield store, place.rank, place.world_size
 
 
 def unix_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
@@ -84,7 +83,9 @@ def unix_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -
         raise ValueError(f"expected unix:@name or unix:/path, got {url!r}")
     place = place_of(url).needed(url)
     secret = _secret() if secret is None else secret
-    yield UnixStore(name, place.rank == 0, timeout, secret), place.rank, place.world_size
+    with ServerWait(place, name).during():
+        store = UnixStore(name, place.rank == 0, timeout, secret)
+    yield store, place.rank, place.world_size
 
 
 def file_rendezvous(url: str, timeout: timedelta) -> _Meeting:
@@ -111,7 +112,9 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
         return
     _check_launched(asked, settings)
     place = _place(asked, settings)
-    store = _env_store(place, settings, timeout, _secret() if secret is None else secret)
+    secret = _secret() if secret is None else secret
+    with ServerWait(place).during():
+        store = _env_store(place, settings, timeout, secret)
     yield store, place.rank, place.world_size
 
 
@@ -182,7 +185,7 @@ def _env_store(
             return _torchrun_store(host, port, timeout)
         return _tcp_store(host, port, place.rank == 0, timeout, secret)
     if os.environ.get("TILEWORK_STORE"):
-        return _launcher_store(timeout, secret)
+        return launcher_store(os.environ["TILEWORK_STORE"], timeout, secret)
     if settings is not None and settings.job:
         if settings.single_host:
             return _unix_store(_job_address(settings.job), place.rank == 0, timeout, secret)
@@ -207,8 +210,8 @@ def _launcher_serves() -> bool:
     return bool(os.environ.get("TILEWORK_STORE")) and os.environ.get("TILEWORK_MASTER") == master
 
 
-def _launcher_store(timeout: timedelta, secret: bytes | None) -> Store:
-    text = os.environ["TILEWORK_STORE"]
+def launcher_store(text: str, timeout: timedelta, secret: bytes | None) -> Store:
+    """The store at an address as TILEWORK_STORE has it. Raises ValueError if it is none."""
     scheme, _, address = text.partition(":")
     if scheme == "unix" and address.startswith(("@", "/")):
         return UnixStore(address, timeout=timeout, secret=secret)

@@ -95,11 +95,14 @@ class RemoteStore(Store):
         """The number of keys."""
         return self._ask_number(Code.NUM_KEYS)
 
-    def leave_will(self, key: str, value: Data) -> Callable[[], None]:
+    def leave_will(
+        self, key: str, value: Data, greeting: tuple[str, Data] | None = None
+    ) -> Callable[[], None]:
         """Have ``value`` appended to ``key`` when this process ends; see the contract."""
-        will = (checks.key_bytes(key), checks.data_bytes(value))
-        limit = checks.seconds(self._timeout)
-        return self._pool.hold(wire.encode(Code.WILL, will), wire.encode(Code.WILL, ()), limit)
+        will = [checks.key_bytes(key), checks.data_bytes(value)]
+        if greeting is not None:
+            will += [checks.key_bytes(greeting[0]), checks.data_bytes(greeting[1])]
+        return self._hold(wire.encode(Code.WILL, will))
 
     def close(self) -> None:
         """Close the connections, and the server if this store has it; threads that wait raise."""
@@ -128,6 +131,15 @@ class RemoteStore(Store):
         return [
             self._ask_waiting(Code.GET, [name], keys, limit, deadline).fields[0] for name in batch
         ]
+
+    def _hold(self, will: bytes, until_closed: bool = False) -> Callable[[], None]:
+        """Leave a will, on a connection of its own; the returned function revokes it.
+
+        Closing the store revokes it too where it counts only ``until_closed``.
+        """
+        revocation = wire.encode(Code.WILL, ())
+        limit = checks.seconds(self._timeout)
+        return self._pool.hold(will, revocation, limit, revocation if until_closed else b"")
 
     def _ask(self, code: Code, *fields: bytes) -> list[bytes]:
         answer = self._pool.ask(wire.encode(code, fields), checks.seconds(self._timeout))

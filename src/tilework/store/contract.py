@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from tilework.store import checks
+from tilework.store.attendance import Attendance
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
 
@@ -103,15 +104,32 @@ class Store(ABC):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def leave_will(self, key: str, value: Data) -> Callable[[], None] | None:
+    def leave_will(
+        self, key: str, value: Data, greeting: tuple[str, Data] | None = None
+    ) -> Callable[[], None] | None:
         """Have ``value`` appended to ``key`` when this process ends, or becomes another program.
 
         However that comes about: a connection of its own is kept for it, which the server sees
         close. Call what is returned to revoke the will. None where nobody could carry it out.
+
+        Args:
+            greeting: A key and a value that is appended to it now: whoever reads it may rely on
+                the will, for both arrive in one message.
         """
         checks.key_bytes(key)
         checks.data_bytes(value)
+        if greeting is not None:
+            self.append(*greeting)
         return None
+
+    def attendance(self) -> Attendance | None:
+        """The stores that were made here; None where nobody counts them, or knows how many come."""
+        return None
+
+    @property
+    def attendant(self) -> str:
+        """This store in the attendance; "" where there is none."""
+        return ""
 
     def close(self) -> None:
         """Release sockets, threads and files. Idempotent; other methods then raise."""

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from tilework.errors import DistStoreError
 from tilework.store import checks
+from tilework.store.attendance import Attendance
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.log import Log
 from tilework.store.records import Kind, Record
@@ -66,6 +67,7 @@ class FileStore(Store):
         #: The file, as an absolute path.
         self.path = os.path.abspath(os.fspath(path))
         self._log = Log(self.path, world_size, checks.seconds(timeout))
+        self._expected = world_size
         # Also when the store is dropped, and at exit: others count on the last one to clean up.
         self._finalizer = weakref.finalize(self, self._log.close)
 
@@ -145,6 +147,21 @@ class FileStore(Store):
     def num_keys(self) -> int:
         """The number of keys."""
         return self._look(lambda table: len(table.values))
+
+    def attendance(self) -> Attendance | None:
+        """The stores that were made on this file; None where ``world_size`` was not given."""
+        if self._expected <= 0 or self._log.number == 0:
+            return None
+        with self._log.mutex:
+            self._ensure_open()
+            self._log.refresh()
+            lost = frozenset(map(str, self._log.lost()))
+            return Attendance(self._expected, self._log.opened, lost)
+
+    @property
+    def attendant(self) -> str:
+        """This store's number among those on the file."""
+        return str(self._log.number or "")
 
     def close(self) -> None:
         """Close the file; the last of ``world_size`` stores removes it. Idempotent."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tilework.errors import DistStoreError, StoreTimeoutError
+from tilework.store.attendance import hold_byte, is_free
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
 from tilework.store.records import (
@@ -52,6 +53,8 @@ class Log:
         self._world_size = world_size
         # A forked child reads and writes as well, but it did not open and so does not close.
         self._counted = False
+        #: Which one of those that opened the file this is; 0 for none of them.
+        self.number = 0
         self._fd = -1
         try:
             self._open(wait_seconds)
@@ -111,6 +114,13 @@ class Log:
         for record in records:
             self._apply(record)
 
+    def lost(self) -> list[int]:
+        """Those that opened the file, and whose processes ended before they closed it."""
+        if self.number == 0:  # there are no such locks here
+            return []
+        others = set(range(1, self.opened + 1)) - self._closed_in_order - {self.number}
+        return [number for number in sorted(others) if is_free(self._fd, number)]
+
     def close(self) -> None:
         """Leave; the last of ``world_size`` users removes the file. Idempotent."""
         with self.mutex:
@@ -127,7 +137,7 @@ class Log:
     def after_fork_in_child(self) -> None:
         """Take an open file of one's own: the parent's would share its locks."""
         self.mutex = threading.RLock()
-        self._counted = False
+        self._counted, self.number = False, 0
         inherited, self._fd = self._fd, -1
         if inherited < 0:
             return
@@ -142,7 +152,8 @@ class Log:
 
     def _open(self, wait_seconds: float) -> None:
         while True:
-            self.table, self._offset, self._opened, self._finished = Table(), 0, 0, 0
+            self.table, self._offset, self.opened, self._finished = Table(), 0, 0, 0
+            self._closed_in_order: set[int] = set()
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
@@ -159,6 +170,9 @@ class Log:
             with self.writing(wait_seconds):
                 # The last user of an earlier store may have removed the file since it was opened.
                 if os.fstat(self._fd).st_nlink:
+                    # Locked before anybody can know of it: a free byte means an end.
+                    number = self.opened + 1
+                    self.number = number if hold_byte(self._fd, number) else 0
                     self.write([Record(Kind.OPEN)])
                     self._counted = True
                     return
@@ -166,8 +180,8 @@ class Log:
 
     def _leave(self) -> None:
         with self.writing(_CLOSE_SECONDS):
-            self.write([Record(Kind.CLOSE)])
-            last = self._finished == self._opened and self._finished >= self._world_size
+            self.write([Record(Kind.CLOSE, value=b"%d" % self.number)])
+            last = self._finished == self.opened and self._finished >= self._world_size
             if self._world_size > 0 and last and self._is_ours():
                 os.unlink(self.path)
 
@@ -249,6 +263,7 @@ class Log:
         elif record.kind is Kind.DELETE:
             self.table.delete(record.key)
         elif record.kind is Kind.OPEN:
-            self._opened += 1
+            self.opened += 1
         else:
             self._finished += 1
+            self._closed_in_order.add(int(record.value) if record.value.isdigit() else 0)

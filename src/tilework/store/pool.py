@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Final
 
 from tilework.errors import DistNetworkError, StoreTimeoutError
@@ -16,9 +16,8 @@ from tilework.store import checks, wire
 from tilework.store.address import Address
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
+from tilework.store.late_notice import LateNotice
 from tilework.store.wire import Code, GarbageError, Message
-
-_log = logging.getLogger(__name__)
 
 #: Seconds by which the server's "time is up" may be late: it has other clients.
 _GRACE_SECONDS: Final = 5.0
@@ -28,10 +27,27 @@ _HANG_UP_SECONDS: Final = 10.0
 #: Pauses between attempts to connect, first and longest.
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
-#: Seconds after which slow connecting is logged first; then after twice that, and so on.
-_PATIENCE_SECONDS: Final = 10.0
 _READ_BYTES: Final = 256 << 10
 _MAX_IDLE: Final = 8
+
+
+#: Called with what was wrong whenever a server could not be reached yet; may raise.
+_while_connecting: ContextVar[Callable[[str], None] | None] = ContextVar(
+    "tilework_while_connecting", default=None
+)
+
+
+@contextlib.contextmanager
+def while_connecting(act: Callable[[str], None]) -> Iterator[None]:
+    """Call ``act`` now and then while a store is made here whose server is not there yet.
+
+    It is told why the last attempt failed; what it raises ends the wait.
+    """
+    token = _while_connecting.set(act)
+    try:
+        yield
+    finally:
+        _while_connecting.reset(token)
 
 
 class _HungUpError(Exception):
@@ -133,8 +149,9 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._all: set[Channel] = set()
-        #: Those of them that nobody asks on, kept for what their end tells the server.
-        self._held: set[Channel] = set()
+        #: Those of them that nobody asks on, kept for what their end tells the server; and what it
+        #: is told when this pool is closed in order.
+        self._held: dict[Channel, bytes] = {}
         watch_forks(self)
 
     def ask(self, request: bytes, wait_seconds: float) -> Message:
@@ -153,10 +170,13 @@ class Pool:
         self._give_back(channel)
         return answer
 
-    def hold(self, first: bytes, last: bytes, wait_seconds: float) -> Callable[[], None]:
+    def hold(
+        self, first: bytes, last: bytes, wait_seconds: float, on_close: bytes = b""
+    ) -> Callable[[], None]:
         """Keep a connection for itself, on which ``first`` is asked, and in the end ``last``.
 
-        The returned function ends it. Raises DistNetworkError; StoreTimeoutError.
+        The returned function ends it; closing the pool tells ``on_close`` instead. Raises
+        DistNetworkError; StoreTimeoutError.
         """
         channel = self._open_more(wait_seconds)
         try:
@@ -165,12 +185,11 @@ class Pool:
             self._drop(channel)
             raise self._explain(error, wait_seconds) from error
         with self._lock:
-            self._held.add(channel)
+            self._held[channel] = on_close
 
         def end() -> None:
             with self._lock:
-                known = channel in self._held
-                self._held.discard(channel)
+                known = self._held.pop(channel, None) is not None
             if known:
                 channel.tell(last)
                 self._drop(channel)
@@ -179,9 +198,9 @@ class Pool:
 
     def connect(self, wait_seconds: float) -> None:
         """Make the first connection, retrying until the server is there or the time is up."""
-        deadline, started = Deadline(wait_seconds), time.monotonic()
+        deadline, notice = Deadline(wait_seconds), LateNotice(time.monotonic())
         hang_ups = Deadline(min(wait_seconds, _HANG_UP_SECONDS))
-        pause, patience = _FIRST_PAUSE, _PATIENCE_SECONDS
+        pause, meanwhile = _FIRST_PAUSE, _while_connecting.get()
         while True:
             try:
                 self._give_back(self._open(deadline.left()))
@@ -192,9 +211,10 @@ class Pool:
                 if hopeless or deadline.passed:
                     raise self._unreachable(error, wait_seconds) from error
                 reason = _reason(error)
-            if time.monotonic() - started > patience:
-                _log.warning("still trying to connect to the store at %s: %s", self.where, reason)
-                patience *= 2
+            if meanwhile is not None:
+                meanwhile(reason)
+            elif notice.due(time.monotonic()):
+                notice.tell(f"still trying to connect to the store at {self.where}: {reason}")
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -203,9 +223,12 @@ class Pool:
         with self._lock:
             self.closed = True
             idle, self._idle = self._idle, []
-            held, self._held = self._held, set()
-            busy = self._all - set(idle) - held
+            held, self._held = self._held, {}
+            busy = self._all - set(idle) - set(held)
             self._all.clear()
+        for channel, farewell in held.items():
+            if farewell:
+                channel.tell(farewell)
         for channel in (*idle, *held):
             channel.close()
         for channel in busy:
@@ -216,7 +239,7 @@ class Pool:
         self._lock = threading.Lock()
         for channel in self._all:
             channel.close()
-        self._all, self._idle, self._held = set(), [], set()
+        self._all, self._idle, self._held = set(), [], {}
 
     def _take(self, wait_seconds: float) -> Channel:
         with self._lock:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from tilework.store import checks
+from tilework.store.attendance import Attendance
 from tilework.store.contract import Data, Store
 
 
@@ -78,9 +79,21 @@ class PrefixStore(Store):
         """Remove ``key``; return whether it existed."""
         return self._open_store().delete_key(self._full(key))
 
-    def leave_will(self, key: str, value: Data) -> Callable[[], None] | None:
+    def leave_will(
+        self, key: str, value: Data, greeting: tuple[str, Data] | None = None
+    ) -> Callable[[], None] | None:
         """Have ``value`` appended to ``key`` when this process ends; see the contract."""
-        return self._open_store().leave_will(self._full(key), value)
+        here = None if greeting is None else (self._full(greeting[0]), greeting[1])
+        return self._open_store().leave_will(self._full(key), value, here)
+
+    def attendance(self) -> Attendance | None:
+        """As the underlying store."""
+        return self._open_store().attendance()
+
+    @property
+    def attendant(self) -> str:
+        """As the underlying store."""
+        return self._store.attendant
 
     def num_keys(self) -> int:
         """The number of keys in the complete underlying store."""

@@ -158,7 +158,10 @@ def _when_present(
 
 
 def _join(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    (worker,) = _fields(fields, 1)
+    """Count a worker. With a key as well, it is appended to that unless it leaves in order."""
+    worker, *key = _fields(fields, 2 if len(fields) == 2 else 1)
+    if key:
+        client.leave_will((key[0], worker + b" "))
     state.join(worker)
     client.ok()
 
@@ -188,11 +191,15 @@ def _wait_workers(client: Client, state: StoreState, fields: list[bytes]) -> Non
 
 
 def _will(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    if fields:
-        key, value = _fields(fields, 2)
-        client.leave_will((key, value))
-    else:
+    """Take a will, and append a greeting if there is one; nothing at all revokes the will."""
+    if not fields:
         client.leave_will(None)
+    else:
+        key, value, *greeting = fields
+        _fields([key, value], 2)
+        if greeting:
+            state.table.append(*_fields(greeting, 2))
+        client.leave_will((key, value))
     client.ok()
 
 

@@ -9,11 +9,15 @@ from datetime import timedelta
 from tilework.errors import StoreTimeoutError
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
+from tilework.store.attendance import Attendance
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
 from tilework.store.fork import watch_forks
 from tilework.store.server import StoreServer, check_secret
 from tilework.store.wire import Code
+
+#: The names of workers that ended without closing their store.
+_LOST_KEY = "tilework/lost-workers"
 
 
 class TCPStore(RemoteStore):
@@ -64,6 +68,7 @@ class TCPStore(RemoteStore):
         if lease is not None:
             where = TcpAddress(host, lease.port)
         self.host, self.port = where.host, where.port
+        self._expected, self._name = world_size, os.urandom(16).hex()
         super().__init__(where, timeout, secret, lease)
         try:
             self._join(world_size if is_master and wait_for_workers else None)
@@ -71,8 +76,26 @@ class TCPStore(RemoteStore):
             self.close()
             raise
 
+    def attendance(self) -> Attendance | None:
+        """The stores that were made at this server; None where ``world_size`` was not given."""
+        if self._expected is None:
+            return None
+        none = wire.encode_number(0)
+        came = self._ask_number(Code.WAIT_WORKERS, none, none)
+        lost = self.get(_LOST_KEY).decode().split() if self.check([_LOST_KEY]) else []
+        return Attendance(self._expected, came, frozenset(lost))
+
+    @property
+    def attendant(self) -> str:
+        """This store's name at the server."""
+        return self._name
+
     def _join(self, wait_for: int | None) -> None:
-        self._ask(Code.JOIN, os.urandom(16))
+        if self._expected is None:
+            self._ask(Code.JOIN, self._name.encode())
+        else:
+            will = wire.encode(Code.JOIN, (self._name.encode(), _LOST_KEY.encode()))
+            self._hold(will, until_closed=True)
         if wait_for is None or wait_for <= 1:
             return
         left = checks.seconds(self._timeout)

@@ -10,8 +10,8 @@ import torch
 import tilework.distributed as dist
 from tilework.comm.elastic.desk import Desk, Ticket
 from tilework.comm.elastic.grow import rejoin, tickets_waiting
-from tilework.comm.elastic.liveness import process_identity
 from tilework.comm.world import current_world
+from tilework.rendezvous.liveness import process_identity
 from tilework.store import HashStore
 from tilework.testing import run_ranks
 

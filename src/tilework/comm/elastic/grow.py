@@ -26,12 +26,12 @@ from tilework.comm.elastic.consensus import Decision, Party, confirm, failed
 from tilework.comm.elastic.desk import Desk, Ticket
 from tilework.comm.elastic.events import note_event
 from tilework.comm.elastic.ledger import Ledger, StoreLedger, identity_key
-from tilework.comm.elastic.liveness import has_ended, process_identity
 from tilework.comm.elastic.party import drive
 from tilework.comm.elastic.shrink import PATIENCE
 from tilework.comm.group_plan import GroupPlan, Watch
 from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError
+from tilework.rendezvous.liveness import has_ended, process_identity
 from tilework.store import PrefixStore, Store
 
 #: Admissions that may fail, because ranks die meanwhile, before a newcomer gives up.

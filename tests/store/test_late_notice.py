@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tilework.comm.late_notice import LATE_VARIABLE, LateNotice, late_seconds
+from tilework.store.late_notice import LATE_VARIABLE, LateNotice, late_seconds
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tilework.comm.elastic.liveness import has_ended, process_identity, thread_identity
+from tilework.rendezvous.liveness import has_ended, process_identity, thread_identity
 
 
 def test_this_process_and_thread_live() -> None:
@@ -51,7 +51,7 @@ def test_elsewhere_nothing_is_known() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_tells_its_own_identity() -> None:
-    program = "from tilework.comm.elastic.liveness import process_identity as i; print(i())"
+    program = "from tilework.rendezvous.liveness import process_identity as i; print(i())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert has_ended(done.stdout.strip())
 

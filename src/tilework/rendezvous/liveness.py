@@ -33,7 +33,7 @@ def thread_identity() -> str:
 
 def process_identity() -> str:
     """The identity of this process, as a rank."""
-    return f"process {_place()} {os.getpid()} {_start_time(os.getpid()) or 0} {_mark()}"
+    return f"process {_place()} {os.getpid()} {start_time(os.getpid()) or 0} {_mark()}"
 
 
 def has_ended(identity: str) -> bool:
@@ -43,7 +43,7 @@ def has_ended(identity: str) -> bool:
         return False
     kind, _, pid, number = parts[:4]
     if kind == "process":
-        ended = int(number) > 0 and _start_time(int(pid)) != int(number)
+        ended = int(number) > 0 and start_time(int(pid)) != int(number)
         return ended or _has_lost(int(pid), *parts[4:])
     if int(pid) != os.getpid():
         return False
@@ -93,7 +93,7 @@ def _place() -> str:
         return "-"
 
 
-def _start_time(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """Of a process that lives; None if it has ended, or waits to be reaped."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

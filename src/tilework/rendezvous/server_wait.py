@@ -1,0 +1,46 @@
+"""A rank's wait for the store that rank 0 is to serve, when it comes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+from tilework.errors import PeerLostError
+from tilework.rendezvous.place import Place
+from tilework.rendezvous.siblings import Siblings
+from tilework.store.late_notice import LateNotice
+from tilework.store.pool import while_connecting
+
+
+class ServerWait:
+    """The wait of the rank at ``place``: it ends when rank 0 has, and is told of on stderr.
+
+    Args:
+        where: The address, for messages; "" for that of the environment.
+    """
+
+    def __init__(self, place: Place, where: str = "") -> None:
+        self._rank = place.rank
+        self._where = f"at {where}" if where else "of this job"
+        self._others = [rank for rank in range(place.world_size) if rank != place.rank]
+        self._siblings = Siblings.of(place.rank, place.world_size)
+        self._notice = LateNotice(time.monotonic())
+
+    def during(self) -> AbstractContextManager[None]:
+        """The context in which the store is made."""
+        return while_connecting(self._meanwhile)
+
+    def _meanwhile(self, reason: str) -> None:
+        ended = self._siblings.ended(self._others) if self._siblings else set()
+        if ended:
+            raise PeerLostError(
+                f"rank {self._rank}: lost rank {', '.join(map(str, sorted(ended)))} before the "
+                f"job's ranks met: its process ended before it said who it is, or served the "
+                f"store {self._where} ({reason})",
+                ranks=sorted(ended),
+            )
+        if self._notice.due(time.monotonic()):
+            self._notice.tell(
+                f"rank {self._rank} waits for rank 0, which is to serve the store {self._where} "
+                f"({reason})"
+            )

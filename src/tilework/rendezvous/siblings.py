@@ -1,0 +1,122 @@
+"""The ranks that were started beside this one: processes with the same parent, and a rank each.
+
+A launcher that says nothing of ranks' ends, or a script, has started them; so has a shell. Each has
+its rank in its environment, where the system shows it from the first moment on. So a rank that ends
+before it has told anybody that it is there is missed by those that have seen it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from tilework.rendezvous.environment import Settings, detect_environment
+from tilework.rendezvous.liveness import start_time
+
+#: Seconds for which no process of a rank must be there: another one may take its place.
+_GONE_SECONDS = 0.6
+#: Looking takes at most this share of the time.
+_SHARE = 0.02
+#: What else ranks of one job have in common.
+_MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT", "TILEWORK_STORE", "TORCHELASTIC_RUN_ID")
+
+
+class Siblings:
+    """The processes of one job beside this one, as far as its environment tells.
+
+    There are none where its environment names no rank, as where ranks are threads.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        environment = dict(os.environ)
+        self._mine = _settings(environment)
+        several = self._mine is not None and self._mine.world_size > 1
+        self._job = _job(self._mine, environment) if self._mine is not None and several else None
+        #: By process and start time: its rank; None if it is none of this job's.
+        self._ranks: dict[tuple[int, int], int | None] = {}
+        self._seen: set[int] = set()
+        #: By rank that was seen: since when none of its processes has been there.
+        self._gone: dict[int, float] = {}
+        self._next_look = 0.0
+        self.look()
+
+    @staticmethod
+    def of(rank: int, size: int) -> Siblings | None:
+        """Those of a rank in this process; None if its environment names another."""
+        known = _at_import if _at_import.is_of(rank, size) else Siblings()
+        return known if known.is_of(rank, size) else None
+
+    def is_of(self, rank: int, size: int) -> bool:
+        """True if this process is that rank, says its environment."""
+        mine = self._mine and (self._mine.rank, self._mine.world_size)
+        return self._process == os.getpid() and mine == (rank, size)
+
+    def ended(self, ranks: Collection[int]) -> set[int]:
+        """Those of ``ranks`` that were there and are not any more; looks now and then."""
+        self.look()
+        now = time.monotonic()
+        return {r for r in ranks if r in self._gone and now - self._gone[r] > _GONE_SECONDS}
+
+    def look(self) -> None:
+        """See who is there, unless that was just done."""
+        begun = time.monotonic()
+        if self._job is None or begun < self._next_look:
+            return
+        here = set(self._here())
+        self._seen |= here
+        self._gone = {rank: self._gone.get(rank, begun) for rank in self._seen - here}
+        now = time.monotonic()
+        self._next_look = now + (now - begun) / _SHARE
+
+    def _here(self) -> Iterator[int]:
+        """The ranks of which there is a process that lives."""
+        parent, known = os.getppid(), self._ranks
+        self._ranks = {}
+        for pid in _children(parent):
+            started = start_time(pid)
+            if started is None or pid == os.getpid():
+                continue
+            process = pid, started
+            rank = known[process] if process in known else self._rank_of(pid)
+            self._ranks[process] = rank
+            if rank is not None:
+                yield rank
+
+    def _rank_of(self, pid: int) -> int | None:
+        try:
+            text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        except OSError:
+            return None
+        environment = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+        settings = _settings(environment)
+        if settings is None or _job(settings, environment) != self._job:
+            return None
+        return settings.rank
+
+
+def _children(parent: int) -> Iterator[int]:
+    try:
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            yield from map(int, (thread / "children").read_text().split())
+    except OSError:  # another system, or the parent has just ended
+        return
+
+
+def _settings(environment: dict[str, str]) -> Settings | None:
+    try:
+        return detect_environment(environment)
+    except ValueError:
+        return None
+
+
+def _job(settings: Settings, environment: dict[str, str]) -> tuple[object, ...]:
+    """The ranks of one job have these in common."""
+    place = tuple(environment.get(name) for name in _MEETING_PLACE)
+    return settings.launcher, settings.world_size, settings.job, *place
+
+
+#: Made as early as can be: a rank that ends before the ranks meet has been seen then.
+_at_import = Siblings()

@@ -1,0 +1,54 @@
+"""The attendance at a store: how many came to it, and who of them has ended without closing it.
+
+Where each rank makes one store, a rank is missed as soon as its process ends, though nobody
+knows its number yet: once all others have said who they are, it is the one that has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+from typing import Final, NamedTuple
+
+# Windows has no locks of this kind.
+if sys.platform != "win32":
+    import fcntl
+
+#: The byte of a store's file from which on each attendant locks one; the file never gets there.
+_FIRST_BYTE: Final = 1 << 60
+#: The kernel's struct flock on 64-bit systems: type, whence, start, length, process.
+_FLOCK: Final = "hhqqi0q"
+
+
+class Attendance(NamedTuple):
+    """The stores that were made at one place, over all processes."""
+
+    #: How many will be made, as whoever asks was told; all of them by ranks.
+    expected: int
+    #: How many were made so far.
+    came: int
+    #: Those of them whose process ended, or became another program, before it closed its store.
+    lost: frozenset[str]
+
+
+def hold_byte(descriptor: int, number: int) -> bool:
+    """Lock an attendant's byte of a file, until ``descriptor`` is closed, by whatever.
+
+    The lock belongs to the open file: exec and the end of the process give it up, and every
+    process that has the file open sees that, in any namespace. False where there are no such locks.
+    """
+    return _ask(descriptor, "F_OFD_SETLK", number) is not None
+
+
+def is_free(descriptor: int, number: int) -> bool:
+    """True if no other open file holds this attendant's byte; False where that is not known."""
+    answer = _ask(descriptor, "F_OFD_GETLK", number)
+    return answer is not None and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
+
+
+def _ask(descriptor: int, command: str, number: int) -> bytes | None:
+    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, _FIRST_BYTE + number, 1, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        return bytes(fcntl.fcntl(descriptor, getattr(fcntl, command), wanted))
+    return None

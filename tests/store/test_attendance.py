@@ -1,0 +1,71 @@
+"""A store knows who came to it and has ended since, though nobody said who it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.forked_ranks import ForkedRanks, Say
+from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from tilework.store.attendance import Attendance
+
+KINDS = ["file", "tcp"]
+
+
+def maker(kind: str, folder: Path) -> tuple[Store, Callable[[], Store]]:
+    """A first store for three, and how to make the others."""
+    if kind == "file":
+        return FileStore(folder / "store", 3), lambda: FileStore(folder / "store", 3)
+    first = TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+    return first, lambda: TCPStore("127.0.0.1", first.port, 3)
+
+
+def settled(store: Store, lost: int) -> Attendance:
+    """The attendance once so many are lost, or after some seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        attendance = store.attendance()
+        assert attendance is not None
+        if len(attendance.lost) >= lost or time.monotonic() > deadline:
+            return attendance
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_those_that_end_without_closing_are_lost(kind: str, tmp_path: Path) -> None:
+    first, make = maker(kind, tmp_path)
+
+    def story(rank: int, say: Say) -> None:
+        store = make()
+        say(store.attendant)
+        if rank == 1:
+            os.execvp("sleep", ["sleep", "30"])
+        time.sleep(30)
+
+    with first, ForkedRanks(2, story) as ranks:
+        names = {rank.hear() for rank in ranks}
+        ranks[0].kill(signal.SIGKILL)
+        assert settled(first, 2) == Attendance(3, 3, frozenset(names))
+        ranks[1].kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_those_that_close_are_not_missed(kind: str, tmp_path: Path) -> None:
+    first, make = maker(kind, tmp_path)
+    with first:
+        with make() as second:
+            assert second.attendant not in ("", first.attendant)
+        assert first.attendance() == Attendance(3, 2, frozenset())
+        assert PrefixStore("view", first).attendance() == first.attendance()
+
+
+def test_nobody_is_counted_where_it_is_not_known_how_many_come(tmp_path: Path) -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        assert store.attendance() is None
+    assert FileStore(tmp_path / "store").attendance() is None
+    assert HashStore().attendance() is None
