@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.propagation.strides import is_dense
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -319,7 +321,8 @@ def _write_out(c: Chooser) -> str:
         raise LookupError from None
     inputs = [t for name, t in c.tensors.items() if re.search(rf"\b{name}\b", call)]
     shared = any(t.untyped_storage()._cdata == given.untyped_storage()._cdata for t in inputs)
-    if given.shape != result.shape or shared:  # it would be resized, or read after it is written
+    dense = all(is_dense(tuple(t.shape), t.stride()) for t in [given, *inputs])
+    if given.shape != result.shape or (shared and not dense):  # resized, or read when it is written
         raise LookupError
     return f"{call}, out={out})"
 
@@ -340,9 +343,7 @@ def _become_view(c: Chooser) -> str:
 
 
 def _detach(c: Chooser) -> str:
-    """Of a tensor without views: torch lets them stay in the graph that their base has left."""
-    memories = [t.untyped_storage()._cdata for t in c.tensors.values()]
-    return f"{c.any(lambda t: memories.count(t.untyped_storage()._cdata) == 1)}.detach_()"
+    return f"{c.any()}.detach_()"
 
 
 def _resize(c: Chooser) -> str:
@@ -378,7 +379,10 @@ def _refused(c: Chooser) -> str:
 
 def _watch(c: Chooser) -> str:
     # Of a view that shows what was written, hooks see what torch computes anew from its base.
-    x = c.any(lambda t: t.requires_grad and not (t._is_view() and t._version))
+    # And with a hook, a tensor gives those that follow to its place in the graph at the first.
+    x = c.any(
+        lambda t: t.requires_grad and not (t._is_view() and t._version) and not t._backward_hooks
+    )
     return f"watch({x}, {x!r})"
 
 
@@ -405,7 +409,7 @@ def statement(c: Chooser) -> str:
     text: str = kind(c)
     if makes:
         text = f"{c.new} = {text}"
-    moded = kind not in (_become_view, _gradient, _resize) and not text.startswith("with ")
+    moded = kind is not _gradient and not text.startswith("with ")
     if moded and c.rng.random() < 0.22:
         mode = _MODES[0] if makes or c.rng.random() < 0.5 else c.of(*_MODES)
         text = f"{mode} {text}"
@@ -414,12 +418,7 @@ def statement(c: Chooser) -> str:
 
 def refused_statement(c: Chooser) -> str:
     """A statement that torch may refuse."""
-    if c.rng.random() < 0.7:
-        return _refused(c)
-    text = statement(c)
-    if "out=" in text:  # of memory that an input has: the result is as if that were read first
-        raise LookupError
-    return text
+    return _refused(c) if c.rng.random() < 0.7 else statement(c)
 
 
 def first_statement(c: Chooser, name: str) -> str:

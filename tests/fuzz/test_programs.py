@@ -80,6 +80,22 @@ def test_what_goes_wrong_is_made_short() -> None:
         # Another shape of the same memory.
         "v0 = data((4, 6), 29, 'S1')\nv1 = v0[1:]\nv2 = v1[0]\nv1.resize_([2, 3])\n"
         "v0.mul_(2.0)\nv1 += 1.0",
+        # Writes through a view of a copied view, twice.
+        "v0 = data((4, 2), 77, 'P')\nv0.resize_([2, 2])\nv1 = v0.as_strided([1, 1], [1, 2])\n"
+        "v2 = v0[:, :]\nv2.mul_(0.0)\nv2.sub_(0.5)",
+        # Leaves and results of Functions where gradients are off.
+        "v0 = leaf('v0', (), 50, 'R')\nv1 = recomputed(lambda a: a.sin(), v0, reentrant=True)\n"
+        "with torch.no_grad(): watch(v1, 'v1')",
+        "v0 = leaf('v0', (1, 6), 72, 'S1')\nv1 = v0.sum(0)\n"
+        "with torch.inference_mode(): v0.resize_([1])",
+        "v0 = leaf('v0', (1,), 48, 'R')\nwith torch.no_grad(): v0.t_()\nwatch(v0, 'v0')",
+        "v0 = leaf('v0', (1,), 70, 'S0')\nwith torch.no_grad(): v0.squeeze_(0)",
+        # Views that stay in the graph which their base has left.
+        "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0 * 2\nv2 = v1[0]\nv1.detach_()\nv3 = v2 * 3",
+        "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0 * 2\nv2 = v1[0]\nv1.detach_()\nv1.add_(1.0)\n"
+        "v3 = v2 * 3",
+        # Partial products of what lies otherwise.
+        "v0 = leaf('v0', (6,), 68, 'PA')\nv1 = v0.prod()\nv2 = gradient(v1, v1)",
     ],
 )
 def test_programs_that_went_wrong_once(program: str) -> None:
@@ -103,6 +119,17 @@ def test_programs_that_went_wrong_once(program: str) -> None:
         "v2.narrow(0, 3, 2)",
         "v2.add_(v2[0])",
         "v2[1:] = v2[:-1]",
+        "v2[-1:, :1] = v2[2:]",
+        "torch._foreach_add_([v2[1:]], [v2[:-1]])",
+        "torch.mul(v2[1:], 2.0, out=v2[:-1])",
+        "torch.cat([v2[:1], v2[1:2]], out=v2[1:3])",
+        "v2.index_copy_(0, torch.tensor([1]), v2[:1])",
+        "v1.split(1)[0].add_(1.0)",
+        "v1.chunk(2, 1)[0].t_()",
+        "v1.unbind(1)[0].mul_(2.0)",
+        "next(iter(v1))[0].fill_(2.0)",
+        "torch._foreach_mul_([v1.split(1)[0]], 2.0)",
+        "v2.split(1)[0].add_(v1[:1])",
     ],
 )
 def test_what_torch_refuses_is_refused_on_all_ranks(text: str) -> None:

@@ -205,7 +205,7 @@ class View:
             local is not self.local
             or version_of(local) != self.version
             or owner._writes != self.writes
-            or owner._local_tensor.requires_grad != self.required
+            or (owner._local_tensor.requires_grad and not self.required)
         )
 
 

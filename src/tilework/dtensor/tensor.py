@@ -291,7 +291,7 @@ class DTensor(DTensorBase):
 
     @property
     def requires_grad(self) -> bool:
-        return local_graph.local_of(self).requires_grad
+        return local_graph.in_graph(self).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -304,7 +304,7 @@ class DTensor(DTensorBase):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return local_graph.local_of(self).is_leaf
+        return local_graph.in_graph(self).is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -367,7 +367,7 @@ class DTensor(DTensorBase):
         return local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def retain_grad(self) -> None:
-        local_graph.local_of(self).retain_grad()
+        local_graph.in_graph(self).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]

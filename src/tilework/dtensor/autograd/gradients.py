@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd.expanded_grads import watching
-from tilework.dtensor.autograd.local_graph import local_as, local_of, plain
+from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in
@@ -177,6 +177,9 @@ def become_view(
             view.note()
         local.data = result._local_tensor.data
         result._local_tensor = local
+        tensor._became = None  # hooks are on the leaf
+        if view is not None and view is not copied_views.WATCHED:
+            view.value = local
     anchor._viewed, anchor._writes = tensor._viewed, tensor._writes
     anchor._handed_out, tensor._handed_out = tensor._handed_out, None
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
@@ -313,7 +316,7 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
             )
         return local_as(result, spec, "what a hook returns")
 
-    local: Any = local_of(tensor)
+    local: Any = in_graph(tensor)
     return local.register_hook(called)
 
 

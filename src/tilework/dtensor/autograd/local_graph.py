@@ -32,6 +32,14 @@ def local_of(tensor: DTensorBase) -> Tensor:
     return local
 
 
+def in_graph(tensor: DTensorBase) -> Tensor:
+    """The local tensor at its place in the graph, also where no gradients are recorded."""
+    if not tensor._made_without_grad or torch.is_grad_enabled():
+        return local_of(tensor)
+    with torch.enable_grad():
+        return local_of(tensor)
+
+
 def mirror_requires_grad(tensor: DTensorBase) -> None:
     """Give the wrapper the local tensor's ``requires_grad``, for a user's own Function to see."""
     with _WithoutInterception():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,28 +16,28 @@ from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views.memory_layout import Window, window_of
 from tilework.tiled.op_table import entry_of
 
 #: torch writes one number, or by index, where elements repeat; else it refuses.
 _WRITE_REPEATED = frozenset({"fill", "zero", "masked_fill", "index_fill", "put_at", "index_put"})
 
 
-def check_writable(name: str, target: Tensor) -> None:
+def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> None:
     """Raise, as torch does, if an operator may not write to a tensor. Local.
 
     One whose elements repeat, on every rank: of local tensors only those of some ranks may have
-    several elements. And a view made without gradients, where they are recorded: those of its base
-    would lack what is written.
+    several elements. And where gradients are recorded, a view that the graph of its base does not
+    follow: made without gradients, or together with others by one operator.
+
+    Args:
+        name: The operator.
+        target: Written to.
+        others: The operator's other arguments.
     """
     if not isinstance(target, DTensor):
         return
-    if target._viewed is not None and torch.is_grad_enabled() and lacks_a_graph(target):
-        raise RuntimeError(
-            f"{name} would change a view that was made under no_grad() of a tensor that requires "
-            f"a gradient, which would lack the change: make the view where gradients are "
-            f"recorded, or change it under no_grad(), too"
-        )
+    check_in_graph(name, target, others)
     if target._spec.repeats and name not in _WRITE_REPEATED:
         raise RuntimeError(
             f"{name} writes to a tensor of shape {list(target.shape)} and strides "
@@ -45,46 +46,97 @@ def check_writable(name: str, target: Tensor) -> None:
         )
 
 
-def lacks_a_graph(view: DTensorBase) -> bool:
-    """True if the graph of what it is a view of would not see a write to it."""
-    made_without_grad = False
+def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> None:
+    """Raise, as torch does, if gradients would lack a change of a view. Local.
+
+    Args:
+        name: The operator.
+        target: What it changes.
+        others: The operator's other arguments.
+    """
+    if target._viewed is None or not torch.is_grad_enabled():
+        return
+    made = _out_of_graph(target, others)
+    if made:
+        raise RuntimeError(
+            f"{name} would change a view that was made {made}, where gradients are recorded, which "
+            f"would lack the change: change it under no_grad(), or a view that is made otherwise"
+        )
+
+
+def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
+    """Why the graph of what it is a view of would not see a write to it; "" if it does, or there
+    is no graph.
+    """
+    made, graded = "", False
+    target = view
     while (base := copied_views.base_in_graph(view)) is not None:
         assert view._viewed is not None
-        if view._viewed[2] is not None:  # else it is the same tensor, before it was changed
-            made_without_grad = made_without_grad or view._made_without_grad
-        if made_without_grad and base.requires_grad:
-            return True
+        func = view._viewed[2]
+        if func is not None and not made:  # else it is the same tensor, before it was changed
+            if view._made_without_grad:
+                made = "under no_grad()"
+            elif func.__class__ is copied_views.Piece and func.together:
+                made = "together with others, as split() and unbind() do"
+            graded = bool(made) and _require_grad((target, *others))
+        if made and (graded or base.requires_grad):
+            return made
         view = base
-    return False
+    return ""
+
+
+def _require_grad(args: Sequence[Any]) -> bool:
+    return any(
+        arg._local_tensor.requires_grad if arg.__class__ is DTensor else arg.requires_grad
+        for arg in args
+        if isinstance(arg, Tensor)
+    )
+
+
+#: Operators that are not elementwise, and read nothing of what they write to.
+_READ_APART = frozenset(
+    f"{name}{kind}"
+    for name, kinds in {
+        "index_": ("copy", "add", "reduce"),
+        "scatter": ("", "_add", "_reduce"),
+        "cat": ("",),
+        "stack": ("",),
+    }.items()
+    for kind in kinds
+)
 
 
 def check_apart(name: str, target: DTensor, other: DTensor) -> None:
-    """Raise, as torch does, if an elementwise operator reads some of what it writes. Local."""
-    if memory_of(target) is not memory_of(other):
+    """Raise, as torch does, if an operator reads some of what it writes. Local."""
+    if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):
         return
-    if name != "copy" and not entry_of(name).is_elementwise:
+    entry = entry_of(name)
+    if name != "copy" and not entry.is_elementwise and name not in _READ_APART:
         return
-    if not (_is_dense(target) and _is_dense(other)) or target.dtype != other.dtype:
+    if target.dtype == other.dtype:
+        check_windows(name, window_of(target), window_of(other), name not in _READ_APART)
+
+
+def check_windows(name: str, target: Window, other: Window, same: bool = True) -> None:
+    """Raise, as torch does, if what is read of a memory is some of what is written. Local.
+
+    Args:
+        name: The operator.
+        target: What is written.
+        other: What is read.
+        same: True if the same elements in the same order may be both.
+    """
+    if not (is_dense(target.size, target.strides) and is_dense(other.size, other.strides)):
         return
-    start, its_start = offset_of(target), offset_of(other)
-    stop, its_stop = start + target.numel(), its_start + other.numel()
-    if (start, stop) == (its_start, its_stop) and _long_dims(target) == _long_dims(other):
-        return  # the same elements in the same order
+    start, its_start = target.offset, other.offset
+    stop, its_stop = start + math.prod(target.size), its_start + math.prod(other.size)
+    if same and (start, stop, target.strides) == (its_start, its_stop, other.strides):
+        return
     if max(start, its_start) < min(stop, its_stop):
         raise RuntimeError(
             f"{name} would read some of the memory that it writes to, by way of another view of "
             f"it: clone() the one that is read first"
         )
-
-
-def _long_dims(tensor: DTensor) -> list[tuple[int, int]]:
-    """Size and stride of each dim of several elements."""
-    spec = tensor._spec
-    return [dim for dim in zip(spec.shape, spec.strides, strict=True) if dim[0] > 1]
-
-
-def _is_dense(tensor: DTensor) -> bool:
-    return is_dense(tensor._spec.shape, tensor._spec.strides)
 
 
 def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
@@ -109,7 +161,7 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
             check_apart(name, target, other)
     overlaps = target._spec.overlaps
     if overlaps or target._viewed is not None:
-        check_writable(name, target)
+        check_writable(name, target, others)
     return overlaps and target._viewed is not None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
-from tilework.dtensor.dispatch.overlapping import is_window
+from tilework.dtensor.dispatch.overlapping import check_apart, is_window
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import OpSharding, refuse_to_write
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
@@ -187,6 +187,12 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
                 f"DTensor"
             )
     result = func(*args, **kwargs)
+    inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
+    for target, value in zip(tensors_in(out), tensors_in(result), strict=False):
+        if target.shape == value.shape:  # else it gets memory of its own
+            for tensor in inputs:
+                if tensor is not target:
+                    check_apart(name, target, tensor)
     if isinstance(out, Tensor):
         write_out(out, result, name)
         return out

@@ -48,7 +48,7 @@ def tracked(name: str, handler: Handler) -> Handler:
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if writes and name not in _WRITES_NOTHING and args:
-            check_writable(name[:-1], args[0])
+            check_writable(name[:-1], args[0], args[1:])
         operands = tensors_in((args, [*kwargs.values()]))
         by_mesh = _digests_by_mesh(own, operands)
         seeds = [own] if by_mesh else seeds_in(kwargs, seeds_in(args[first:], [own]))

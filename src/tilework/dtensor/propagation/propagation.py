@@ -282,10 +282,16 @@ def refuse_to_write(name: str, target: Any) -> NoReturn:
 
 
 def _reduces_nonlinearly(sharding: OpSharding, call: Call) -> bool:
-    """True if some result, but no input, is partial in a reduction that is no sum."""
-    return any(spec.reduce_op not in (None, "sum") for spec in sharding.outputs or ()) and all(
-        spec.reduce_op in (None, "sum") for spec in call.specs
-    )
+    """True if some result, but no input as it is read, is partial in a reduction that is no sum."""
+    if all(spec.reduce_op in (None, "sum") for spec in sharding.outputs or ()):
+        return False
+    read = []
+    for tensor, layout in zip(call.tensors, sharding.inputs, strict=True):
+        if layout is not None:
+            read.append(layout[0])
+        elif isinstance(tensor, DTensorBase):
+            read.append(tensor._spec)
+    return all(spec.reduce_op in (None, "sum") for spec in read)
 
 
 def _first_tensor(*args: Any, **kwargs: Any) -> Any:

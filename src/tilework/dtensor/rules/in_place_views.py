@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import memory_of
+from tilework.dtensor.dispatch.overlapping import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
 from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
@@ -28,6 +29,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor: DTensor = args[0]
     operator = getattr(Tensor, canonical_name(func)[0])
     gradients.check_no_leaf(tensor)
+    check_in_graph(canonical_name(func)[0], tensor)
     rest = args[1:]
 
     def change(x: Any) -> Any:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import memory_of
-from tilework.dtensor.dispatch.overlapping import check_writable, is_window
+from tilework.dtensor.dispatch.overlapping import check_windows, check_writable
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
 from tilework.dtensor.rules.slicing import Item, basic_index_call, basic_items
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.views.memory_layout import window_after
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_rule
 
@@ -110,6 +111,7 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
 
     A single element of a sharded dim counts as a range of one element.
     """
+    _check_apart(input, items, value)
     axes_of = input._spec.axes_of
     index: list[Any] = []
     single: list[int] = []
@@ -131,6 +133,18 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
     _fill(target, value)
 
 
+def _check_apart(input: DTensor, items: list[Item], value: Any) -> None:
+    """Raise, as torch does, if a value is some of the memory that it is written to."""
+    if not _shares_memory(input, value) or not value.dim():
+        return
+    target = window_after(input, lambda x: x[tuple(items)])
+
+    def as_read(x: Tensor) -> Tensor:
+        return x if x.shape == target.size else _without_leading_ones(x).expand(target.size)
+
+    check_windows("x[range] = value", target, window_after(value, as_read))
+
+
 def _without(value: Tensor, shape: list[int]) -> Tensor:
     """The value without leading dims of size 1, expanded to a shape."""
     if any(size != 1 for size in value.shape[: value.dim() - len(shape)]):
@@ -147,12 +161,11 @@ def _without_leading_ones(value: Tensor) -> Tensor:
 
 
 def _fill(target: Tensor, value: Any) -> None:
-    check_writable("x[range] = value", target)
+    check_writable("x[range] = value", target, (value,))
     if isinstance(value, Tensor):
         if value.dim() > target.dim():
             value = _without(value, list(target.shape))
         if _shares_memory(target, value):  # x[1] += 1 writes a view of x to x
-            is_window("copy", target, (value,))
             value = value.clone()
         target.copy_(value)
     elif isinstance(value, (bool, int, float, complex)):

@@ -250,12 +250,16 @@ def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _consecutive_ranges(input: Tensor, dim: int, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Consecutive ranges of a dim."""
+def _consecutive_ranges(
+    input: Tensor, dim: int, lengths: Sequence[int], together: bool
+) -> tuple[Tensor, ...]:
+    """Consecutive ranges of a dim; ``together``: for torch one node makes them."""
     pieces, start = [], 0
     for length in lengths:
         pieces.append(input.narrow(dim, start, length))
         start += length
+    if together:
+        copied_views.made_together(pieces)
     return tuple(pieces)
 
 
@@ -267,7 +271,8 @@ def _register_split(name: str) -> None:
         split = split_lengths(name, input, args, kwargs)
         if split is None or not input.spec.axes_of(split[0]):
             return None
-        return Decomposition(lambda input, *_, **__: _consecutive_ranges(input, *split))
+        together = name in copied_views.TOGETHER
+        return Decomposition(lambda input, *_, **__: _consecutive_ranges(input, *split, together))
 
 
 for _name in SPLITS:

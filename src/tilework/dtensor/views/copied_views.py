@@ -38,6 +38,7 @@ from tilework.dtensor.views.memory_layout import (
     window_of,
     write_memory,
 )
+from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
 WATCHED: View = object.__new__(View)
@@ -89,16 +90,27 @@ def _counting(copy: Tensor) -> Tensor:
         return copy.clone()
 
 
-class _Piece:
-    """A result of an operator that makes several views."""
+class Piece:
+    """A result of an operator that makes several views.
 
-    __slots__ = ("func", "number")
+    Args:
+        func: Makes all of them.
+        number: This one's place among them; None: ``func`` makes it alone.
+        together: True if torch's graph has one node for all, so that none may be written to.
+    """
 
-    def __init__(self, func: Any, number: int) -> None:
-        self.func, self.number = func, number
+    __slots__ = ("func", "number", "together")
+
+    def __init__(self, func: Any, number: int | None, together: bool) -> None:
+        self.func, self.number, self.together = func, number, together
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(*args, **kwargs)[self.number]
+        result = self.func(*args, **kwargs)
+        return result if self.number is None else result[self.number]
+
+
+#: Operators whose views torch's graph has one node for; others are composed of slices.
+TOGETHER = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 
 
 def viewed(
@@ -119,8 +131,9 @@ def viewed(
             result._view_of = base._view_of
         else:
             spec, view = base._spec, base._view_of
+            together = canonical_name(func)[0] in TOGETHER
             for i, item in enumerate(result):
-                item._viewed = (base, spec, _Piece(func, i), args, kwargs)
+                item._viewed = (base, spec, Piece(func, i, together), args, kwargs)
                 if view is not None:
                     item._view_of = view
         return result
@@ -132,9 +145,18 @@ def viewed(
     if isinstance(result, Tensor):
         mark(result, base, redo, shares=not copied)
         return result
+    together = canonical_name(func)[0] in TOGETHER
     for i, item in enumerate(result):
-        mark(item, base, lambda x, i=i: redo(x)[i], shares=not copied)  # type: ignore[misc]
+        mark(item, base, Piece(redo, i, together), shares=not copied)
     return result
+
+
+def made_together(views: Sequence[Tensor]) -> None:
+    """Note that torch's graph has one node for all of these views. Local."""
+    for view in views:
+        if isinstance(view, DTensorBase) and view._viewed is not None:
+            base, spec, func, args, kwargs = view._viewed
+            view._viewed = (base, spec, Piece(func, None, True), args, kwargs)
 
 
 def data_of(tensor: Tensor) -> Tensor:
@@ -198,6 +220,8 @@ def refresh(tensor: DTensorBase) -> None:
         with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
             anew = view.redo(base)._local_tensor
         anew = anew if view.shares else _counting(anew)
+        if view.value.requires_grad and not (view.apart or anew.requires_grad):
+            anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
         if _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
@@ -206,6 +230,21 @@ def refresh(tensor: DTensorBase) -> None:
         view.note()
     if tensor._local_tensor is not view.value:
         tensor._local_tensor, tensor._aliases = view.value, None
+
+
+class _GradOfNobody(torch.autograd.Function):
+    """The identity: of a view whose base has left the graph, as detach_() does, and was written to.
+
+    torch says then that the view requires a gradient, which goes nowhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
 
 
 def _has_own_graph(view: View) -> bool:
@@ -271,6 +310,7 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
         return
     apart = max(apart, view.apart, key=len)
     base = view.base
+    shown = base._local_tensor
     if base._spec.overlaps:
         with torch.no_grad() if apart else nullcontext():
             full = wrap_as(type(tensor), tensor._local_tensor, tensor._spec).full_tensor()
@@ -288,7 +328,9 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
             (view.write or _write_gathered(view.redo))(base, value)
     in_graph = torch.is_grad_enabled() and not apart and tensor._local_tensor.requires_grad
-    if tensor._local_tensor is view.value and not in_graph:  # else it is at another place there
+    # False where the base was computed anew meanwhile, or its graph was: the view is, too.
+    kept = not (view.shares and base._local_tensor is not shown)
+    if tensor._local_tensor is view.value and kept and not in_graph:
         view.note()
 
 

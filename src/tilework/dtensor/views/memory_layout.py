@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -52,6 +53,13 @@ class Window(NamedTuple):
 def window_of(tensor: DTensorBase) -> Window:
     """The elements that a tensor shows of the memory that it would have. Local."""
     return Window(tensor._spec.shape, tensor._spec.strides, offset_of(tensor))
+
+
+def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Window:
+    """The elements that a view of a tensor would show of its memory. Local."""
+    with torch.no_grad():
+        shown = change(_meta_at(tensor._spec, tensor.dtype, offset_of(tensor)))
+    return Window(tuple(shown.shape), tuple(shown.stride()), int(shown.storage_offset()))
 
 
 def full_memory(tensor: DTensorBase) -> Tensor:
