@@ -100,7 +100,7 @@ def redistribute_with_partial_grad(
     of = Moved(digest_of(tensor), operator)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return redistribute_local(local, source, target, of=of)
-    if source.partial_axes:
+    if source.partial_axes or target.reduce_op not in (None, "sum"):
         moved = redistribute_local(local, source, target, of=of)
         return alias_local(moved, as_partial(target.dual, axes), target.dual, of)
     if target.dual == source:  # the first rank's partial value is the value: grads may wait
@@ -119,6 +119,8 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
     """
     local, source = local_of(result), tensor._spec
     if not (local.requires_grad and torch.is_grad_enabled()) or source.partial_axes:
+        return
+    if result._spec.reduce_op not in (None, "sum"):
         return
     partial = as_partial(result._spec.dual, axes)
     shortcut = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]

@@ -191,7 +191,7 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     for target, value in zip(tensors_in(out), tensors_in(result), strict=False):
         if target.shape == value.shape:  # else it gets memory of its own
             for tensor in inputs:
-                if tensor is not target:
+                if tensor is not target and isinstance(target, DTensor):
                     check_apart(name, target, tensor)
     if isinstance(out, Tensor):
         write_out(out, result, name)
