@@ -11,12 +11,14 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor as torch_tensor
+import torch.distributed.tensor.parallel as torch_style
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import tilework.checkpoint as tilework_checkpoint
 import tilework.distributed as dist
 from tests.jobs import Launcher, Rank
 from tilework.dtensor import (
@@ -26,11 +28,19 @@ from tilework.dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
+    local_map,
     module_from_torch,
     module_to_torch,
     zeros,
 )
-from tilework.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tilework.parallel import (
+    ColwiseParallel,
+    DistributedDataParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from tilework.parallel import fully_shard as tilework_fully_shard
+from tilework.sharded import ChunkShardingSpec, shard_tensor
 
 checkpoint: Any = torch.distributed.checkpoint
 VALUES = torch.arange(14.0).view(7, 2)
@@ -117,6 +127,20 @@ def mix(rank: Rank) -> None:
         assert part.shape == (4,)
         made = zeros(4, device_mesh=theirs, placements=[torch_tensor.Partial()])  # type: ignore[arg-type,list-item]
         assert made.placements == (Partial(),)
+        assert x.redistribute(theirs, [torch_tensor.Replicate()]).placements == (Replicate(),)  # type: ignore[arg-type,list-item]
+        doubled = local_map(
+            lambda a: a * 2,
+            out_placements=cast(Any, [torch_tensor.Shard(0)]),
+            in_placements=cast(Any, ([torch_tensor.Shard(0)],)),
+            device_mesh=cast(Any, theirs),
+        )
+        assert doubled(x).full_tensor().tolist() == (VALUES * 2).tolist()
+        sharded: Any = tilework_fully_shard(nn.Linear(2, 2), mesh=cast(Any, theirs))
+        assert sharded(VALUES).shape == (7, 2)
+        replicas = DistributedDataParallel(
+            nn.Linear(2, 2), process_group=cast(Any, torch_dist.group.WORLD)
+        )
+        assert replicas(VALUES).shape == (7, 2)
         ones = torch.ones(3)
         dist.all_reduce(ones, group=cast(Any, torch_dist.group.WORLD))
         assert ones.tolist() == [2, 2, 2]
@@ -133,6 +157,8 @@ def mix(rank: Rank) -> None:
 
 
 T = torch_tensor
+OURS: Any = Shard(0)
+COLWISE: Any = torch_style.ColwiseParallel()
 #: What one library says to the other's objects.
 REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: distribute_tensor(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
@@ -154,11 +180,52 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: T.zeros(4, device_mesh=m)): ["tilework", "to_torch"],
     (lambda x, y, m: torch_dist.all_reduce(x)): ["tilework", "to_torch"],
     (lambda x, y, m: torch_dist.broadcast(x, 0)): ["tilework", "to_torch"],
+    (lambda x, y, m: T.distribute_tensor(VALUES, m, [T.Shard(0)])): ["tilework", "to_torch"],
+    (lambda x, y, m: T.distribute_tensor(VALUES, m.to_torch(), [OURS])): [
+        "tilework",
+        "to_torch",
+    ],
+    # torch makes it as it is told, and asks at the first use.
+    (lambda x, y, m: T.zeros(4, device_mesh=m.to_torch(), placements=[OURS]).full_tensor()): [
+        "tilework",
+        "to_torch",
+    ],
+    (lambda x, y, m: T.DTensor.from_local(x, m.to_torch(), [T.Shard(0)])): ["tilework", "to_torch"],
+    (lambda x, y, m: y.redistribute(m, [T.Replicate()])): ["tilework", "to_torch"],
+    (lambda x, y, m: y.redistribute(m.to_torch(), [Replicate()])): ["tilework", "to_torch"],
+    (lambda x, y, m: T.distribute_module(nn.Linear(2, 2), m)): ["tilework", "to_torch"],
+    (lambda x, y, m: fully_shard(nn.Linear(2, 2), mesh=m)): ["tilework", "to_torch"],
+    (lambda x, y, m: torch_dist.barrier(group=m.get_group())): ["tilework", "new_group"],
+    (lambda x, y, m: torch_dist.get_rank(m.get_group())): ["tilework", "new_group"],
+    (lambda x, y, m: parallelize_module(nn.Linear(2, 2), m, COLWISE)): [
+        "tilework.parallel",
+        "to_torch",
+    ],
+    (lambda x, y, m: shard_tensor(y, ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))): [
+        "torch.distributed.tensor",
+        "from_torch",
+    ],
 }
 
 
 def test_each_library_names_the_others_objects(ranks: Launcher) -> None:
     ranks(2, mix)
+
+
+def keep(rank: Rank, folder: Path) -> None:
+    """tilework's checkpoints save and fill torch's DTensors, in their own memory."""
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2,))
+        group = cast(Any, torch_dist.group.WORLD)
+        y = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)])
+        tilework_checkpoint.save({"y": y}, folder, group=group)
+        z = torch_tensor.zeros(7, 2, device_mesh=theirs, placements=[torch_tensor.Shard(1)])
+        tilework_checkpoint.load(folder, {"y": z}, group=group)
+        assert z.full_tensor().tolist() == VALUES.tolist()
+
+
+def test_tileworks_checkpoints_take_torchs_dtensors(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2, keep, tmp_path / "saved")
 
 
 def on_gloo(rank: Rank) -> None:

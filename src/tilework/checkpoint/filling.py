@@ -27,6 +27,8 @@ from tilework.checkpoint.format import Index, Path, SavedTensor
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import has_state, unwrapped
 from tilework.checkpoint.values import decode_value, is_plain_sequence
+from tilework.dtensor import DTensor
+from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.errors import CheckpointError
 from tilework.tiled.tensor import TiledTensor
 
@@ -209,7 +211,8 @@ class Filling:
                 f"{list(saved.shape)}: load it by other names (map_names), or leave it out (names)",
                 tensor=saved.name,
             )
-        self.targets.append(Target(saved, tensor, where))
+        own = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else tensor
+        self.targets.append(Target(saved, own, where))
 
     def _visit_dict(self, value: dict[Any, Any], path: Path) -> Finish:
         found = self.find(path)

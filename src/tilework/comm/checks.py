@@ -22,9 +22,11 @@ def check_tensor(value: Any, name: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
     if type(value) is not Tensor and hasattr(value, "full_tensor"):
+        theirs = type(value).__module__.startswith("torch.")
+        whose = " of torch.distributed.tensor's" if theirs else ""
         raise TypeError(
-            f"{name} is a {type(value).__name__}, whose parts lie on several ranks: collectives "
-            f"take plain tensors, such as its local tensor ({name}.to_local())"
+            f"{name} is a {type(value).__name__}{whose}, whose parts lie on several ranks: "
+            f"collectives take plain tensors, such as its local tensor ({name}.to_local())"
         )
     if value.layout is not torch.strided or value.is_meta:
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")

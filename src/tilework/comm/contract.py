@@ -21,6 +21,7 @@ from tilework.comm.elastic.ledger import Ledger
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.errors import DistBackendError
+from tilework.layout.torch_callers import refuse_torch_caller
 
 
 class Work(ABC):
@@ -159,6 +160,13 @@ class FastPath:
 NO_FAST_PATH = FastPath()
 
 
+_OURS = (
+    "a process group of tilework's: torch.distributed's functions take those of "
+    "torch.distributed.new_group, which tilework's take, too, after "
+    'torch.distributed.init_process_group("tilework")'
+)
+
+
 class Successors(Protocol):
     """The maker of the groups that follow on one."""
 
@@ -238,6 +246,14 @@ class ProcessGroup:
     def name(self) -> str:
         """The backend's name."""
         return self.getBackendName()
+
+    def __bool__(self) -> bool:
+        refuse_torch_caller(self, _OURS)
+        return True
+
+    def __str__(self) -> str:
+        refuse_torch_caller(self, _OURS)
+        return repr(self)
 
     def __repr__(self) -> str:
         ranks = list(self.global_ranks)

@@ -354,7 +354,8 @@ def native_group(group: Any) -> ProcessGroup | NonMember:
 def member(group: AnyGroup, operation: str) -> ProcessGroup | None:
     """``group`` if this rank is in it; else None, with a warning the first time."""
     if group is None:
-        return _world.get().default_group or current_world().default()
+        default = _world.get().default_group
+        return current_world().default() if default is None else default
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonMember):

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.layout.placements import native_placement
 from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 
 #: The placements of one argument or result; None for what is no tensor.
 OnePlacements = Sequence[Placement] | None
@@ -79,7 +81,8 @@ def local_map(
             device_mesh,
             redistribute_inputs=redistribute_inputs,
         )
-    outs = _each(out_placements)
+    outs = _each(_own(out_placements))
+    in_placements, in_grad_placements = _own(in_placements), _own(in_grad_placements)
     for placements in (*outs, *(in_placements or ()), *(in_grad_placements or ())):
         _check_placements(placements)
 
@@ -92,7 +95,7 @@ def local_map(
         values, structure = pytree.tree_flatten(args)
         if not any(isinstance(value, DTensor) for value in values):
             return func(*args, **kwargs)
-        mesh = _mesh(values, device_mesh)
+        mesh = _mesh(values, None if device_mesh is None else mesh_or_current(device_mesh))
         needed = _for_each(in_placements, values, "in_placements")
         inputs = [
             _redistributed(*pair, i, redistribute_inputs)
@@ -114,6 +117,13 @@ def local_map(
         return pytree.tree_unflatten(wrapped, structure)
 
     return mapped
+
+
+def _own(placements: Any) -> Any:
+    """Placements of this library's, nested as they were given; torch's by their meaning."""
+    if isinstance(placements, (list, tuple)):
+        return type(placements)([_own(each) for each in placements])
+    return native_placement(placements)
 
 
 def _each(out_placements: Any) -> tuple[OnePlacements, ...]:
@@ -140,7 +150,7 @@ def _check_placements(placements: Any) -> None:
 def _mesh(values: Sequence[Any], mesh: DeviceMesh | None) -> DeviceMesh:
     for value in values:
         if isinstance(value, DTensor):
-            mesh = mesh or value.device_mesh
+            mesh = value.device_mesh if mesh is None else mesh
             if value.device_mesh != mesh:
                 raise ValueError(
                     f"the tensors of a local_map lie on one mesh, got {mesh} and "

@@ -264,7 +264,7 @@ class DTensor(DTensorBase):
             )
         if placements is not None:
             placements = placements_in(placements)
-        if device_mesh is not None and device_mesh != source.mesh:
+        if device_mesh is not None and mesh_or_current(device_mesh) != source.mesh:
             raise ValueError(
                 f"a tensor on {source.mesh} cannot go to {device_mesh}: redistribute() changes its "
                 f"placements; for another mesh, distribute_tensor(x.full_tensor(), mesh, …)"

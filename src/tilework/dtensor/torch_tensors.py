@@ -6,7 +6,9 @@ torch writes that one axis shards a dim after another as ``_StridedShard``; here
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Replicate, Shard, chunk_sizes
 from tilework.layout.placements import native_placement
 from tilework.mesh import DeviceMesh
+from tilework.tiled.op_table import Handler
 
 
 def is_torch_dtensor(value: Any) -> bool:
@@ -51,6 +54,27 @@ def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
         f"{name} of torch.distributed's got a DTensor of tilework's: to_torch() makes it one of "
         f"torch.distributed.tensor's, in the same memory, and to_local() gives its local tensor"
     )
+
+
+def refuse_as_local(view_as: Handler) -> Handler:
+    """The handler of ``view_as``, but for torch's ``DTensor.from_local``, which begins with it.
+
+    torch would take the DTensor for a local tensor, and make one within the other.
+    """
+
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and "tilework" in frame.f_globals.get("__name__", ""):
+            frame = frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == "torch.distributed.tensor._api":
+            raise TypeError(
+                "DTensor.from_local of torch.distributed.tensor's got a DTensor of tilework's: "
+                "to_torch() makes it one of torch's, in the same memory, and to_local() gives its "
+                "local tensor"
+            )
+        return view_as(func, args, kwargs)
+
+    return handler
 
 
 def spec_from_torch(tensor: Any) -> DTensorSpec:

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilework.layout.box import Ints
+from tilework.layout.torch_callers import refuse_torch_caller
+
+_OURS = (
+    "a placement of tilework's: torch.distributed's functions take those of "
+    "torch.distributed.tensor, and x.to_torch() makes a DTensor with its placements one of theirs"
+)
 
 
 class _PlacementKind:
@@ -14,16 +20,23 @@ class _PlacementKind:
 
     __slots__ = ()
 
+    def __str__(self) -> str:
+        refuse_torch_caller(self, _OURS)
+        return repr(self)
+
     def is_shard(self, dim: int | None = None) -> bool:
         """True if it shards a dim; this one, if ``dim`` is given."""
+        refuse_torch_caller(self, _OURS)
         return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
         """True if all ranks along the axis hold the same."""
+        refuse_torch_caller(self, _OURS)
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """True if the ranks' values are still to be reduced; by this, if ``reduce_op`` is given."""
+        refuse_torch_caller(self, _OURS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 

@@ -25,6 +25,7 @@ from tilework.comm.world import (
     native_group,
     resolve,
 )
+from tilework.layout.torch_callers import refuse_torch_caller
 from tilework.mesh.spec import MeshSpec
 
 
@@ -415,6 +416,12 @@ class DeviceMesh:
         raise TypeError(
             f"{self!r} is a mesh of tilework's: torch.distributed's functions take to_torch() of it"
         )
+
+    def __bool__(self) -> bool:
+        refuse_torch_caller(
+            self, "a mesh of tilework's: torch.distributed's functions take to_torch() of it"
+        )
+        return True
 
     _layout = _rank_map = _get_or_create_default_group = _is_current_rank_part_of_mesh
 

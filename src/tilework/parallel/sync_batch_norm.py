@@ -116,7 +116,8 @@ class SyncBatchNorm(_BatchNorm):
         """The ranks that have inputs; None for this rank alone, or outside of training."""
         if not self.training:
             return None
-        group = active_group(self.process_group or get_default_group())
+        given = self.process_group
+        group = active_group(get_default_group() if given is None else given)
         return group if group.size() > 1 else None
 
     def _by_channel(self, values: Tensor, x: Tensor) -> Tensor:

@@ -166,6 +166,12 @@ class ShardRequest:
             raise ValueError(f"{self.name} is sharded already: use its reshard(spec)")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{self.name} must be a tensor, got {type(tensor).__name__}")
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"{self.name} is a {type(tensor).__name__} of {type(tensor).__module__}, which is "
+                f"distributed already: to_sharded() of tilework.dtensor takes a DTensor, which "
+                f"DTensor.from_torch() makes of torch's"
+            )
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{self.name} is not a contiguous Tensor: its strides are {tensor.stride()}; "

@@ -28,6 +28,12 @@ def is_called_within(package: str) -> bool:
     return False
 
 
+def _instead() -> str:
+    if not is_called_within(os.path.join("nn", "parallel")):
+        return ""
+    return ". torch's DistributedDataParallel takes none; that of tilework.parallel does"
+
+
 class TiledTensor(Tensor):
     """A tensor of a global shape, of which this rank holds the tiles that its tiling gives it.
 
@@ -74,6 +80,7 @@ class TiledTensor(Tensor):
                 f"plain tensors, from to_local() or full_tensor()"
             )
         raise RuntimeError(
-            f"A {cls.__name__} is used from inside torch's C++ by {func}, where only plain "
-            f"tensors can be: take its local tensors, or make it a plain one with full_tensor()"
+            f"A {cls.__name__} of tilework's is used from inside torch's C++ by {func}, where only "
+            f"plain tensors can be: take its local tensors, or make it a plain one with "
+            f"full_tensor(){_instead()}"
         )

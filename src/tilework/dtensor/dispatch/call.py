@@ -65,6 +65,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import (
     is_of_torch_distributed,
     is_torch_dtensor,
+    refuse_as_local,
     refuse_of_torch_distributed,
     refuse_torch_dtensor,
 )
@@ -123,7 +124,8 @@ def _handler(func: Any) -> Handler:
     # With inplace= it calls one of two operators, of which each has a rule.
     if body is not None and (not entry.has_rule or "inplace" in body.__code__.co_varnames):
         return lambda func, args, kwargs: body(*args, **kwargs)
-    return Operator(entry, in_place).handler()
+    handler = Operator(entry, in_place).handler()
+    return refuse_as_local(handler) if func is Tensor.view_as else handler
 
 
 def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:

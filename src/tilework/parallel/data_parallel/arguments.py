@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import AnyGroup, NonMember, get_default_group
+from tilework.comm.world import AnyGroup, NonMember, resolve
 from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.data_parallel.leaves import shared_ranks
 
 _requires_grad = attrgetter("requires_grad")
@@ -63,15 +64,17 @@ def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
     if group is not None and mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh is not None:
+        mesh = mesh_or_current(mesh)
         if mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
         return mesh.get_group(0)
+    group = resolve(group)
     if isinstance(group, NonMember):
         raise ValueError(
             f"this rank is not in the group of ranks {list(group.global_ranks)}, and cannot hold a "
             f"replica: construct DistributedDataParallel on the group's ranks only"
         )
-    return get_default_group() if group is None else group
+    return group
 
 
 def devices_of(

@@ -323,7 +323,7 @@ class Reducer:
     @property
     def active(self) -> ProcessGroup:
         """The group that reduces: without ranks that have run out of inputs."""
-        return self.active_group or self.group
+        return self.group if self.active_group is None else self.active_group
 
     def _start(self, bucket: _Bucket) -> None:
         """Copy what is not in a bucket's memory yet, and start its reduction."""

@@ -21,6 +21,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world, get_default_group
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.outputs import call_at_backward, replace_tensors
 from tilework.parallel.fully_sharded.flat_group import FlatGroup
@@ -344,8 +345,9 @@ def fully_shard(
         [(torch.Size([2, 4]), 0.5), (torch.Size([2, 4]), 0.5)]
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
+    mesh = None if mesh is None else mesh_or_current(mesh)
     _check(modules, mesh, offload_policy)
-    mesh = mesh or _mesh_of_all_ranks()
+    mesh = _mesh_of_all_ranks() if mesh is None else mesh
     policy = mp_policy or MixedPrecisionPolicy()
     shard_group, replicate_group = _groups_of(mesh)
     params = [

@@ -114,7 +114,19 @@ def _number(mesh: DeviceMesh, axis: str | int) -> int:
     return mesh.spec.axis(axis)
 
 
+def _refuse_torchs(style: object) -> None:
+    name, module = type(style).__name__, type(style).__module__
+    if module.startswith("torch.distributed"):
+        raise TypeError(
+            f"{name} of {module} was given: parallelize_module of tilework's takes "
+            f"tilework.parallel's styles ({name} with the same layouts), and torch's takes "
+            f"mesh.to_torch() with torch's styles"
+        )
+
+
 def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+    for style in plan.values() if isinstance(plan, Mapping) else (plan,):
+        _refuse_torchs(style)
     if isinstance(plan, ParallelStyle):
         return {"": plan}
     if not isinstance(plan, Mapping):
