@@ -4,25 +4,20 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
-#include <ctime>
-#include <map>
 #include <mutex>
 #include <system_error>
-#include <utility>
 
 #include "copy.h"
 #include "crc32.h"
 
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#endif
 #ifndef RWF_NOWAIT
 #define RWF_NOWAIT 8
 #endif
@@ -30,11 +25,14 @@
 namespace tilework {
 namespace {
 
-/// Mapped at once. Windows of a file begin at multiples of it, so that its large pages are mapped as such.
-constexpr size_t kWindow = 8 << 20;
-/// While the faster way is not known.
-constexpr size_t kSample = 4 << 20;
+/// Mapped at once.
+constexpr size_t kMapped = 8 << 20;
+/// A file's block, from a multiple of it on, that may be one page of the system's.
 constexpr size_t kLargePage = 2 << 20;
+/// Less of a block is not worth a page's mapping.
+constexpr size_t kLeastMapped = 256 << 10;
+/// After blocks that were no large pages so many at the most are read without looking.
+constexpr int kMostPassed = 31;
 /// Read and checked at once: so it is in the cache still when it is checked and put in place.
 constexpr size_t kPiece = 256 << 10;
 /// Runs at such a distance are read one by one, where what is between them need not be.
@@ -78,70 +76,18 @@ bool guarded(Function&& function) {
     return false;
   }
   escape = &here;
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // the handler reads it
   function();
+  std::atomic_signal_fence(std::memory_order_seq_cst);
   escape = nullptr;
   return true;
 }
 
-// -- the faster way --------------------------------------------------------------------------
-
-enum Way { kMapped, kRead, kWays };
-
-/// The rates of one device, of long runs or of short ones, in nanoseconds per MiB: an average in which
-/// the latest count most, as some files are in large pages and others are not.
-struct Rates {
-  double average[kWays] = {0, 0};
-  int samples[kWays] = {0, 0};
-  int since_sample = 0;
-};
-
-constexpr int kSamples = 2;
-/// One in so many windows goes the slower way, to see if it still is.
-constexpr int kSampleEvery = 64;
-
-std::mutex rates_mutex;
-using Kind = std::pair<dev_t, bool>;
-std::map<Kind, Rates>& all_rates() {
-  static std::map<Kind, Rates> rates;
-  return rates;
-}
-
-struct Choice {
-  Way way;
-  bool sample;
-};
-
-Choice choose(Kind kind) {
-  const std::lock_guard<std::mutex> lock(rates_mutex);
-  Rates& rates = all_rates()[kind];
-  for (int way = 0; way < kWays; ++way)
-    if (rates.samples[way] < kSamples) return {static_cast<Way>(way), true};
-  const Way best = rates.average[kMapped] <= rates.average[kRead] ? kMapped : kRead;
-  if (++rates.since_sample < kSampleEvery) return {best, false};
-  rates.since_sample = 0;
-  return {best == kMapped ? kRead : kMapped, true};
-}
-
-void note(Kind kind, Way way, double ns, size_t bytes) {
-  if (bytes < kSample / 2) return;
-  const double rate = ns / static_cast<double>(bytes) * (1 << 20);
-  const std::lock_guard<std::mutex> lock(rates_mutex);
-  Rates& rates = all_rates()[kind];
-  double& average = rates.average[way];
-  average += rates.samples[way]++ ? (rate - average) / kSamples : rate;
-}
-
-/// The processor's time of this thread, in nanoseconds.
-int64_t worked_ns() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return int64_t{1'000'000'000} * time.tv_sec + time.tv_nsec;
-}
-
-dev_t device_of(int fd) {
-  struct stat status;
-  if (fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category());
-  return status.st_dev;
+/// The pages that this thread has had mapped or fetched: one for a large page.
+long page_faults() {
+  rusage usage;
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_minflt + usage.ru_majflt;
 }
 
 bool is_cached(int fd, uint64_t offset) {
@@ -171,11 +117,10 @@ size_t Runs::end() const {
   return last + run;
 }
 
-/// A range of a part that is read in one way.
+/// A range of a part that lies in one block.
 struct FileReader::Window {
   const ChunkedPart& part;
   size_t begin, end;
-  bool cached;
 };
 
 /// The way through a part: the next wanted byte, and the checksum of the chunk so far.
@@ -310,14 +255,14 @@ struct FileReader::Walk {
 };
 
 FileReader::FileReader() {
-  void* reserved = mmap(nullptr, kWindow + 2 * kLargePage, PROT_NONE,
+  void* reserved = mmap(nullptr, kMapped + kLargePage, PROT_NONE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   address_space_ = reserved == MAP_FAILED ? nullptr : static_cast<char*>(reserved);
   catch_bus_errors();
 }
 
 FileReader::~FileReader() {
-  if (address_space_ != nullptr) munmap(address_space_, kWindow + 2 * kLargePage);
+  if (address_space_ != nullptr) munmap(address_space_, kMapped + kLargePage);
   std::free(bounce_);
 }
 
@@ -327,48 +272,59 @@ char* FileReader::bounce() {
   return bounce_;
 }
 
-/// The file's bytes from an offset on; null if they cannot be mapped.
-const char* FileReader::map(int fd, uint64_t offset, size_t bytes) {
-  if (address_space_ == nullptr) return nullptr;
+/// The file's bytes from an offset on, all in one block; null unless they are in one large page.
+const char* FileReader::large_page(int fd, uint64_t offset, size_t bytes) {
+  if (address_space_ == nullptr || bytes < kLeastMapped) return nullptr;
+  if (to_pass_ > 0) return --to_pass_, nullptr;
   char* aligned = address_space_ + -reinterpret_cast<uintptr_t>(address_space_) % kLargePage;
-  // As far from a large page's start as in the file.
-  const uint64_t from = offset / 4096 * 4096;
-  char* place = aligned + from % kLargePage;
-  const size_t length = static_cast<size_t>(offset - from) + bytes;
-  void* mapped =
-      mmap(place, length, PROT_READ, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(from));
-  if (mapped == MAP_FAILED) return nullptr;
-  if (madvise(place, length, MADV_POPULATE_READ) != 0) return nullptr;
-  return place + (offset - from);
+  if (mapped_bytes_ == 0 || offset < mapped_from_ || offset >= mapped_from_ + mapped_bytes_) {
+    mapped_from_ = offset / kLargePage * kLargePage, mapped_bytes_ = 0;
+    if (mmap(aligned, kMapped, PROT_READ, MAP_SHARED | MAP_FIXED, fd,
+             static_cast<off_t>(mapped_from_)) == MAP_FAILED)
+      return nullptr;
+    mapped_bytes_ = kMapped;
+    madvise(aligned, kMapped, MADV_HUGEPAGE);  // what is not in memory yet comes in such pages
+  }
+  const char* place = aligned + (offset - mapped_from_);
+  const volatile char* touched = place;
+  const long before = page_faults();
+  const bool there = guarded([&] { (void)touched[0], (void)touched[bytes - 1]; });
+  if (there && page_faults() - before <= 1) {
+    penalty_ = 0;
+    return place;
+  }
+  to_pass_ = penalty_;
+  penalty_ = std::min(2 * penalty_ + 1, kMostPassed);
+  return nullptr;
 }
 
 void FileReader::unmap() {
-  mmap(address_space_, kWindow + 2 * kLargePage, PROT_NONE,
+  if (mapped_bytes_ == 0) return;
+  mmap(address_space_, kMapped + kLargePage, PROT_NONE,
        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  mapped_bytes_ = 0;
 }
 
 /// False if the pages could not all be read so; `walk` is then anything.
-bool FileReader::read_mapped(int fd, const Window& window, Walk& walk) {
+bool FileReader::read_mapped(const char* source, const Window& window, Walk& walk) {
   const ChunkedPart& part = window.part;
-  const char* source = map(fd, part.offset + window.begin, window.end - window.begin);
-  const bool read = source != nullptr && guarded([&] {
-                      for (size_t at = window.begin; at < window.end;) {
-                        const size_t end = walk.piece_end(part, at, window.end), bytes = end - at;
-                        const char* piece = source + (at - window.begin);
-                        const bool checked = part.compares(at);
-                        if (walk.is_wanted(at, end) && checked) {
-                          walk.crc = copy_crc32(walk.to + walk.done, piece, bytes, walk.crc);
-                          walk.take(bytes);
-                        } else {
-                          if (checked) walk.crc = crc32(piece, bytes, walk.crc);
-                          walk.copy_from(piece, at, end);
-                        }
-                        if (!walk.close_chunk(part, end)) break;
-                        at = end;
-                      }
-                    });
+  const bool read = guarded([&] {
+    for (size_t at = window.begin; at < window.end;) {
+      const size_t end = walk.piece_end(part, at, window.end), bytes = end - at;
+      const char* piece = source + (at - window.begin);
+      const bool checked = part.compares(at);
+      if (walk.is_wanted(at, end) && checked) {
+        walk.crc = copy_crc32(walk.to + walk.done, piece, bytes, walk.crc);
+        walk.take(bytes);
+      } else {
+        if (checked) walk.crc = crc32(piece, bytes, walk.crc);
+        walk.copy_from(piece, at, end);
+      }
+      if (!walk.close_chunk(part, end)) break;
+      at = end;
+    }
+  });
   fence_streamed_copies();
-  unmap();
   return read;
 }
 
@@ -386,10 +342,11 @@ bool FileReader::read_runs(int fd, const ChunkedPart& part, size_t end, Walk& wa
 
 void FileReader::read_window(int fd, const Window& window, Walk& walk) {
   const ChunkedPart& part = window.part;
+  const bool cached = is_cached(fd, part.offset + window.begin);
   for (size_t at = window.begin; at < window.end;) {
     const size_t end = walk.piece_end(part, at, window.end);
     const bool checked = part.compares(at), in_place = walk.is_wanted(at, end);
-    if (!checked && walk.reads_runs(window.cached)) {
+    if (!checked && walk.reads_runs(cached)) {
       if (!read_runs(fd, part, end, walk)) {
         walk.outcome = {ReadOutcome::kTruncated, at / part.chunk, 0};
         return;
@@ -419,9 +376,11 @@ void FileReader::read_window(int fd, const Window& window, Walk& walk) {
 
 ReadOutcome FileReader::read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin,
                              size_t end) {
-  const dev_t device = device_of(fd);
+  struct Unmapping {
+    FileReader& reader;
+    ~Unmapping() { reader.unmap(); }
+  } unmapping{*this};
   Walk walk(runs, begin, part.shares != nullptr);
-  const Kind kind = {device, runs.target != nullptr && runs.run < kPiece / 4};
   while (begin < end && walk.outcome.kind == ReadOutcome::kRead) {
     // Nothing is read that is neither checked nor wanted.
     if (!part.compares(begin) && (walk.over() || walk.next() > begin)) {
@@ -433,23 +392,18 @@ ReadOutcome FileReader::read(int fd, const ChunkedPart& part, const Runs& runs, 
       }
     }
     const uint64_t offset = part.offset + begin;
-    Choice choice = choose(kind);
-    const size_t most = choice.sample ? kSample : kWindow;
-    const size_t bytes = std::min(end - begin, most - static_cast<size_t>(offset % most));
-    const bool cached = is_cached(fd, offset) && is_cached(fd, offset + bytes - 1);
-    if (!cached) choice.way = kRead;
-    const Window window = {part, begin, begin + bytes, cached};
-    const int64_t start = worked_ns();
+    const size_t bytes =
+        std::min(end - begin, kLargePage - static_cast<size_t>(offset % kLargePage));
+    const Window window = {part, begin, begin + bytes};
     const Walk before = walk;
-    bool read = false;
-    if (choice.way == kMapped && !(read = read_mapped(fd, window, walk))) {
+    const char* source = large_page(fd, offset, bytes);
+    if (source == nullptr || !read_mapped(source, window, walk)) {
       walk.index = before.index;
       walk.at = before.at, walk.done = before.done, walk.to = before.to, walk.crc = before.crc;
       walk.share = before.share, walk.passed = before.passed;
       walk.outcome = before.outcome;
+      read_window(fd, window, walk);
     }
-    if (!read) read_window(fd, window, walk);
-    if (cached) note(kind, choice.way, static_cast<double>(worked_ns() - start), bytes);
     begin += bytes;
   }
   return walk.outcome;

@@ -43,12 +43,12 @@ struct ReadOutcome {
 };
 
 /// Reads parts of files, each byte but once where it can be: checksums are computed of what is in a
-/// cache. The system's pages of the file are mapped, a window at a time, where that is faster than
-/// read(); which it is, is measured on the way, for each device, in the processor's time: what other
-/// processes take does not count. What is not in memory is read().
+/// cache. Where the system has a block of a file in one large page, that is mapped: it costs nothing,
+/// nor does the copy that read() makes. What is not in memory yet is fetched in such pages, where the
+/// file system has them. Small pages cost more to map than to copy: they are read().
 ///
 /// Mapped pages may vanish: a file is cut, or a disk fails. The signal of that is caught; then read()
-/// tells what is wrong. Memory of windows is given back at once.
+/// tells what is wrong. Memory is given back at the end of each call.
 class FileReader {
  public:
   FileReader();
@@ -64,14 +64,19 @@ class FileReader {
   struct Window;
   struct Walk;
 
-  const char* map(int fd, uint64_t offset, size_t bytes);
+  const char* large_page(int fd, uint64_t offset, size_t bytes);
   void unmap();
-  bool read_mapped(int fd, const Window& window, Walk& walk);
+  bool read_mapped(const char* source, const Window& window, Walk& walk);
   bool read_runs(int fd, const ChunkedPart& part, size_t end, Walk& walk);
   void read_window(int fd, const Window& window, Walk& walk);
   char* bounce();
 
   char* address_space_;
+  /// What of the file is mapped.
+  uint64_t mapped_from_ = 0;
+  size_t mapped_bytes_ = 0;
+  /// Blocks to read without looking, and how many that will be after the next that is no large page.
+  int to_pass_ = 0, penalty_ = 0;
   char* bounce_ = nullptr;
 };
 
