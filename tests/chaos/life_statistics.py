@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from tests.chaos.life_plan import PHASES
 from tests.chaos.life_trials import LifeOutcome
+from tests.chaos.statistics import times_in_words
 
 
 @dataclass
@@ -42,12 +42,7 @@ class LifeStatistics:
             errors = ", ".join(
                 f"{n} {name}" for name, n in sorted(self.errors.get(phase, {}).items())
             )
-            times = self.notices.get(phase, [])
-            noticed = (
-                f"median {statistics.median(times) * 1e3:.0f}, worst {max(times) * 1e3:.0f}"
-                if times
-                else ""
-            )
+            noticed = times_in_words(self.notices.get(phase, []))
             if self.trials[phase]:
                 table.add_row(phase, str(self.trials[phase]), errors or "none", noticed)
         table.caption = f"{self.trials.total()} trials, {len(self.failed)} failed"

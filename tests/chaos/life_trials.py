@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.expected import NOTICE_SECONDS
-from tests.chaos.life_plan import AFTER_ALL, LIMITS, LOSSES, Life
+from tests.chaos.life_plan import AFTER_ALL, BEFORE_ALL, LIMITS, LOSSES, Life
 from tests.chaos.life_program import Entered, Lived, live
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
+from tilework.store.pool import GRACE_SECONDS
 
 _CLONE_NEWPID = 0x2000_0000
 #: From the start of a launcher to its end, with the imports of torch on a busy machine.
@@ -56,6 +57,8 @@ class LifeOutcome:
         if self.trouble:
             return [self.trouble]
         most = NOTICE_SECONDS + (0.0 if self.life.is_noticed else self.life.limit)
+        if self.life.fault == "stop" and self.serves(self.life.victim):
+            most += GRACE_SECONDS  # that others give a server which does not answer
         found = [
             f"rank {rank} noticed after {seconds:.2f} s"
             for rank, seconds in self.notices().items()
@@ -64,6 +67,10 @@ class LifeOutcome:
         for rank, report in self.reports.items():
             found += self._wrong(rank, report)
         return found
+
+    def serves(self, rank: int) -> bool:
+        """True if a rank serves the store."""
+        return rank == 0 and (self.life.store == "tcp" or self.life.launcher != "fork")
 
     def _wrong(self, rank: int, report: Lived) -> Iterator[str]:
         life = self.life
@@ -78,7 +85,9 @@ class LifeOutcome:
         ended_before = life.victim in self.reports  # before it was struck
         if life.phase not in AFTER_ALL and not report.kind and not ended_before:
             yield f"rank {rank} did not notice anything"
-        if report.kind == "PeerLostError" and life.victim not in report.ranks:
+        # Who gives up first takes the store with it, if it serves that.
+        gave_up = {0} if life.phase in BEFORE_ALL and self.serves(0) else set()
+        if report.kind == "PeerLostError" and not {life.victim, *gave_up} & {*report.ranks}:
             yield f"rank {rank} names {report.ranks}: {report.text}"
 
 
@@ -165,7 +174,8 @@ class Lives:
             if number != life.victim:
                 outcome.reports[number] = rank.hear(patience)
         if life.fault == "stop":
-            os.kill(entered.pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it had ended before
+                os.kill(entered.pid, signal.SIGCONT)
         if not ended:
             outcome.reports[life.victim] = ranks[life.victim].hear(patience)
         with contextlib.suppress(EOFError):

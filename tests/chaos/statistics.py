@@ -46,7 +46,10 @@ class Statistics:
                 continue
             errors = ", ".join(f"{n} {name}" for name, n in sorted(self.errors[kind].items()))
             table.add_row(
-                WORDS[kind], str(self.trials[kind]), errors or "none", _times(self.notices[kind])
+                WORDS[kind],
+                str(self.trials[kind]),
+                errors or "none",
+                times_in_words(self.notices[kind]),
             )
         right = sum(self.operations.values())
         table.caption = (
@@ -56,7 +59,8 @@ class Statistics:
         return table
 
 
-def _times(seconds: list[float]) -> str:
+def times_in_words(seconds: list[float]) -> str:
+    """The median and the worst of some times, and how many of them are long."""
     if not seconds:
         return ""
     late = sum(one > 1 for one in seconds)

@@ -64,8 +64,9 @@ def test_those_that_close_are_not_missed(kind: str, tmp_path: Path) -> None:
         assert PrefixStore("view", first).attendance() == first.attendance()
 
 
-def test_nobody_is_counted_where_it_is_not_known_how_many_come(tmp_path: Path) -> None:
+def test_how_many_come_may_not_be_known(tmp_path: Path) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         assert store.attendance() is None
-    assert FileStore(tmp_path / "store").attendance() is None
+    with FileStore(tmp_path / "store") as file:
+        assert file.attendance() == Attendance(0, 1, frozenset())
     assert HashStore().attendance() is None

@@ -429,6 +429,13 @@ class ProcessGroup:
         """
         return ()
 
+    def last_entered(self) -> Sequence[str]:
+        """The operation that each group rank entered last, in words; empty if that is not known.
+
+        Local, never blocks.
+        """
+        return ()
+
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         """The number of the operation that the calling thread waits in, and the ranks to come.
 

@@ -46,7 +46,7 @@ _ADVICE = (
 
 def notice_cycles() -> None:
     """Have threads that wait long look for cycles, from now on."""
-    long_waits.set_function(_look)
+    long_waits.add_function(_look)
 
 
 def _look() -> None:
@@ -120,7 +120,7 @@ class CyclicWaits:
             if self._place != (group.group_name, number):
                 self._place, self._begun = (group.group_name, number), now
                 self._serial += 1
-                self._what = _what(group, number)
+                self._what = operation_name(group, number)
             record = WaitRecord(
                 default.rank(),
                 self._serial,
@@ -172,7 +172,7 @@ def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]
     )
 
 
-def _what(group: ProcessGroup, number: int) -> str:
+def operation_name(group: ProcessGroup, number: int) -> str:
     """The operation that the calling thread waits in, for a person."""
     running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
     entry = next((e for e in running if e.number == number), running[-1] if running else None)

@@ -15,10 +15,11 @@ from tilework.errors import (
     DistBackendError,
     DistError,
     DistNetworkError,
+    DistStoreError,
     PeerLostError,
 )
 from tilework.store import Store
-from tilework.store.late_notice import LateNotice
+from tilework.store.late_notice import LateNotice, ranks_in_words
 
 #: Seconds between looks, from the first to the longest.
 _FIRST_LOOK, _LONGEST_LOOK = 0.1, 0.3
@@ -27,6 +28,7 @@ _STUCK_SECONDS = 0.8
 #: Seconds in which a process whose connections have closed is gone from the system's lists, too.
 _GONE_SECONDS = 1.0
 _KINDS = (PeerLostError, CollectiveMismatchError, DistBackendError)
+_LATE = "late"
 
 
 @dataclass
@@ -81,9 +83,11 @@ class GroupWait:
 
     def fail(self, error: BaseException) -> None:
         """Let the other ranks hear why this one cannot make the group. Never raises."""
-        kind = next(
+        kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
         )
+        if isinstance(error, DistStoreError):  # its time was up: those who came later hear why
+            kind = _LATE
         ranks = list(getattr(error, "ranks", ())) or [self.me]
         record = json.dumps({"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error)})
         with contextlib.suppress(DistError):
@@ -109,6 +113,8 @@ class GroupWait:
         told = json.loads(self.store.get("failed"))
         if told["rank"] != self.me:
             text = f"rank {self.me}: group {self.name!r} is not made: rank {told['rank']} says: "
+            if told["kind"] == _LATE:
+                raise DistStoreError(text + told["text"])
             raise _KINDS[told["kind"]](text + told["text"], ranks=told["ranks"])
 
     def _check_lost(self) -> None:
@@ -123,7 +129,7 @@ class GroupWait:
         if doubted.intersection(self.ranks):
             raise self._told(
                 PeerLostError(
-                    f"rank {self.me}: lost one of {_ranks(sorted(doubted))} while group "
+                    f"rank {self.me}: lost one of {ranks_in_words(sorted(doubted))} while group "
                     f"{self.name!r} was made: a process that had opened the store has ended, and "
                     f"these have not said yet who they are",
                     ranks=sorted(doubted),
@@ -142,7 +148,7 @@ class GroupWait:
     def _lost_error(self, lost: Collection[int], why: str = "") -> PeerLostError:
         ranks = sorted(lost)
         return PeerLostError(
-            f"rank {self.me}: lost {_ranks(ranks)} while group {self.name!r} was "
+            f"rank {self.me}: lost {ranks_in_words(ranks)} while group {self.name!r} was "
             f"made: its process ended, became another program, or left its groups{why}",
             ranks=ranks,
         )
@@ -185,11 +191,5 @@ class GroupWait:
     def _late_text(self, missing: Collection[int]) -> str:
         came = [rank for rank in self.ranks if rank not in missing]
         where = "".join(f"; rank {rank} is in {what}" for rank, (what, _) in self._stuck.items())
-        return f"group {self.name!r} is not made yet: waiting for {_ranks(sorted(missing))}, " + (
-            f"{_ranks(came)} came{where}"
-        )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+        late, here = ranks_in_words(sorted(missing)), ranks_in_words(came)
+        return f"group {self.name!r} is not made yet: waiting for {late}, {here} came{where}"

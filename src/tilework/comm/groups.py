@@ -18,6 +18,7 @@ from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.group_plan import GroupPlan, identity_on
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.init_generation import InitGeneration
+from tilework.comm.late_waits import notice_late_ranks
 from tilework.comm.rank_watch import RankWatch
 from tilework.comm.world import (
     AnyGroup,
@@ -28,7 +29,7 @@ from tilework.comm.world import (
     get_rank,
     resolve,
 )
-from tilework.errors import CollectiveMismatchError, DistNetworkError
+from tilework.errors import CollectiveMismatchError, DistNetworkError, DistStoreError
 from tilework.rendezvous import rendezvous
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.store import PrefixStore, Store
@@ -96,6 +97,7 @@ def init_process_group(
             stacklevel=2,
         )
     notice_cycles()
+    notice_late_ranks()
     owned = store is None
     if store is None:
         url = "env://" if init_method is None else init_method
@@ -416,6 +418,9 @@ def _agree(
         _meet(wait, asked, limit, check)
     except DistNetworkError as error:
         raise wait.explain(error) from error
+    except DistStoreError as error:
+        wait.fail(error)
+        raise
 
 
 def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None) -> None:

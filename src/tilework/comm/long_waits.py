@@ -1,6 +1,6 @@
-"""The function that a thread calls now and then while it waits long for other ranks.
+"""The functions that a thread calls now and then while it waits long for other ranks.
 
-Every engine that is tilework's own calls it: those in Python by :func:`look`, the core by itself.
+Every engine that is tilework's own calls them: those in Python by :func:`look`, the core by itself.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ AFTER_SECONDS = 0.3
 _functions: list[Callable[[], None]] = []
 
 
-def set_function(function: Callable[[], None]) -> None:
-    """Set what is called; it must be quick, and what it raises ends the wait."""
-    _functions[:] = [function]
+def add_function(function: Callable[[], None]) -> None:
+    """Add one that is called; it must be quick, and what it raises ends the wait. Idempotent."""
+    if function in _functions:
+        return
+    _functions.append(function)
     if _core is not None:
-        _core.set_long_wait(function, AFTER_SECONDS)
+        _core.set_long_wait(_call, AFTER_SECONDS)
+
+
+def _call() -> None:
+    for function in _functions:
+        function()
 
 
 def look(begun: float) -> None:
     """Call the function if the wait that began at ``begun`` (time.monotonic()) is a long one."""
     if time.monotonic() - begun > AFTER_SECONDS:
-        for function in _functions:
-            function()
+        _call()

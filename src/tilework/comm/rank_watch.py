@@ -44,7 +44,8 @@ class RankWatch:
         self._store = PrefixStore("ranks", store)
         self._rank, self._size = rank, size
         self._identities: dict[int, str] = {}
-        self._attendants: set[str] = set()
+        #: By their names in the store's attendance: ranks that said who they are.
+        self._attendants: dict[str, int] = {}
         self._lost: set[int] = set()
         here = f"{rank} {store.attendant or '-'} {identity}\n"
         self._revoke = self._store.leave_will(_GONE, f"{rank} ", (_WHO, here))
@@ -62,7 +63,7 @@ class RankWatch:
             self._read_identities()
             if self._store.check([_GONE]):
                 self._lost.update(map(int, self._store.get(_GONE).split()))
-            ended |= self._never_came()
+            ended |= self._missed()
         ended -= self._lost
         if ended:
             self._lost |= ended
@@ -84,7 +85,7 @@ class RankWatch:
         for line in roll.splitlines():
             rank, attendant, identity = line.split(" ", 2)
             self._identities.setdefault(int(rank), identity)
-            self._attendants.add(attendant)
+            self._attendants[attendant] = int(rank)
 
     def server_is_unknown(self) -> bool:
         """True if rank 0, which serves the store unless another process does, is not known."""
@@ -111,27 +112,35 @@ class RankWatch:
             return
         self.learn(self.roll())
 
-    # -- ranks that have not said who they are ------------------------------------------------
+    # -- what the store, the launcher and the environment tell --------------------------------
 
-    def _never_came(self) -> set[int]:
-        silent = set(range(self._size)) - set(self._identities)
+    def _missed(self) -> set[int]:
+        """Ranks that have ended, as others know than the system and the server of their wills."""
         now = time.monotonic()
-        if not silent or now < self._next_look:
+        if now < self._next_look:
             return set()
         self._next_look = now + _LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * self._size
-        ended = self._ended_ranks.among(silent) | self._missed_by_store(silent, now)
-        return ended if self._siblings is None else ended | self._siblings.ended(silent)
+        silent = set(range(self._size)) - set(self._identities)
+        ended = self._missed_by_store(silent, now)
+        if silent:
+            ended |= self._ended_ranks.among(silent)
+        if silent and self._siblings is not None:
+            ended |= self._siblings.ended(silent)
+        return ended
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
-        """Those of the silent ranks whose store was not closed by them."""
+        """Those whose store was not closed by them; silent ones are found by elimination."""
         attendance = self._store.attendance()
-        # Only where each rank has made one store: who is missing there is a rank for sure.
-        if attendance is None or {attendance.expected, attendance.came} != {self._size}:
+        if attendance is None:
             return set()
-        lost = attendance.lost - self._attendants
-        if len(lost) >= len(silent):
-            return silent
-        self._doubted_since = (self._doubted_since or now) if lost else 0.0
-        if lost and now - self._doubted_since > _DOUBT_SECONDS:
+        ended = {self._attendants[name] for name in attendance.lost if name in self._attendants}
+        # Only where each rank has made one store: who is missing there is a rank for sure.
+        if {attendance.expected, attendance.came} != {self._size}:
+            return ended
+        unknown = attendance.lost.difference(self._attendants)
+        if len(unknown) >= len(silent):
+            return ended | silent
+        self._doubted_since = (self._doubted_since or now) if unknown else 0.0
+        if unknown and now - self._doubted_since > _DOUBT_SECONDS:
             self.doubted = frozenset(silent)
-        return set()
+        return ended

@@ -24,7 +24,7 @@ _FLOCK: Final = "hhqqi0q"
 class Attendance(NamedTuple):
     """The stores that were made at one place, over all processes."""
 
-    #: How many will be made, as whoever asks was told; all of them by ranks.
+    #: How many will be made, as whoever asks was told; all of them by ranks. 0: it was not told.
     expected: int
     #: How many were made so far.
     came: int

@@ -123,7 +123,7 @@ class Store(ABC):
         return None
 
     def attendance(self) -> Attendance | None:
-        """The stores that were made here; None where nobody counts them, or knows how many come."""
+        """The stores that were made here; None where nobody counts them."""
         return None
 
     @property

@@ -149,14 +149,14 @@ class FileStore(Store):
         return self._look(lambda table: len(table.values))
 
     def attendance(self) -> Attendance | None:
-        """The stores that were made on this file; None where ``world_size`` was not given."""
-        if self._expected <= 0 or self._log.number == 0:
+        """The stores that were made on this file; None where the system has no locks for it."""
+        if self._log.number == 0:
             return None
         with self._log.mutex:
             self._ensure_open()
             self._log.refresh()
             lost = frozenset(map(str, self._log.lost()))
-            return Attendance(self._expected, self._log.opened, lost)
+            return Attendance(max(0, self._expected), self._log.opened, lost)
 
     @property
     def attendant(self) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 #: Seconds until the first line; 0, or anything that is no number: none at all.
 LATE_VARIABLE = "TILEWORK_LATE_SECONDS"
@@ -51,3 +52,9 @@ class LateNotice:
         """Print a line on stderr."""
         waited = time.monotonic() - self._begun
         print(f"tilework: after {waited:.0f} s {text}", file=sys.stderr, flush=True)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 3, 4``; not too many of them."""
+    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

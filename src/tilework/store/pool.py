@@ -20,7 +20,7 @@ from tilework.store.late_notice import LateNotice
 from tilework.store.wire import Code, GarbageError, Message
 
 #: Seconds by which the server's "time is up" may be late: it has other clients.
-_GRACE_SECONDS: Final = 5.0
+GRACE_SECONDS: Final = 5.0
 #: Seconds to put up with a peer that accepts and hangs up, as a proxy does before its server
 #: is up.
 _HANG_UP_SECONDS: Final = 10.0
@@ -158,7 +158,7 @@ class Pool:
         """The answer to a request. Raises DistNetworkError; StoreTimeoutError if none came."""
         channel = self._take(wait_seconds)
         try:
-            answer = channel.ask(request, wait_seconds + _GRACE_SECONDS)
+            answer = channel.ask(request, wait_seconds + GRACE_SECONDS)
         except BaseException as error:
             # Also after KeyboardInterrupt: an answer may still come, to nobody.
             self._drop(channel)
@@ -254,7 +254,7 @@ class Pool:
         deadline = Deadline(wait_seconds)
         while True:
             try:
-                return self._open(max(_GRACE_SECONDS, deadline.left()))
+                return self._open(max(GRACE_SECONDS, deadline.left()))
             except BlockingIOError as error:
                 # A Unix socket's queue is full: the server is there, but busy.
                 if deadline.passed:
@@ -299,7 +299,7 @@ class Pool:
         server = f"the store server at {self.where}"
         if isinstance(error, TimeoutError):
             return StoreTimeoutError(
-                f"Timeout: {server} did not answer within {wait_seconds + _GRACE_SECONDS:g} s. "
+                f"Timeout: {server} did not answer within {wait_seconds + GRACE_SECONDS:g} s. "
                 "Check that its process is not stopped or overloaded."
             )
         if isinstance(error, GarbageError):

@@ -416,6 +416,12 @@ class NativeGroup(ProcessGroup):
     def blocked(self) -> Sequence[tuple[int, int, str]]:
         return self.engine.blocked()
 
+    def last_entered(self) -> Sequence[str]:
+        try:
+            return self.engine.last_entered()
+        except self.engine.fault_type:  # closed here
+            return ()
+
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         return self.engine.waiting()
 
