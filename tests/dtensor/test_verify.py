@@ -172,6 +172,24 @@ def test_weights_that_part(equal_steps: int) -> None:
     all_raise(program, "is not the same on all ranks")
 
 
+def test_weights_that_part_after_many_quick_steps() -> None:
+    """Ranks agree on when they compare, however long each has taken."""
+
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.grad = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+        for step in range(200):
+            if step == 70 and rank:
+                weight.to_local().data.add_(1)  # behind the DTensor's back
+            optimizer.step()
+            if step in (63, 64) and rank:
+                time.sleep(0.01)
+        return step
+
+    all_raise(program, "is not the same on all ranks")
+
+
 def test_another_plain_tensor_at_another_line() -> None:
     def program(rank: int, mesh: DeviceMesh) -> Any:
         x = cut(X, mesh, [Shard(0)])

@@ -8,6 +8,7 @@ may differ in their last bits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,6 +33,8 @@ from tilework.mesh import DeviceMesh
 #: In the sampled mode the first steps of an optimizer are compared, then each so many, and each so
 #: many once it has stepped often.
 _STEPS, _OFTEN, _LATER_STEPS = 4, 64, 16
+#: Where a step takes less than so many seconds on all ranks, a comparison would show: fewer do.
+_QUICK, _QUICK_STEPS = 2e-3, 64
 _SHOWN = 256
 #: Differences of replicated values that are none: parts of the largest value.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
@@ -116,51 +119,88 @@ def _with_gradients(tensors: Named) -> Named:
 
 # -- at optimizer steps ----------------------------------------------------------------------
 
-#: The attribute of an optimizer that counts its steps.
-_COUNT = "_tilework_steps"
+#: The attributes of an optimizer that count its steps, and have the last comparison on each mesh.
+_COUNT, _COMPARED = "_tilework_steps", "_tilework_compared"
+
+
+class _Compared(NamedTuple):
+    """The last comparison of parameters on a mesh, and the next: on all of its ranks the same."""
+
+    step: int
+    next_step: int
+    #: When it was, in seconds of this rank's clock.
+    at: float
 
 
 def compare_after_step(optimizer: Optimizer) -> None:
     """Compare an optimizer's parameters, if it is time to. Collective in that case.
 
     The number of its steps decides, which is the same on all ranks: the first four, every fourth up
-    to the 64th and every 16th later in the sampled mode, all in the full one.
+    to the 64th and every 16th later in the sampled mode (every 64th where steps take less than two
+    milliseconds, as ranks tell each other when they compare), all in the full one.
 
     Raises:
         CollectiveMismatchError: Parameters have parted; on every rank.
     """
     how, state = mode(), optimizer.__dict__
     step = state[_COUNT] = state.get(_COUNT, 0) + 1
-    if how == "off" or (how == "sampled" and not _is_due(step)):
+    if how == "off" or (how == "sampled" and step > _STEPS and step % _STEPS):
         return
-    by_mesh: dict[int, list[DTensor]] = {}
+    compared: dict[DeviceMesh, _Compared] = state.setdefault(_COMPARED, {})
+    if how == "sampled" and compared and all(step < each.next_step for each in compared.values()):
+        return
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.__class__ is DTensor:
-                by_mesh.setdefault(id(param._spec.mesh), []).append(param)
-    for params in by_mesh.values():
-        mesh = params[0]._spec.mesh
-        if mesh.here and mesh.size() > 1:
-            with moving(step, f"the comparison after step {step} of {type(optimizer).__name__}"):
-                _compare_quickly(optimizer, params, how == "full")
+                by_mesh.setdefault(param._spec.mesh, []).append(param)
+    for mesh, params in by_mesh.items():
+        last = compared.get(mesh)
+        if not mesh.here or mesh.size() < 2 or (how == "sampled" and not _is_due(step, last)):
+            continue
+        with moving(step, f"the comparison after step {step} of {type(optimizer).__name__}"):
+            more = _compare_quickly(optimizer, params, how == "full", _steps_until(step, last))
+        compared[mesh] = _Compared(step, step + more, time.monotonic())
 
 
-def _is_due(step: int) -> bool:
+def _is_due(step: int, last: _Compared | None) -> bool:
+    if last is not None:
+        return step >= last.next_step
     return step <= _STEPS or not step % (_STEPS if step <= _OFTEN else _LATER_STEPS)
 
 
-def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool) -> None:
-    """Compare one hash of everything; only where that differs, each parameter. Collective."""
+def _steps_until(step: int, last: _Compared | None) -> int:
+    """The number of steps until the next comparison, as this rank would have it."""
+    if step < _OFTEN:
+        return 1 if step < _STEPS else _STEPS - step % _STEPS
+    is_quick = last is not None and time.monotonic() - last.at < _QUICK * (step - last.step)
+    return _QUICK_STEPS if is_quick else _LATER_STEPS
+
+
+def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool, more: int) -> int:
+    """Compare one hash of everything; only where that differs, each parameter. Collective.
+
+    Args:
+        optimizer: The parameters' optimizer.
+        params: The parameters.
+        full: True if all elements are hashed.
+        more: The number of steps until the next comparison, as this rank would have it.
+
+    Returns:
+        The least such number of all ranks.
+    """
     mesh = params[0]._spec.mesh
     group = mesh.axes_group(range(mesh.ndim))
     digest = hash(tuple([digest_of(param) for param in params]))
     contents = [hash_of(param._local_tensor, full) for param in params if param._spec.is_replicated]
     content = hash(tuple(contents))
-    row = torch.tensor([digest, content], device=device_of(group))
-    rows = row.new_empty(group.size(), 2)
+    row = torch.tensor([digest, content, more], device=device_of(group))
+    rows = row.new_empty(group.size(), 3)
     all_gather_into_tensor(rows, row, group)
-    if any(other != [digest, content] for other in rows.tolist()):
+    every = rows.tolist()
+    if any(other != [digest, content] for *other, _ in every):
         _compare_each(_named_params(optimizer, params), group, full)
+    return min(int(number) for *_, number in every)
 
 
 def _named_params(optimizer: Optimizer, params: Sequence[DTensor]) -> Named:
