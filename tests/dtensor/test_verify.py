@@ -176,7 +176,7 @@ def test_weights_that_part_after_many_quick_steps() -> None:
     """Ranks agree on when they compare, however long each has taken."""
 
     def program(rank: int, mesh: DeviceMesh) -> Any:
-        weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+        weight = distribute_tensor(torch.ones(2), mesh, [Replicate()]).requires_grad_()
         optimizer = torch.optim.SGD([weight], lr=0.1)
         weight.grad = distribute_tensor(torch.ones(2), mesh, [Replicate()])
         for step in range(200):

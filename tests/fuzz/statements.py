@@ -332,14 +332,18 @@ def _write_local(c: Chooser) -> str:
 
 
 def _become_view(c: Chooser) -> str:
-    x = c.any()
-    return c.text(
+    # Once a view becomes another, its hooks see what torch has computed anew.
+    x = c.any(lambda t: not (t._is_view() and t._backward_hooks))
+    text = c.text(
         f"{x}.t_()",
         f"{x}.transpose_({c.dim(x)}, {c.dim(x)})",
         f"{x}.unsqueeze_({c.dim(x)})",
         f"{x}.squeeze_({c.of('', c.dim(x))})",
         f"{x}.swapaxes_({c.dim(x)}, {c.dim(x)})",
     )
+    # torch's graph has the shape before, of what is no leaf, where it records nothing.
+    may_be_moded = c.tensors[x].is_leaf and not c.tensors[x]._is_view()
+    return f"{c.of(*_MODES)} {text}" if may_be_moded and c.rng.random() < 0.3 else text
 
 
 def _detach(c: Chooser) -> str:
@@ -409,7 +413,7 @@ def statement(c: Chooser) -> str:
     text: str = kind(c)
     if makes:
         text = f"{c.new} = {text}"
-    moded = kind is not _gradient and not text.startswith("with ")
+    moded = kind not in (_become_view, _gradient) and not text.startswith("with ")
     if moded and c.rng.random() < 0.22:
         mode = _MODES[0] if makes or c.rng.random() < 0.5 else c.of(*_MODES)
         text = f"{mode} {text}"

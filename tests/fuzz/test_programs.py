@@ -96,6 +96,9 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0 * 2\nv2 = v1[0]\nv1.detach_()\nv3 = v2 * 3",
         "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0 * 2\nv2 = v1[0]\nv1.detach_()\nv1.add_(1.0)\n"
         "v3 = v2 * 3",
+        "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0[0, :]\nwith torch.no_grad(): v0.unsqueeze_(-1)",
+        "v0 = leaf('v0', (7, 2), 90, 'S1')\nwatch(v0, 'v0')\n"
+        "with torch.inference_mode(): v0.resize_([4, 2])",
         # Partial products of what lies otherwise.
         "v0 = leaf('v0', (6,), 68, 'PA')\nv1 = v0.prod()\nv2 = gradient(v1, v1)",
         # Gradients, partial along one axis, of what became a mean along another: see MESHES.

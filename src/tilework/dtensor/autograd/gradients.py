@@ -302,9 +302,12 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
     if tensor._became is not None:
         return register_hook(tensor._became[0], _changed_hook(hook, tensor._became[1]))
-    spec = tensor._spec.grad_spec
+    local: Any = in_graph(tensor)
+    known, is_leaf = tensor._spec.grad_spec, local.is_leaf
 
     def called(grad: Tensor) -> Tensor | None:
+        # What a leaf is by now, as its gradient; else what the tensor was.
+        spec = tensor._spec.grad_spec if is_leaf else known
         digest = hash((digest_of(tensor), history_of(spec.mesh).passing))
         result = hook(wrap_as(type(tensor), grad, spec, digest))
         if result is None:
@@ -316,7 +319,6 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
             )
         return local_as(result, spec, "what a hook returns")
 
-    local: Any = in_graph(tensor)
     return local.register_hook(called)
 
 

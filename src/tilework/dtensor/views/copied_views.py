@@ -221,7 +221,8 @@ def refresh(tensor: DTensorBase) -> None:
             anew = view.redo(base)._local_tensor
         anew = anew if view.shares else _counting(anew)
         if view.value.requires_grad and not (view.apart or anew.requires_grad):
-            anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
+            with torch.inference_mode(False), torch.enable_grad():
+                anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
         if _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
