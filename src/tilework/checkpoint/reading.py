@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from tilework.checkpoint.format import Index, Part, SavedTensor, chunk_count
@@ -272,11 +271,11 @@ class PartReader:
         tail = len(own) * chunk - part.nbytes
         self.bytes_read += own.count(1) * chunk - (tail if own.endswith(b"\1") else 0)
 
-    def read_split_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> Tensor:
+    def read_split_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> int:
         """Read a box of a part of which other ranks read the rest, and check nothing.
 
         Returns:
-            The box's share in the checksum of each chunk, as int32.
+            The box's share in the checksum of each chunk: the bytes of uint32, as a number.
 
         Raises:
             CheckpointError: The file ends.
@@ -284,20 +283,14 @@ class PartReader:
         reach = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
         if runs is not None:
-            shares = self._shares_by_core(tensor, part, runs, *reach)
-        else:
-            shares = 0
-            itemsize = tensor.torch_dtype.itemsize
-            for start, stop in self._bounces(part, *reach):
-                memory = self._bounced(stop - start)
-                runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
-                shares ^= self._shares_by_core(tensor, part, runs, start, stop)
-                elements = memory.view(tensor.torch_dtype)
-                copy_region(elements, part, start // itemsize, box, target)
-        nbytes = 4 * chunk_count(part.nbytes, self.index.chunk_bytes)
-        return torch.frombuffer(
-            bytearray(shares.to_bytes(nbytes, sys.byteorder)), dtype=torch.int32
-        )
+            return self._shares_by_core(tensor, part, runs, *reach)
+        shares, itemsize = 0, tensor.torch_dtype.itemsize
+        for start, stop in self._bounces(part, *reach):
+            memory = self._bounced(stop - start)
+            runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
+            shares ^= self._shares_by_core(tensor, part, runs, start, stop)
+            copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
+        return shares
 
     def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> None:
         """Read a box of a part, and check nothing. Local.

@@ -8,14 +8,15 @@ exchanged when all is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import xor
 
 import torch
-from torch import Tensor
 
-from tilework.checkpoint.format import Part, chunk_count
-from tilework.checkpoint.load_planning import LoadPlan, Wanted
+from tilework.checkpoint.format import chunk_count
+from tilework.checkpoint.load_planning import LoadPlan, SharedPart, Wanted
 from tilework.checkpoint.memory import crc32
 from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.sharing import TargetOf
@@ -57,63 +58,57 @@ class SplitReading:
             CheckpointError: What this rank needs some of is damaged; or it is missing, on the rank
                 that noticed.
         """
-        ranks = self._group.size()
-        shares = torch.zeros(ranks + sum(self._chunks()), dtype=torch.int32)
+        shares = bytearray(4 * self._group.size())
         failure: CheckpointError | OSError | None = None
         try:
-            self._read(shares[ranks:])
+            shares += self._read()
         except (CheckpointError, OSError) as error:
-            failure, shares[self._group.rank()] = error, 1
+            shares[4 * self._group.rank()] = 1
+            shares += bytes(4 * sum(map(self._chunks, self._parts)))
+            failure = error
         if self._reader.verify:
-            all_reduce(shares, ReduceOp.BXOR, group=self._group)
+            all_reduce(torch.frombuffer(shares, dtype=torch.int32), ReduceOp.BXOR, self._group)
         if failure is not None:
             raise failure
-        if self._reader.verify and not shares[:ranks].any():  # else that rank tells
-            self._compare(shares[ranks:])
+        if self._reader.verify and not any(shares[: 4 * self._group.size()]):  # else it tells
+            self._compare(memoryview(shares)[4 * self._group.size() :].cast("I"))
 
-    def _chunks(self) -> Iterator[int]:
-        for _, part, _ in self._parts:
-            yield chunk_count(part.nbytes, self._reader.index.chunk_bytes)
+    def _chunks(self, split: SharedPart) -> int:
+        return chunk_count(split.part.nbytes, self._reader.index.chunk_bytes)
 
-    def _read(self, shares: Tensor) -> None:
-        here, reader = self._here, self._reader
-        for turn, ((number, part, needs), own) in enumerate(
-            zip(self._parts, torch.split(shares, list(self._chunks())), strict=True)
-        ):
-            tensor = self._wanted[number].saved
-            for need in needs:
+    def _read(self) -> bytes:
+        """The shares of this rank in the checksums of all split parts, as uint32."""
+        here, reader, shares = self._here, self._reader, bytearray()
+        for turn, split in enumerate(self._parts):
+            tensor, total = self._wanted[split.tensor].saved, 0
+            for need in split.needs:
                 if here not in need.ranks:
                     continue
-                target = self._target_of(number, need)
+                target = self._target_of(split.tensor, need)
                 nbytes = need.box.volume * tensor.torch_dtype.itemsize
                 counts = need.ranks[turn % len(need.ranks)] == here
-                if self._reader.verify and counts:
-                    own ^= reader.read_split_box(tensor, part, need.box, target)
+                if reader.verify and counts:
+                    total ^= reader.read_split_box(tensor, split.part, need.box, target)
                 else:
-                    reader.read_unchecked_box(tensor, part, need.box, target)
+                    reader.read_unchecked_box(tensor, split.part, need.box, target)
                 reader.bytes_read += nbytes if counts else 0
                 self._progress(nbytes)
+            shares += total.to_bytes(4 * self._chunks(split), sys.byteorder)
+        return bytes(shares)
 
-    def _compare(self, sums: Tensor) -> None:
-        for (number, part, needs), found in zip(
-            self._parts, torch.split(sums, list(self._chunks())), strict=True
-        ):
-            if not any(self._here in need.ranks for need in needs):
-                continue
-            found ^= self._of_zeros(part)
-            expected = torch.tensor(part.crc32, dtype=torch.uint32).view(torch.int32)
-            wrong = (found != expected).nonzero().flatten().tolist()
-            if wrong:
-                crc = int(found[wrong[0]]) & 0xFFFFFFFF
-                raise self._reader.damaged(self._wanted[number].saved, part, wrong[0], crc)
-
-    def _of_zeros(self, part: Part) -> Tensor:
-        """The checksums of the part's chunks, were all of it zeros."""
-        chunk = self._reader.index.chunk_bytes
-        count = chunk_count(part.nbytes, chunk)
-        last = part.nbytes - (count - 1) * chunk
-        sums = [crc32_of_zeros(chunk)] * (count - 1) + [crc32_of_zeros(last)]
-        return torch.tensor(sums, dtype=torch.uint32).view(torch.int32)
+    def _compare(self, sums: Sequence[int]) -> None:
+        chunk, at = self._reader.index.chunk_bytes, 0
+        for split in self._parts:
+            part, count = split.part, self._chunks(split)
+            if any(self._here in need.ranks for need in split.needs):
+                last = part.nbytes - (count - 1) * chunk
+                zeros = [crc32_of_zeros(chunk)] * (count - 1) + [crc32_of_zeros(last)]
+                found = list(map(xor, sums[at : at + count], zeros))
+                if found != list(part.crc32):
+                    wrong = next(k for k in range(count) if found[k] != part.crc32[k])
+                    tensor = self._wanted[split.tensor].saved
+                    raise self._reader.damaged(tensor, part, wrong, found[wrong])
+            at += count
 
 
 @lru_cache(maxsize=64)

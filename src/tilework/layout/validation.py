@@ -55,6 +55,8 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
         volume 10, no box covers [5:6]
     """
     shape = tuple(shape)
+    if _are_stacked(shape, boxes):
+        return
     columns = _columns(boxes)
     _check_bounds(shape, columns, boxes)
     if columns.cover((0,) * len(shape), shape):
@@ -66,6 +68,19 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
             f"boxes do not cover the entire tensor: total volume {volume} does not match tensor "
             f"volume {expected}, no box covers {columns.first_gap(shape)}"
         )
+
+
+def _are_stacked(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """True if the boxes are ranges of dim 0, in order: most tensors are, and it is soon seen."""
+    if not shape or not boxes:
+        return False
+    rest, begin, zeros = shape[1:], 0, (0,) * (len(shape) - 1)
+    for box in boxes:
+        offsets, sizes = box.offsets, box.sizes
+        if sizes[1:] != rest or offsets[1:] != zeros or offsets[:1] != (begin,):
+            return False
+        begin += sizes[0]
+    return begin == shape[0]
 
 
 def _columns(boxes: Sequence[Box]) -> BoxColumns:
