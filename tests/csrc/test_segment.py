@@ -44,7 +44,7 @@ def test_a_large_group_costs_little_until_it_is_used() -> None:
 
 
 def stated_bound(ranks: int, pairs: int = 0) -> int:
-    """What docs/algorithms/shared-memory.md says that a group holds at most."""
+    """The bytes that a group holds at most, says docs/algorithms/shared-memory.md."""
     outboxes, control, page = 2 * _core.DEFAULT_SLOT_BYTES, 4096, 4096
     tables = ranks * 2 * 2 * ranks * 8 + ranks * ranks * 128
     return ranks * (outboxes + control) + tables + pairs * 128 * 1024 + 4 * page
@@ -58,7 +58,7 @@ def test_the_segment_is_as_long_as_is_stated(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_memory_of_a_group_is_bounded(ranks: int) -> None:
-    """However long the tensors, and after every kind of collective."""
+    """That holds however long the tensors, and after every kind of collective."""
 
     def program(rank: Rank) -> None:
         full = torch.zeros(_core.DEFAULT_SLOT_BYTES // 4 + 1000)

@@ -1,4 +1,4 @@
-"""What is chosen on pretended machines, told as sysfs tells it."""
+"""Choices on pretended machines, told as sysfs tells it."""
 
 from __future__ import annotations
 
