@@ -35,6 +35,11 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
 void Exchange::publish() {
   const uint64_t step = ++state_.step;
   context_.tell_core(current_core());
+  if (step == first_step_ && options_.interlude) {
+    // Whoever polls may see it from here on; the store below orders it before the look at sleepers.
+    segment_.control(rank).step.store(step, std::memory_order_release);
+    use_interlude();
+  }
   segment_.control(rank).step.store(step);
   // Only the rank that completes the round needs to wake the others. All stores and loads of
   // steps are sequentially consistent, so the last to store sees all.
@@ -42,6 +47,17 @@ void Exchange::publish() {
     if (!arrived(peer)) return;
   for (int peer = 0; peer < size; ++peer)
     if (peer != rank) segment_.control(peer).round_event.notify();
+}
+
+/// Do what others need not wait for, while this rank's own cache misses are under way.
+void Exchange::use_interlude() {
+  for (int peer = 0; peer < std::min(size, kLookAhead); ++peer) {
+    if (peer == rank) continue;
+    __builtin_prefetch(&segment_.control(peer).step);
+    __builtin_prefetch(&segment_.control(peer).headers[parity(0)]);
+    __builtin_prefetch(slot_of(peer));
+  }
+  options_.interlude->published();
 }
 
 void Exchange::await() {

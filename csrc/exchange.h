@@ -93,6 +93,7 @@ class Exchange {
   const size_t slot_bytes;
 
  private:
+  void use_interlude();
   unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
   uint64_t large_bytes(const ReadingFlags& reading) const;
   bool prefers_outboxes() const;

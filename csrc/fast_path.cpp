@@ -96,6 +96,11 @@ class Operands {
   }
 
   Buffers view() const { return {items(), size_}; }
+  size_t bytes() const {
+    size_t total = 0;
+    for (int i = 0; i < size_; ++i) total += items()[i].bytes;
+    return total;
+  }
 
   DType dtype = DType::kBytes;
   Shape shape;    // of the first tensor
@@ -214,21 +219,74 @@ FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::obj
       flight_(*nb::cast<FlightRing*>(flight_owner_)),
       on_failure_(std::move(on_failure)) {}
 
-/// Run act(), end its slot in the flight ring, and hand its failures to fail(why, slot), which raises.
-template <class Act, class Fail>
-void FastPath::run_recorded(uint64_t slot, Act&& act, Fail&& fail) {
+/// Messages up to this length are copied with the GIL held: releasing it takes longer.
+constexpr size_t kCopiedWithGil = 4096;
+/// So are collectives of up to this length, over all ranks.
+constexpr size_t kShortBytes = 64 * 1024;
+
+/// What surrounds the execution of an operation: a slot in the flight ring, the versions of tensors
+/// that it writes, and the GIL. A short one keeps the GIL until it has to wait, and leaves the rest
+/// until its part is published. Any other does everything at once.
+class FastPath::ShortCall : public Interlude {
+ public:
+  ShortCall(FlightRing& flight, const OpRecord& record, PyObject* written)
+      : flight_(flight), record_(record), written_(written) {}
+  ~ShortCall() { come_back(); }
+  ShortCall(const ShortCall&) = delete;
+  ShortCall& operator=(const ShortCall&) = delete;
+
+  void published() override {
+    if (published_) return;
+    published_ = true;
+    slot_ = flight_.begin(record_);
+    if (!written_ || bump_versions(written_)) return;
+    nb::python_error error;  // takes it: what runs meanwhile must not find one
+    failure_ = nb::borrow(error.value());
+  }
+  void waits() override {
+    if (!released_) released_ = PyEval_SaveThread();
+  }
+
+  /// End the wait, and begin what has not begun. The slot in the flight ring.
+  uint64_t come_back() {
+    if (released_) PyEval_RestoreThread(released_);
+    released_ = nullptr;
+    published();
+    return slot_;
+  }
+  /// Raise what went wrong beside the operation.
+  void check() {
+    if (!failure_.is_valid()) return;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(failure_.ptr())), failure_.ptr());
+    throw nb::python_error();
+  }
+
+ private:
+  FlightRing& flight_;
+  const OpRecord& record_;
+  PyObject* const written_;  // null: nothing
+  nb::object failure_;
+  PyThreadState* released_ = nullptr;
+  uint64_t slot_ = 0;
+  bool published_ = false;
+};
+
+/// Hand the failures of act() to fail(why, slot()), which raises.
+template <class Act, class Slot, class Fail>
+void FastPath::run_recorded(Act&& act, Slot&& slot, Fail&& fail) {
   try {
-    nb::gil_scoped_release nogil;
     act();
   } catch (const Fault& fault) {
-    fail(fault_args(fault), slot);
+    const uint64_t at = slot();  // with it comes the GIL
+    fail(fault_args(fault), at);
     throw;  // it should have raised
   } catch (const Interrupted&) {
+    const uint64_t at = slot();
     nb::python_error handlers;  // takes the pending exception
-    fail(handlers.value(), slot);
+    fail(handlers.value(), at);
     throw handlers;
   }
-  flight_.end(slot);
+  flight_.end(slot());
 }
 
 bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
@@ -282,18 +340,22 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
   const OpRecord record{form.name,          operation.dtype, operation.reduce_op,
                         rooted ? root : -1, in.count,        out.count,
                         in.shape,           out.shape};
+  const bool only_read = operation.kind == OpKind::kBroadcast && at_root;
+  PyObject* const written = expected.outputs > 0 && !only_read ? outputs.ptr() : nullptr;
+  ShortCall call(flight_, record, written);
+  const bool is_short = in.bytes() + out.bytes() <= kShortBytes / group_.core().size();
   run_recorded(
-      flight_.begin(record), [&] { group_.core().run(operation, timeout, signal_raised); },
+      [&] {
+        if (!is_short) call.published(), call.waits();
+        group_.core().run(operation, timeout, signal_raised, is_short ? &call : nullptr);
+      },
+      [&] { return call.come_back(); },
       [&](nb::handle why, uint64_t slot) {
         on_failure_(why, slot, name, inputs, outputs, reduce_op, root);
       });
-  const bool only_read = operation.kind == OpKind::kBroadcast && at_root;
-  if (expected.outputs > 0 && !only_read && !bump_versions(outputs.ptr())) throw nb::python_error();
+  call.check();
   return true;
 }
-
-/// Messages up to this length are copied with the GIL held: releasing it takes longer.
-constexpr size_t kCopiedWithGil = 4096;
 
 int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, int64_t tag) {
   TensorView view;
@@ -317,15 +379,17 @@ int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, 
   }
   if (at_once) return -2;
   int source = peer;
+  const uint64_t slot_of_message = flight_.begin(record, peer, tag);
   run_recorded(
-      flight_.begin(record, peer, tag),
       [&] {
+        nb::gil_scoped_release nogil;
         const bool soon =
             !is_send && peer >= 0 && core.receive_soon(peer, view.buffer, view.dtype, tag, label);
         if (soon) return;
         source = group_.transfer(
             request_of(is_send, peer, view.buffer, view.dtype, tag, timeout, label));
       },
+      [&] { return slot_of_message; },
       [&](nb::handle why, uint64_t slot) {
         on_failure_(why, slot, nb::str(name), tensor, tensor, nb::int_(tag), peer);
       });

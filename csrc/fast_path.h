@@ -30,8 +30,9 @@ class FastPath {
 
  private:
   int transfer(bool is_send, bool at_once, nb::handle tensor, int peer, int64_t tag);
-  template <class Act, class Fail>
-  void run_recorded(uint64_t slot, Act&& act, Fail&& fail);
+  class ShortCall;
+  template <class Act, class Slot, class Fail>
+  void run_recorded(Act&& act, Slot&& slot, Fail&& fail);
 
   nb::object group_owner_, flight_owner_;
   PyGroup& group_;

@@ -99,6 +99,7 @@ FlightRing::Entry& FlightRing::add() {
   }
   entry.slot = next_++;
   entry.ended = 0;
+  entry.is_message = false;
   entry.entered = wall_clock_ns();
   if (entry.what.is_valid()) entry.what = entry.peer = entry.tag = nb::object();
   if (entry.failure.is_valid()) entry.failure = nb::object();
@@ -119,15 +120,17 @@ uint64_t FlightRing::begin(const OpRecord& op) {
   Entry& entry = add();
   entry.number = ++collectives_;
   entry.op = op;
+  entry.message_tag = 0;
   return entry.slot;
 }
 
 uint64_t FlightRing::begin(const OpRecord& op, int peer, int64_t tag) {
   Entry& entry = add();
   entry.number = 0;
-  entry.what = what_of(op);
-  entry.peer = nb::int_(peer);
-  entry.tag = nb::int_(tag);
+  entry.op = op;
+  entry.is_message = true;
+  entry.message_peer = peer;
+  entry.message_tag = tag;
   return entry.slot;
 }
 
@@ -165,7 +168,8 @@ nb::tuple FlightRing::record(const Entry& entry) const {
   const bool is_native = !entry.what.is_valid();
   return nb::make_tuple(entry.number, is_native ? what_of(entry.op) : entry.what, site,
                         entry.entered, entry.ended, or_none(entry.failure), or_none(entry.pending),
-                        or_none(entry.peer), is_native ? nb::int_(0) : or_none(entry.tag));
+                        entry.is_message ? nb::int_(entry.message_peer) : or_none(entry.peer),
+                        is_native ? nb::int_(entry.message_tag) : or_none(entry.tag));
 }
 
 nb::list FlightRing::records() const {

@@ -48,6 +48,9 @@ class FlightRing {
     uint64_t slot = 0;
     uint64_t number = 0;  // of a collective, from 1
     OpRecord op{};
+    bool is_message = false;  // described by `op`, with this peer and tag
+    int message_peer = 0;
+    int64_t message_tag = 0;
     nanobind::object what, peer, tag;  // as described in Python; null where `op` describes it
     nanobind::object code;             // of the program's call site; null if unknown
     int position = 0;  // of the call site in the code: an instruction's offset, in 3.10 a line

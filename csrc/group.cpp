@@ -130,7 +130,7 @@ void Group::release() {
   if (!queue_.empty()) work_.notify_one();
 }
 
-void Group::run(Operation& operation, double timeout, SignalCheck signals) {
+void Group::run(Operation& operation, double timeout, SignalCheck signals, Interlude* interlude) {
   ActiveCall active(*this);
   if (!operation.validated) validate(operation, rank_, size_);
   std::shared_ptr<Completion> completion;
@@ -139,12 +139,22 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals) {
     if (busy_ || !queue_.empty()) check_may_block();
     if (!claim(operation, true)) completion = enqueue(operation, timeout);
   }
-  if (completion) return wait_for_queued(*completion, signals);
+  if (completion) {
+    if (interlude) interlude->published(), interlude->waits();
+    return wait_for_queued(*completion, signals);
+  }
   struct Release {
     ~Release() { group.release(); }
     Group& group;
   } release{*this};
-  engine_->collectives.execute(operation, own_wait_options(timeout, signals));
+  WaitOptions options = own_wait_options(timeout, signals);
+  if (interlude && engine_->context.memory.all_local()) {
+    interlude->published();  // the others need the GIL to come
+    interlude->waits();
+  } else {
+    options.interlude = interlude;
+  }
+  engine_->collectives.execute(operation, options);
 }
 
 std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) {

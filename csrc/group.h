@@ -33,7 +33,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// Run a collective after those submitted, and return when this rank is done. Throws
   /// std::invalid_argument, Fault and Interrupted. The buffers are not touched after it returns.
-  void run(Operation& operation, double timeout, SignalCheck signals);
+  void run(Operation& operation, double timeout, SignalCheck signals,
+           Interlude* interlude = nullptr);
 
   /// Queue a collective for the progress thread. Copies the lists of buffers, not the buffers.
   std::shared_ptr<Completion> submit(Operation& operation, double timeout);

@@ -24,6 +24,18 @@ namespace tilework {
 
 constexpr int64_t kSlice = 50 * kMillisecond;  // a dead peer is noticed within this, and a little
 
+/// Work of the caller that can wait until its peers need not: they wait for what is published.
+class Interlude {
+ public:
+  /// Called once, when this rank has published its part of an operation, or is about to queue it.
+  virtual void published() = 0;
+  /// Called before a wait that is longer than some polls.
+  virtual void waits() = 0;
+
+ protected:
+  ~Interlude() = default;
+};
+
 /// The bounds of a wait, and its check for signals.
 struct WaitOptions {
   Pace pace;
@@ -31,6 +43,7 @@ struct WaitOptions {
   double seconds = -1;             // as the caller gave them, for messages
   int64_t deadline = kNever;
   bool (*interrupted)(int64_t) = nullptr;  // signal handlers, long waits; null off Python's threads
+  Interlude* interlude = nullptr;
 
   /// To be called between two sleeps of a wait that began at `begun`.
   void check_signals(int64_t begun) const {
@@ -146,6 +159,16 @@ bool spin(const WaitOptions& options, Ready&& ready, SharesCore&& shares_core) {
   if (ready()) {
     if (options.history) options.history->record(0, options.pace);
     return true;
+  }
+  if (options.interlude) {
+    const int polls = options.pace.crowded ? 4 : 24;  // at most about a microsecond
+    for (int i = 0; i < polls; ++i) {
+      cpu_relax();
+      if (!ready()) continue;
+      if (options.history) options.history->record(0, options.pace);
+      return true;
+    }
+    options.interlude->waits();
   }
   Polling polling(options);
   bool done = false;

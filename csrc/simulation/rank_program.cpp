@@ -18,6 +18,22 @@ constexpr int64_t kNoticeNs = 2'000'000'000;  // within which a death is noticed
 constexpr char kWrittenLate = 0x77;
 constexpr size_t kPrivateBytes = size_t{4} << 20;  // of a rank's own memory
 
+[[noreturn]] void fail(const std::string& text);
+
+/// What a caller leaves until its part is published.
+class CheckedInterlude : public Interlude {
+ public:
+  void published() override {
+    if (published_++ > 0) fail("an operation was published twice");
+  }
+  void waits() override {
+    if (published_ == 0) fail("an operation waited before it was published");
+  }
+
+ private:
+  int published_ = 0;
+};
+
 [[noreturn]] void fail(const std::string& text) {
   Schedule::running()->fail(text);
   throw std::logic_error("a failed schedule went on");
@@ -302,11 +318,13 @@ class Rank {
     operation.inputs = {tensors.inputs.data(), static_cast<int>(tensors.inputs.size())};
     operation.outputs = {tensors.outputs.data(), static_cast<int>(tensors.outputs.size())};
     std::shared_ptr<Completion> completion;
+    CheckedInterlude interlude;
     try {
       if (step.asynchronous)
         completion = group.submit(operation, kTimeoutSeconds);
       else
-        group.run(operation, kTimeoutSeconds, nullptr);
+        group.run(operation, kTimeoutSeconds, nullptr,
+                  (rank_ + step.number) % 2 ? &interlude : nullptr);
     } catch (const Fault& fault) {
       return give_up(step, fault, tensors);
     }
