@@ -88,6 +88,13 @@ def test_function_transforms(call: Call) -> None:
     assert_says(call, "torch.func's transforms", "backward()", error=RuntimeError)
 
 
+def test_a_dtensor_in_the_surroundings_of_a_transformed_function() -> None:
+    def call(x: Any, mesh: Any) -> Any:
+        return torch.vmap(lambda row: row + x)(torch.ones(2, *x.shape))
+
+    assert_says(call, "torch.func's transforms", "surroundings", error=RuntimeError)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_forward_mode() -> None:
     # On one rank: threads share torch's level of forward mode.
@@ -115,6 +122,10 @@ def test_export() -> None:
     "call",
     [
         lambda x, mesh: x.cuda(),
+        lambda x, mesh: torch.zeros_like(x, device="cuda"),
+        lambda x, mesh: torch.randn_like(x, device=torch.device("cuda")),
+        lambda x, mesh: x.new_full((2,), 1.0, device="cuda:0"),
+        lambda x, mesh: x.new_tensor([1.0], device="cuda"),
         lambda x, mesh: x.to("cuda"),
         lambda x, mesh: x.to(device="cuda:0"),
         lambda x, mesh: distribute_module(nn.Linear(3, 2), mesh).cuda(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,11 +37,13 @@ Program = Callable[[int, DeviceMesh], Any]
 X = torch.arange(12.0).view(4, 3)
 
 
-def outcomes(program: Program, ranks: int = 2, kind: str = "threads") -> list[Any]:
+def outcomes(
+    program: Program, ranks: int = 2, kind: str = "threads", shape: tuple[int, ...] = ()
+) -> list[Any]:
     """The error of each rank, or its result."""
 
     def run(rank: int) -> Any:
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh("cpu", shape or (ranks,))
         try:
             return program(rank, mesh)
         except (DistError, ValueError) as error:
@@ -188,6 +191,25 @@ def test_weights_that_part_after_many_quick_steps() -> None:
         return step
 
     all_raise(program, "is not the same on all ranks")
+
+
+def test_rows_of_its_own_for_a_module_on_a_mesh_of_two_axes() -> None:
+    """The error says what plain inputs count as, and of which modules they count as rows."""
+
+    def program(rank: int, mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        model = distribute_module(nn.Linear(3, 2), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(X + rank // 2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+
+    found = outcomes(program, ranks=4, shape=(2, 2))
+    assert all(isinstance(each, DistError) for each in found), found
+    assert any("as replicated along all axes" in str(each) for each in found), found[0]
+    assert any("parallelize_module" in str(each) for each in found), found[0]
 
 
 def test_another_plain_tensor_at_another_line() -> None:
@@ -433,18 +455,25 @@ def _join(tensors: list[Any], plain: Tensor, number: float) -> None:
     tensors.append(tensors[-1] + tensors[-2])
 
 
+def _moved(tensor: Any, placement: Placement) -> Any:
+    return tensor.redistribute(placements=[placement] * tensor.device_mesh.ndim)
+
+
 STEPS: dict[str, Step] = {
     "number": lambda t, p, n: t.append(t[-1] * n),
     "plain": lambda t, p, n: t.append(t[-1] + p),
     "join": _join,
     "in place": lambda t, p, n: t[-1].add_(n),
     "write a view": lambda t, p, n: t[-1].t().mul_(n),
-    "move": lambda t, p, n: t.append(t[-1].redistribute(placements=[Shard(1)])),
-    "gather": lambda t, p, n: t.append(t[-1].redistribute(placements=[Replicate()])),
+    "move": lambda t, p, n: t.append(_moved(t[-1], Shard(1))),
+    "gather": lambda t, p, n: t.append(_moved(t[-1], Replicate())),
     "mean": lambda t, p, n: t.append(t[-1] - t[-1].mean()),
     "draw": lambda t, p, n: t.append(torch.rand_like(t[-1]) + t[-1]),
 }
-DEVIATIONS = ("other data", "other number", "skip", "twice", "other branch", "look")
+DEVIATIONS = (
+    *("other data", "other number", "other seed", "other order"),
+    *("skip", "twice", "other branch", "look"),
+)
 
 
 def deviate(how: str, name: str, tensors: list[Any], plain: Tensor) -> None:
@@ -455,6 +484,13 @@ def deviate(how: str, name: str, tensors: list[Any], plain: Tensor) -> None:
         STEPS["number"](tensors, plain, 3.5)
     elif how == "twice":
         STEPS[name](tensors, plain, 2.0)
+        STEPS[name](tensors, plain, 2.0)
+    elif how == "other seed":
+        torch.manual_seed(1)
+        STEPS["draw"](tensors, plain, 2.0)
+    elif how == "other order":
+        STEPS["number"](tensors, plain, 2.0)
+        STEPS["plain"](tensors, plain, 2.0)
         STEPS[name](tensors, plain, 2.0)
     elif how == "other branch":
         tensors.append(tensors[-1].abs().sqrt())
@@ -472,26 +508,30 @@ def test_one_rank_that_deviates(names: list[str], data: st.DataObject) -> None:
     """All raise, or what all observe is what they would have without it."""
     at = data.draw(st.integers(0, len(names) - 1))
     how = data.draw(st.sampled_from(DEVIATIONS))
-    placement: Any = data.draw(st.sampled_from([Shard(0), Replicate()]))
-    deviant = data.draw(st.integers(0, 1))
+    shape = data.draw(st.sampled_from([(2,), (2,), (2, 2)]))
+    each_axis: Any = st.sampled_from([Shard(0), Replicate()])
+    placements = data.draw(st.lists(each_axis, min_size=len(shape), max_size=len(shape)))
+    deviant = data.draw(st.integers(0, math.prod(shape) - 1))
 
     def run(who: int) -> list[Any]:
         def program(rank: int, mesh: DeviceMesh) -> Any:
             torch.manual_seed(0)
             plain = torch.ones(3)
             tensors: list[Any] = [
-                distribute_tensor(X.clone(), mesh, [placement]),
-                distribute_tensor(X + 1, mesh, [placement]),
+                distribute_tensor(X.clone(), mesh, placements),
+                distribute_tensor(X + 1, mesh, placements),
             ]
             for number, name in enumerate(names):
                 if number == at and rank == who:
                     deviate(how, name, tensors, plain)
                 else:
                     STEPS[name](tensors, plain, 2.0)
-            # Each rank's last tensor reaches a collective.
-            return tensors[-1].sum(0).redistribute(placements=[Shard(0)]).full_tensor().tolist()
+            # Each rank's last tensor reaches a collective, along all axes.
+            found = tensors[-1].sum(0).redistribute(placements=[Shard(0)] * mesh.ndim).full_tensor()
+            dist.barrier()  # and whoever has a value learns that another has none
+            return found.tolist()
 
-        return outcomes(program)
+        return outcomes(program, shape=shape, ranks=math.prod(shape))
 
     found = run(deviant)
     if not all(isinstance(each, DistError) for each in found):

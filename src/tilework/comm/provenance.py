@@ -26,7 +26,8 @@ _ADVICE = (
     "values, tolist() and full_tensor(): call them on every rank of the mesh, and print on one. If "
     "all ranks came to the same line, what they computed from differs: another branch, another "
     "number, or other data in a plain tensor, which counts as replicated along all axes of a mesh "
-    "(rows of each rank's own are DTensor.from_local(rows, mesh, [Shard(0)])). "
+    "(rows of each rank's own are DTensor.from_local(rows, mesh, [Shard(0)]); modules of "
+    "parallelize_module, and they alone, take a plain input as such rows along the other axes). "
     "tilework.dtensor.verify(model) tells which parameters have parted."
 )
 

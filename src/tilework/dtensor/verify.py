@@ -41,8 +41,9 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
 _COARSE = 2e-2
 _NEXT_STEP = (
     "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
-    "each rank has loaded or drawn by itself and that counts as replicated (make it a DTensor of "
-    "Shard(0) with from_local), and for branches, numbers or steps that ranks do not have in common"
+    "each rank has loaded or drawn by itself and that counts as replicated along all axes of the "
+    "mesh, but in modules of parallelize_module (make it a DTensor of Shard(0) with from_local), "
+    "and for branches, numbers or steps that ranks do not have in common"
 )
 
 Named = Sequence[tuple[str, DTensor]]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from tilework.comm.world import AnyGroup, resolve
+from tilework.mesh.device_mesh import check_device_is_there
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.wrap import wrap_results
@@ -78,6 +79,7 @@ def _own_device(device: torch.device) -> torch.device:
 
 
 def _current_device(device_type: str) -> torch.device:
+    check_device_is_there(device_type, f"a ShardedTensor on {device_type}")
     current = getattr(getattr(torch, device_type, None), "current_device", None)
     if device_type == "cpu" or current is None:
         return torch.device(device_type)

@@ -51,10 +51,23 @@ def hash_of(tensor: Tensor, full: bool = True) -> int:
     nbytes = tensor.nbytes
     if not full and nbytes > _ALL_BYTES:
         shape, strides = tensor.shape, tensor.stride()
-        return _core.hash_samples(tensor.data_ptr(), shape, strides, tensor.itemsize, _SAMPLES)
+        return _core.hash_samples(_address(tensor), shape, strides, tensor.itemsize, _SAMPLES)
     if not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
-    return _core.hash_content(tensor.data_ptr(), nbytes)
+    return _core.hash_content(_address(tensor), nbytes)
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise
+        raise RuntimeError(
+            "torch.func's transforms (vmap, grad, vjp, jacrev, functionalize) take no DTensors, "
+            "and a function within one met a DTensor of its surroundings: transform a function "
+            "of plain tensors, from to_local() or full_tensor()"
+        ) from None
 
 
 def _hash_of_other(tensor: Tensor, full: bool) -> int:

@@ -13,13 +13,23 @@ from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import DTensorSpec, row_major
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.mesh.device_mesh import check_device_is_there
 from tilework.tiled.op_table import dtensor_handler
+
+
+def _check_device(func: Any, tensor: DTensor, kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError where a tensor is to be on devices that are not there."""
+    device = kwargs.get("device")
+    if isinstance(device, (str, torch.device)):
+        what = f"{func.__name__} of a DTensor on {tensor.device_mesh}"
+        check_device_is_there(torch.device(device).type, what)
 
 
 @dtensor_handler("zeros_like", "ones_like", "empty_like", "full_like")
 def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
     """A tensor in the layout of another; replicated where that is partial."""
     tensor, *others = _first(args, kwargs, "input")
+    _check_device(func, tensor, kwargs)
     return wrap(func(tensor._local_tensor, *others, **kwargs), _like_spec(tensor, kwargs))
 
 
@@ -41,6 +51,7 @@ def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[A
 @dtensor_handler("rand_like", "randn_like", "randint_like")
 def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *bounds = _first(args, kwargs, "input")
+    _check_device(func, tensor, kwargs)
     generator = kwargs.pop("generator", None)
     distribution: Distribution = Uniform() if func is torch.rand_like else Normal()
     if func is torch.randint_like:
@@ -58,6 +69,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     """A tensor in the layout of another if it has its shape, else replicated."""
     tensor, *others = args
+    _check_device(func, tensor, kwargs)
     size = kwargs.pop("size", None)
     if size is None:
         given_one_by_one = func is not Tensor.new_full and not isinstance(others[0], Sequence)
@@ -72,6 +84,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
 @dtensor_handler("new_tensor", "new_empty_strided")
 def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *others = args
+    _check_device(func, tensor, kwargs)
     result = func(tensor._local_tensor, *others, **kwargs)
     return replicated(result, tensor._spec.mesh)
 
