@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -57,3 +58,17 @@ def test_a_lost_store_is_the_loss_of_the_rank_that_served_it() -> None:
     explained = GroupWait("g", 1, (0, 1), HashStore(), watch).explain(error)
     assert isinstance(explained, PeerLostError)
     assert explained.ranks == (0,)
+
+
+def test_rank_0_stays_with_the_store_until_those_that_wait_have_heard() -> None:
+    store = HashStore()
+    watches = [RankWatch(store, rank, 3, thread_identity()) for rank in range(3)]
+    waits = [GroupWait("g", rank, range(3), store, watches[rank]) for rank in range(3)]
+    waits[0].meanwhile([2])  # who has not come is not waited for
+    first = threading.Thread(target=waits[0].part)
+    first.start()
+    first.join(0.1)
+    assert first.is_alive()
+    waits[1].part()  # does not wait
+    first.join(10)
+    assert store.get("heard") == b"0 1 "

@@ -23,7 +23,13 @@ from tilework.comm.elastic.ledger import StoreLedger, identity_key
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.world import GroupRecord, World
-from tilework.errors import DistBackendError, DistError, DistNetworkError, text_of
+from tilework.errors import (
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    StoreTimeoutError,
+    text_of,
+)
 from tilework.rendezvous.liveness import process_identity, thread_identity
 from tilework.store import PrefixStore, Store
 
@@ -144,8 +150,11 @@ def told_to_all(wait: GroupWait) -> Iterator[None]:
         yield
     except DistNetworkError as error:
         raise wait.explain(error) from error
+    except StoreTimeoutError:  # the server does not answer: nobody can be told
+        raise
     except DistError as error:
         wait.fail(error)
+        wait.part()
         raise
     except (OSError, MemoryError, RuntimeError) as error:
         failed = DistBackendError(
@@ -154,6 +163,7 @@ def told_to_all(wait: GroupWait) -> Iterator[None]:
             ranks=[wait.me],
         )
         wait.fail(failed)
+        wait.part()
         raise failed from error
     except BaseException as error:
         reason = f"rank {wait.me} raised {type(error).__name__}: {text_of(error)}"

@@ -27,6 +27,8 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.1, 0.3
 _STUCK_SECONDS = 0.8
 #: Seconds in which a process whose connections have closed is gone from the system's lists, too.
 _GONE_SECONDS = 1.0
+#: Seconds for which rank 0 stays at most until the others have heard of a failure.
+_PARTING_SECONDS = 1.0
 _KINDS = (PeerLostError, CollectiveMismatchError, DistBackendError)
 _LATE = "late"
 
@@ -54,10 +56,14 @@ class GroupWait:
         #: By rank: since when it has waited in which operation.
         self._stuck: dict[int, tuple[str, float]] = {}
         self._notice = LateNotice(self._begun)
+        #: Those that have not come, as of the last count.
+        self._late: set[int] = set()
 
     def meanwhile(self, missing: Collection[int]) -> None:
         """Look, while the barrier of the group misses these of its ranks, by position."""
-        self.check([self.ranks[position] for position in missing])
+        late = [self.ranks[position] for position in missing]
+        self._late = set(late)
+        self.check(late)
 
     def roll(self) -> str:
         """The identities of all; read by the rank that comes last, since the store may go soon."""
@@ -92,6 +98,23 @@ class GroupWait:
         record = json.dumps({"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error)})
         with contextlib.suppress(DistError):
             self.store.compare_set("failed", "", record)
+
+    def part(self) -> None:
+        """Leave the ranks that wait, once this one knows that it waits in vain. Never raises.
+
+        Rank 0, with which the store may go, stays until the others have heard of it, or a moment:
+        else they would take it for the one that was lost.
+        """
+        with contextlib.suppress(DistError):
+            self.store.append("heard", f"{self.me} ")
+            if self.me != 0 or self.watch is None:
+                return
+            deadline = time.monotonic() + _PARTING_SECONDS
+            while time.monotonic() < deadline:
+                waiting = set(self.ranks) - self._late - self.watch.lost()
+                if waiting <= {self.me, *map(int, self.store.get("heard").split())}:
+                    return
+                time.sleep(0.02)
 
     def explain(self, error: DistNetworkError) -> DistError:
         """The error for a store that went away: the loss of the rank that served it, if one did."""

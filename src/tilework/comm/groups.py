@@ -29,7 +29,13 @@ from tilework.comm.world import (
     get_rank,
     resolve,
 )
-from tilework.errors import CollectiveMismatchError, DistNetworkError, DistStoreError
+from tilework.errors import (
+    CollectiveMismatchError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    StoreTimeoutError,
+)
 from tilework.rendezvous import rendezvous
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.store import PrefixStore, Store
@@ -418,8 +424,14 @@ def _agree(
         _meet(wait, asked, limit, check)
     except DistNetworkError as error:
         raise wait.explain(error) from error
+    except StoreTimeoutError:  # the server does not answer: nobody can be told
+        raise
     except DistStoreError as error:
         wait.fail(error)
+        wait.part()
+        raise
+    except DistError:
+        wait.part()
         raise
 
 

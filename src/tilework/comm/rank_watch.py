@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Collection
 
-from tilework.errors import DistError
+from tilework.errors import DistError, StoreTimeoutError
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.liveness import has_ended
 from tilework.rendezvous.siblings import Siblings
@@ -57,13 +57,22 @@ class RankWatch:
         self._read_identities()
 
     def lost(self) -> set[int]:
-        """The ranks that have ended. Asks the store, and the system."""
+        """The ranks that have ended. Asks the store, and the system.
+
+        Raises:
+            StoreTimeoutError: The store's server does not answer, and nothing is known to be lost.
+        """
         ended = self.ended_here(self._neighbours())
-        with contextlib.suppress(DistError):  # the store has gone; the system can be asked
+        try:
             self._read_identities()
             if self._store.check([_GONE]):
                 self._lost.update(map(int, self._store.get(_GONE).split()))
             ended |= self._missed()
+        except StoreTimeoutError:  # asking once more would take as long again
+            if not ended | self._lost:
+                raise
+        except DistError:
+            pass  # the store has gone; the system can be asked
         ended -= self._lost
         if ended:
             self._lost |= ended

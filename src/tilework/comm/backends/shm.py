@@ -47,7 +47,7 @@ _UNREACHABLE = (errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.EPERM, err
 _FINE, _ELSEWHERE, _FAILED = "fine", "elsewhere", "failed"
 _LOST, _BROKEN = "lost", "broken"
 #: Rank 0 gives its verdict before it hangs up, unless it died.
-_VERDICT_TIMEOUT = timedelta(seconds=10)
+_VERDICT_TIMEOUT = timedelta(seconds=1.5)
 
 
 class CannotShareMemoryError(DistBackendError):
@@ -317,7 +317,7 @@ def _verdict(request: DistributedBackendOptions) -> str:
         request.store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
         return request.store.get("shm/verdict").decode()
     except DistStoreError:
-        return f"{_FAILED}:rank 0 ended while the group was made"
+        return f"{_FAILED}:rank 0 did not say in time whether the group is made: it has stopped"
 
 
 def _close(ends: _Ends) -> None:
