@@ -74,7 +74,8 @@ PointToPoint::~PointToPoint() {
 
 void PointToPoint::start(const RequestPtr& request, bool will_wait) {
   std::vector<Outcome> outcomes;
-  if (request->buffer.bytes >= segment_.tunables().single_copy_rooted_bytes) context_.memory.try_peers();
+  if (request->buffer.bytes >= segment_.tunables().single_copy_rooted_bytes)
+    context_.memory.try_peers();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     requests_.push_back(request);
