@@ -76,7 +76,7 @@ def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
         chooser = Chooser(rng, run.tensors(), mesh, name)
         try:
             text = statement(chooser)
-        except (LookupError, ValueError):
+        except (LookupError, ValueError, RuntimeError):  # the last: torch shows a tensor no more
             continue
         if _runs(run, text) and _is_fair(run):
             statements.append(text)
@@ -93,7 +93,7 @@ def _refused(rng: random.Random, run: Run, mesh: tuple[int, ...]) -> str:
     for _ in range(5):
         try:
             text = refused_statement(Chooser(rng, run.tensors(), mesh, "v99"))
-        except (LookupError, ValueError):
+        except (LookupError, ValueError, RuntimeError):
             continue
         if not _runs(run, text, "ignore"):
             return text

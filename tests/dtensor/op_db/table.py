@@ -24,6 +24,11 @@ ranks, cut along the first dim, the last, and at random.
 {never} operators were never gathered (a dim that an operator needs whole is, but not the others),
 {partly} for some calls, {always} always; {none} have no samples that can be called here.
 
+Strides of results are those of plain tensors in 1,288 of 1,292 calls (one mesh of 2, float64, as
+functions). Others: `linalg.eig` and `linalg.svd`, whose columns torch leaves together on a CPU,
+though it says otherwise of tensors without memory; and the gradient of `max_unpool2d`, of images
+whose channels lie innermost.
+
 `python -m tests.dtensor.op_db --table` writes this file.
 
 | operator | calls | |

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.dtensor.propagation.strides import elementwise_strides
+from tilework.testing import run_ranks
 
 SIZES = st.sampled_from([1, 2, 3])
 
@@ -43,3 +48,25 @@ def test_elementwise_strides_are_torch_s(tensors: list[Tensor]) -> None:
         (torch.addcmul(*tensors), every) if len(tensors) == 3 else (tensors[0].exp(), every[:1]),
     ):
         assert elementwise_strides(tuple(result.shape), its) == result.stride()
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        torch.linalg.inv,
+        torch.linalg.cholesky,
+        lambda x: torch.linalg.qr(x)[1],
+        lambda x: torch.fft.fft(x, dim=0),
+        lambda x: torch.transpose_copy(x, 0, 1),
+    ],
+    ids=["inv", "cholesky", "qr", "fft", "transpose_copy"],
+)
+def test_results_that_lie_otherwise_than_in_rows(operator: Callable[[Tensor], Tensor]) -> None:
+    full = 4 * torch.eye(4) + 1
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        result = operator(distribute_tensor(full, mesh, [Shard(1)]))
+        assert result.stride() == operator(full).stride()
+
+    run_ranks(2, program)

@@ -34,9 +34,10 @@ _ASKED = """
     argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
     eigh einsum expand fft fft2 fftn geqrf hfft hfft2 hfftn householder_product ifft ifft2 ifftn
     ihfft ihfft2 ihfftn inner inv inv_ex inverse irfft irfft2 irfftn kron ldl_factor ldl_factor_ex
-    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nonzero ormqr qr rfft
-    rfft2 rfftn rot90 solve solve_ex solve_triangular stft sum_to_size svd tensorinv
-    triangular_solve unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes
+    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nonzero ormqr
+    permute_copy qr rfft rfft2 rfftn rot90 solve solve_ex solve_triangular stft sum_to_size svd
+    tensorinv transpose_copy triangular_solve unravel_index unsafe_chunk unsafe_split
+    unsafe_split_with_sizes
 """
 #: Elementwise, but their results are contiguous.
 _CONTIGUOUS = frozenset({"masked_fill"})
@@ -48,7 +49,10 @@ _WITH_NUMBERS = """
     rsub sub where
 """
 _with_numbers = frozenset(_WITH_NUMBERS.split())
-_like_inputs, _asked = frozenset(_LIKE_INPUTS.split()), frozenset(_ASKED.split())
+_like_inputs = frozenset(_LIKE_INPUTS.split())
+_asked = frozenset(
+    f"{module}{name}" for module in ("", "fft_", "linalg_") for name in _ASKED.split()
+)
 
 
 def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
