@@ -267,7 +267,11 @@ class _LocalWriter(FileWriter):
         waiting, self._waiting = self._waiting, []
         self._room = self._room or _BLOCK_BYTES
         while waiting:
-            done = calls.write(self._fd, waiting)
+            try:
+                done = calls.write(self._fd, waiting)
+            except OSError as error:  # as of a full disk: the system does not name the file
+                error.filename = str(self._final)
+                raise
             while waiting and done >= waiting[0].nbytes:
                 done -= waiting.pop(0).nbytes
             if done:
