@@ -148,17 +148,25 @@ class CyclicWaits:
 
     def _serve(self) -> None:
         """The asking thread."""
+        last: _Task | None = None
+        idle_at = 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._task or self._over, _IDLE_SECONDS)
+                self._changed.wait_for(lambda: self._task or self._over, _PERIOD)
                 task, self._task = self._task, None
-                if task is None:
+                if task is None and (self._over or last is None or time.monotonic() > idle_at):
                     self._thread, self._is_free = None, True
                     return
+            if task is not None:
+                last, idle_at = task, time.monotonic() + _IDLE_SECONDS
+            assert last is not None
             try:
-                _ask(task)
+                # Without a task the wait has ended: perhaps by another rank's verdict, which this
+                # rank has to pass on.
+                if _obey(last) if task is None else _ask(task):
+                    last = None
             except (DistError, ValueError):  # the store has gone, or holds what nobody wrote
-                self._over = True
+                self._over, last = True, None
             del task  # which holds groups
             with self._changed:
                 self._is_free = True
@@ -182,15 +190,31 @@ def operation_name(group: ProcessGroup, number: int) -> str:
     return f"{title}{place} (group {group.group_name!r})"
 
 
-def _ask(task: _Task) -> None:
-    """Publish this rank's wait, and end it if it is one of a cycle."""
+def _obey(task: _Task) -> bool:
+    """End this rank's wait, and those that it causes, if another rank has found it in a cycle.
+
+    Returns:
+        True if one has.
+    """
+    verdict = _read(task.store, f"verdict/{task.record.rank}")
+    if verdict is None:
+        return False
+    serial, ranks, text = json.loads(verdict)
+    if serial != task.record.serial:
+        return False
+    _abort(task, ranks, text)
+    return True
+
+
+def _ask(task: _Task) -> bool:
+    """Publish this rank's wait, and end it if it is one of a cycle.
+
+    Returns:
+        True if it was.
+    """
+    if _obey(task):
+        return True
     record, store = task.record, task.store
-    verdict = _read(store, f"verdict/{record.rank}")
-    if verdict is not None:
-        serial, ranks, text = json.loads(verdict)
-        if serial == record.serial:
-            _abort(task, ranks, text)
-            return
     store.set(f"wait/{record.rank}", record.encode())
 
     def read(rank: int) -> WaitRecord | None:
@@ -199,13 +223,14 @@ def _ask(task: _Task) -> None:
 
     cycle = task.graph.look(record, read)
     if not cycle:
-        return
+        return False
     ranks = sorted(each.rank for each in cycle)
     text = describe(cycle)
     text = f"{text}\n{_ADVICE}{provenance.advice(text)}"
     for each in held_up_by(cycle, read):
         store.set(f"verdict/{each.rank}", json.dumps([each.serial, ranks, text]))
     _abort(task, ranks, text)
+    return True
 
 
 def _abort(task: _Task, ranks: Sequence[int], text: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-import sysconfig
 import threading
 from collections.abc import Collection, Iterator
 from types import FrameType
 
 from tilework.comm.callsite import in_library
 
-_STDLIB = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+#: The folder of the standard library.
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 #: Parts of it that call what they were told to, later.
 _CALLS_LATER = ("asyncio", "sched.py", "multiprocessing")
 _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
@@ -60,7 +60,5 @@ def _is_known(file: str) -> bool:
 
 
 def _calls_later(file: str) -> bool:
-    for folder in _STDLIB:
-        if file.startswith(folder):
-            return file[len(folder) :].split(os.sep)[0] in _CALLS_LATER
-    return False
+    inside = file.removeprefix(_STDLIB)
+    return inside != file and inside.split(os.sep)[0] in _CALLS_LATER

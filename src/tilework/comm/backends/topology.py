@@ -93,7 +93,7 @@ def _known_topology(usable: frozenset[int]) -> Topology:
 
 @dataclass(frozen=True)
 class Plan:
-    """What serves a group best by the model.
+    """Sizes and algorithms that serve a group best, by the model.
 
     Args:
         nodes: Memory nodes that its ranks are on, if they are spread evenly.
