@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tilework.sharded.specs import ShardingSpec
+from tilework.tiled import torch_init
 from tilework.tiled.op_names import canonical_name
 
 #: ``handler(types, args, kwargs, process_group)``: what __torch_function__ gets, and the group.
@@ -33,6 +34,8 @@ def find_handler(func: Callable[..., Any], spec: ShardingSpec) -> Handler | None
         handler = _by_spec.get((type(spec), func))
     if handler is None:
         handler = _own.get(func)
+    if handler is None and (of_torch := torch_init.original(func)) is not func:
+        return find_handler(of_torch, spec)
     return _by_family(func) if handler is None else handler
 
 

@@ -71,6 +71,7 @@ from tilework.dtensor.torch_tensors import (
 )
 from tilework.dtensor.views import copied_views
 from tilework.mesh.device_mesh import check_device_is_there
+from tilework.tiled import torch_init
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import Handler, OpEntry, find
 
@@ -113,6 +114,8 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _handler(func: Any) -> Handler:
     if is_of_torch_distributed(func):
         return refuse_of_torch_distributed
+    if (of_torch := torch_init.original(func)) is not func:
+        return lambda _, args, kwargs: dispatch(of_torch, args, kwargs)
     entry, in_place = find(func)
     if entry.dtensor_handler is not None:
         if entry.dtensor_handler.__module__ == tensor_attributes.__name__:
