@@ -173,7 +173,9 @@ def _state(run: Run) -> dict[str, Any]:
     for name, tensor in run.tensors().items():
         state[name] = _full(tensor)
         if tensor.numel():
-            state[f"{name}.stride()"] = tuple(tensor.stride())
+            # That of a dim of size 1 leads nowhere, and depends on how torch sorts equal strides.
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            state[f"{name}.stride()"] = tuple(stride if size > 1 else 0 for size, stride in sizes)
         state[f"{name}.requires_grad"] = tensor.requires_grad
         state[f"{name}.is_leaf"] = tensor.is_leaf
     return state
