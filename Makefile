@@ -17,6 +17,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 RANKS ?=
 ARGS ?=
+# Warnings of the C++ compiler as errors: ON where tilework is developed. Another compiler has other ones.
+WERROR ?= OFF
 
 supported = import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 bin := $(VENV)/bin
@@ -157,7 +159,7 @@ $(VENV)/.torch: $(VENV)/.made
 core:
 	@echo "building tilework's core with the C++ compiler" >&2
 	@rm -f cmake/editable/CMakeCache.txt
-	@$(pip) --no-build-isolation --no-deps --config-settings cmake.define.TILEWORK_WERROR=ON --editable .
+	@$(pip) --no-build-isolation --no-deps --config-settings cmake.define.TILEWORK_WERROR=$(WERROR) --editable .
 
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what tests and linters use into $(VENV)" >&2

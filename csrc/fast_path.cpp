@@ -227,7 +227,7 @@ constexpr size_t kShortBytes = 64 * 1024;
 /// What surrounds the execution of an operation: a slot in the flight ring, the versions of tensors
 /// that it writes, and the GIL. A short one keeps the GIL until it has to wait, and leaves the rest
 /// until its part is published. Any other does everything at once.
-class FastPath::ShortCall : public Interlude {
+class FastPath::ShortCall final : public Interlude {
  public:
   ShortCall(FlightRing& flight, const OpRecord& record, PyObject* written)
       : flight_(flight), record_(record), written_(written) {}
