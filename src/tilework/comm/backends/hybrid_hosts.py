@@ -88,10 +88,14 @@ def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, NativeGroup
     except CannotShareMemoryError:
         candidates = (me,)
         group = create_shm_group(_part(request, candidates, f"alone_{me}"), None)
-    store.set(f"shares/{me}", " ".join(map(str, candidates)))
-    shares = store.multi_get([f"shares/{rank}" for rank in everyone])
-    hosts = sorted({tuple(int(rank) for rank in text.split()) for text in shares})
-    return Hosts(tuple(hosts), me), group
+    try:
+        store.set(f"shares/{me}", " ".join(map(str, candidates)))
+        shares = store.multi_get([f"shares/{rank}" for rank in everyone])
+        hosts = sorted({tuple(int(rank) for rank in text.split()) for text in shares})
+        return Hosts(tuple(hosts), me), group
+    except BaseException:  # another rank was lost, say
+        group.close()
+        raise
 
 
 def _part(
