@@ -201,15 +201,19 @@ class Pool:
         deadline, notice = Deadline(wait_seconds), LateNotice(time.monotonic())
         hang_ups = Deadline(min(wait_seconds, _HANG_UP_SECONDS))
         pause, meanwhile = _FIRST_PAUSE, _while_connecting.get()
+        heard: _HungUpError | None = None
         while True:
             try:
                 self._give_back(self._open(deadline.left()))
                 return
             except (OSError, _HungUpError) as error:
                 hung_up = isinstance(error, _HungUpError)
+                heard = error if isinstance(error, _HungUpError) else heard
                 hopeless = isinstance(error, PermissionError) or (hung_up and hang_ups.passed)
                 if hopeless or deadline.passed:
-                    raise self._unreachable(error, wait_seconds) from error
+                    # The last attempt may have had no time for an answer.
+                    telling = heard if heard and isinstance(error, TimeoutError) else error
+                    raise self._unreachable(telling, wait_seconds) from error
                 reason = _reason(error)
             if meanwhile is not None:
                 meanwhile(reason)
