@@ -67,7 +67,7 @@ def save(
     """
     ranks = Ranks(group)
     prepared = prepare(storage_at(path), state, ranks, options, raise_pending)
-    with _progress(f"saving {path}", prepared.nbytes, ranks) as progress:
+    with _progress(f"saving {path}", prepared.nbytes, ranks, "the disk") as progress:
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
 
 
@@ -185,9 +185,7 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
         >>> list(checkpoint.read(folder, "model.*")["model"])
         ['weight']
     """
-    ranks = object.__new__(Ranks)
-    ranks.group = None
-    with _progress(f"reading {path}", 0, ranks) as progress:
+    with Progress(f"reading {path}", is_shown=None if Ranks().is_first else False) as progress:
         return read_all(storage_at(path), _patterns(names), verify, progress)
 
 
@@ -214,5 +212,8 @@ def _patterns(names: Names) -> tuple[str, ...] | None:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _progress(what: str, total: int, ranks: Ranks) -> Progress:
-    return Progress(what, total, None if ranks.is_first else False)
+def _progress(what: str, total: int, ranks: Ranks, afterwards: str = "") -> Progress:
+    """The progress of the first rank's bytes, which are about as many as any other's."""
+    others = "other ranks" if len(ranks.all) > 1 else ""
+    awaited = " and ".join(filter(None, (afterwards, others)))
+    return Progress(what, total, None if ranks.is_first else False, awaited)

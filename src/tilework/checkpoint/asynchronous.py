@@ -6,8 +6,10 @@ Of a rank's saves one is at work at a time: the next one waits for it, and raise
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import Tensor
 from tilework.checkpoint.describing import local_view
 from tilework.checkpoint.format import CHUNK_BYTES
 from tilework.checkpoint.memory import copy_all, lasting_bytes
+from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, before_end
 from tilework.checkpoint.save_planning import PlacedBox
 from tilework.checkpoint.saving import Save, SaveOptions, prepare, write_and_commit
@@ -28,6 +31,8 @@ from tilework.errors import CheckpointError
 
 #: Boxes begin at multiples of this in the copy.
 _ALIGNMENT = 64
+#: While a save is waited for, its progress is looked at so often.
+_SHOWN_SECONDS = 0.2
 
 
 class PendingSave:
@@ -37,8 +42,9 @@ class PendingSave:
         path: Where it is written to.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, total: int = 0, is_first: bool = True) -> None:
         self.path = path
+        self._total, self._written, self._is_first = total, 0, is_first
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._is_seen = False
@@ -58,11 +64,28 @@ class PendingSave:
             CheckpointError: The save has failed; on all ranks alike.
             PeerLostError: A rank died meanwhile.
         """
-        if not self._done.wait(timeout):
+        if not self._has_ended(timeout):
             raise TimeoutError(f"the save to {self.path} goes on after {timeout} s")
         if self._error is not None:
             self._is_seen = True
             raise self._error
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        """Wait, and show how far it is meanwhile."""
+        shown = None if self._is_first else False
+        with Progress(f"saving {self.path}", self._total, shown, "the disk") as progress:
+            if not progress.is_shown:
+                return self._done.wait(timeout)
+            progress.begin_at(self._written)
+            deadline = math.inf if timeout is None else time.monotonic() + timeout
+            while (left := deadline - time.monotonic()) > 0:
+                if self._done.wait(min(left, _SHOWN_SECONDS)):
+                    break
+                progress(self._written - progress.done)
+            return self._done.is_set()
+
+    def _count(self, nbytes: int) -> None:
+        self._written += nbytes
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error
@@ -89,7 +112,7 @@ class _Background:
         last, self.last, self.copy = self.last, None, None
         if last is None:
             return
-        last._done.wait()
+        last._has_ended(None)
         if last._error is not None and not last._is_seen:
             print(f"the save to {last.path} has failed: {last._error}", file=sys.stderr)
 
@@ -104,7 +127,7 @@ def wait_for_pending() -> str | None:
     last = None if background is None else background.last
     if background is None or last is None:
         return None
-    last._done.wait()
+    last._has_ended(None)
     background.last = None
     if last._error is None or last._is_seen:
         return None
@@ -149,11 +172,12 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
         save.release()
         raise
     save.leaves = {}  # the copy is all that is needed
-    pending = background.last = PendingSave(storage.location)
+    pending = PendingSave(storage.location, save.nbytes, ranks.is_first)
+    background.last = pending
 
     def run() -> None:
         try:
-            write_and_commit(save, lambda placed: _pieces(copies[placed]), ranks, lambda _: None)
+            write_and_commit(save, lambda box: _pieces(copies[box]), ranks, pending._count)
             error: BaseException | None = None
         except BaseException as raised:
             error = raised

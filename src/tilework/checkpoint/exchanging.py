@@ -51,7 +51,6 @@ class Exchange:
         wanted: The tensors.
         reader: Reads units.
         target_of: Finds the memory for what arrives.
-        progress: Told the bytes of each round.
     """
 
     def __init__(
@@ -60,10 +59,9 @@ class Exchange:
         wanted: Sequence[Wanted],
         reader: PartReader,
         target_of: TargetOf,
-        progress: Callable[[int], None],
     ) -> None:
         self._group, self._wanted, self._reader = group, wanted, reader
-        self._target_of, self._progress = target_of, progress
+        self._target_of, self._progress = target_of, reader.progress
         self._host = group.global_ranks
         self._here = self._host[group.rank()]
         self._error: CheckpointError | OSError | None = None
@@ -167,9 +165,11 @@ class Exchange:
         all_to_all_single(received, sent, sizes_coming, sizes_going, group=self._group)
         for view, region in self._placed(received, coming):
             self._put(region, view)
-        for region in self._regions(units[self._here], self._here):
+        own_regions = self._regions(units[self._here], self._here)
+        for region in own_regions:
             self._put(region, self._source(region, read[id(region.unit)]))
-        self._progress(sum(sizes_coming))
+        arrived = [*own_regions, *(region for each in coming.values() for region in each)]
+        self._progress(sum(each.box.volume * self._itemsize(each.unit) for each in arrived))
 
     def _regions(self, units: Sequence[Unit], rank: int) -> list[_Region]:
         """The regions of these units that a rank needs, in the same order at both ends."""

@@ -29,6 +29,7 @@ from tilework.checkpoint.index_text import parse_index
 from tilework.checkpoint.load_planning import Need, Wanted, plan_load
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import parameter_names
+from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.sharing import read_shared
@@ -40,8 +41,6 @@ from tilework.errors import CheckpointError
 from tilework.layout import Box
 from tilework.layout.box import whole_box
 from tilework.tiled.tensor import TiledTensor
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,8 @@ def load_into(
     filling, reader = prepared.filling, prepared.reader
     try:
         asked, temporary = _without_partial(prepared, ranks)
-        _fill(filling.targets, asked, ranks, reader, progress)
+        reader.progress, progress.total = progress, _nbytes(filling.targets)
+        _fill(filling.targets, asked, ranks, reader)
     finally:
         reader.close()
     for target, partial in temporary:
@@ -302,7 +302,6 @@ def _fill(
     answers: _Answers,
     ranks: Ranks,
     reader: PartReader,
-    progress: Progress,
 ) -> None:
     wanted, mine = merge_wanted([asked for _, asked in answers], ranks, reader.index.tensors)
     host = ranks.same_host()
@@ -323,17 +322,16 @@ def _fill(
         for each in plan.reads:
             saved = wanted[each.tensor].saved
             reader.read_box(saved, each.part, each.need.box, target_of(each.tensor, each.need))
-            progress(each.need.box.volume * saved.torch_dtype.itemsize)
 
     def split() -> None:
         if host.group is not None and plan.split:
-            SplitReading(host.group, plan, wanted, reader, target_of, progress).run()
+            SplitReading(host.group, plan, wanted, reader, target_of).run()
 
     def share() -> None:
         if by_pages:
-            read_shared(plan, wanted, reader, (ranks.here, target_of), progress)
+            read_shared(plan, wanted, reader, (ranks.here, target_of))
         elif host.group is not None and any(plan.units.values()):
-            Exchange(host.group, wanted, reader, target_of, progress).run(plan.units)
+            Exchange(host.group, wanted, reader, target_of).run(plan.units)
 
     _run_all((read, split, share), ranks, [tensor for tensor in tensors if tensor is not None])
 
@@ -399,6 +397,16 @@ def _view(tensor: Tensor, tile: Box, box: Box, rank: int) -> Tensor:
     return local.detach()[box.relative_to(tile).slices]
 
 
+def _nbytes(targets: Sequence[Target]) -> int:
+    """The bytes of this rank's targets, in the dtypes that the checkpoint has."""
+    total = 0
+    for target in targets:
+        tensor = target.tensor
+        tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
+        total += sum(tile.numel() for tile in tiles) * target.saved.torch_dtype.itemsize
+    return total
+
+
 def _count_writes(tensor: Tensor) -> None:
     """Tell autograd, and whoever compares versions, that memory was written."""
     for each in tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]:
@@ -432,20 +440,16 @@ def read_all(
         # Tied weights are one tensor again.
         if (key := saved.parts or leaf.name) not in tensors:
             tensors[key] = read_tensor(reader, saved)
-            progress(saved.nbytes)
         return tensors[key]
 
     try:
         asked = [path for path in flat.leaves if patterns.match(dotted(path))]
         patterns.check()
-        used = {
-            part.file
-            for path in asked
-            for name in _names_of(flat.leaves[path])
-            if name in index.tensors
-            for part in index.tensors[name].parts
-        }
-        reader.check_sizes(sorted(used))
+        names_asked = (name for path in asked for name in _names_of(flat.leaves[path]))
+        used = [index.tensors[name] for name in names_asked if name in index.tensors]
+        reader.check_sizes(sorted({part.file for saved in used for part in saved.parts}))
+        distinct = {saved.parts or saved.name: saved.nbytes for saved in used}
+        reader.progress, progress.total = progress, sum(distinct.values())
         leaves = {path: value_of(flat.leaves[path]) for path in asked}
     finally:
         reader.close()

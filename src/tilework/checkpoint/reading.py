@@ -60,6 +60,8 @@ class PartReader:
     def __init__(self, storage: Storage, index: Index, verify: bool = True) -> None:
         self.storage, self.index, self.verify = storage, index, verify
         self.bytes_read = 0
+        #: Told the bytes of boxes as they are read, in the dtype of the checkpoint.
+        self.progress: Progress = ignored
         self._by_core = _core.FileReader() if _core is not None and storage.is_local else None
         self._open: dict[str, FileReader] = {}
         self._bounce: Tensor | None = None
@@ -143,7 +145,7 @@ class PartReader:
         if self._by_core is not None:
             if memory.nbytes:
                 runs: Runs = (address_of(memory), start, memory.nbytes, [], [], [])
-                self._read_by_core(tensor, part, runs, checked, start, start + memory.nbytes)
+                self._read_by_core(tensor, part, runs, checked, (start, start + memory.nbytes))
             return
         file, chunk = self._file(part.file), self.index.chunk_bytes
         step_bytes = _STEP_BYTES if self.storage.is_local else chunk
@@ -159,12 +161,19 @@ class PartReader:
                 raise self.damaged(tensor, part, (start + at) // chunk, found)
 
     def _read_by_core(
-        self, tensor: SavedTensor, part: Part, runs: Runs, checked: bytes, begin: int, end: int
+        self,
+        tensor: SavedTensor,
+        part: Part,
+        runs: Runs,
+        checked: bytes,
+        reach: tuple[int, int],
+        counted: int = 0,
     ) -> None:
+        """Read what lies in a part's chunks; progress is told of ``counted`` bytes in all."""
         assert self._by_core is not None
         chunk, sums = self.index.chunk_bytes, array("I", part.crc32).tobytes()
         with self._descriptor(part) as descriptor:
-            for at, stop in self._calls(begin, end):
+            for at, stop in self._calls(reach, counted):
                 wrong = self._by_core.read(
                     descriptor, part.offset, part.nbytes, chunk, sums, checked, runs, at, stop
                 )
@@ -172,12 +181,17 @@ class PartReader:
                     raise self.damaged(tensor, part, *wrong)
 
     def _shares_by_core(
-        self, tensor: SavedTensor, part: Part, runs: Runs, begin: int, end: int
+        self,
+        tensor: SavedTensor,
+        part: Part,
+        runs: Runs,
+        reach: tuple[int, int],
+        counted: int = 0,
     ) -> int:
         assert self._by_core is not None
         chunk, shares = self.index.chunk_bytes, 0
         with self._descriptor(part) as descriptor:
-            for at, stop in self._calls(begin, end):
+            for at, stop in self._calls(reach, counted):
                 found = self._by_core.read_shares(
                     descriptor, part.offset, part.nbytes, chunk, runs, at, stop
                 )
@@ -197,11 +211,23 @@ class PartReader:
             error.filename = self.storage.where(part.file)
             raise
 
-    def _calls(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges of chunks that calls of the core read."""
+    def _calls(self, reach: tuple[int, int], counted: int) -> Iterator[tuple[int, int]]:
+        """The ranges of chunks that calls of the core read; each is told when it is read."""
+        begin, end = reach
         step = max(1, _CALL_BYTES // self.index.chunk_bytes) * self.index.chunk_bytes
         for at in range(begin, end, step):
-            yield at, min(at + step, end)
+            stop = min(at + step, end)
+            yield at, stop
+            self._tell(counted, reach, at, stop)
+
+    def _tell(self, counted: int, reach: tuple[int, int], at: int, stop: int) -> None:
+        """Count what has come with ``at`` to ``stop`` of ``counted`` bytes that lie in a reach."""
+        if counted:
+            begin, end = reach
+            start, stop = max(at, begin), min(stop, end)
+            length = end - begin
+            done = counted * (stop - begin) // length - counted * (start - begin) // length
+            self.progress(done)
 
     def damaged(
         self, tensor: SavedTensor, part: Part, chunk: int, found: int | None
@@ -265,7 +291,7 @@ class PartReader:
         checked = own if self.verify else bytes(len(own))
         if box is None or target is None:
             if self.verify:
-                self._read_by_core(tensor, part, no_runs(), checked, *reach)
+                self._read_by_core(tensor, part, no_runs(), checked, reach)
         else:
             self._read_box(tensor, part, box, target, checked, reach)
         tail = len(own) * chunk - part.nbytes
@@ -283,13 +309,14 @@ class PartReader:
         reach = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
         if runs is not None:
-            return self._shares_by_core(tensor, part, runs, *reach)
+            return self._shares_by_core(tensor, part, runs, reach, target.nbytes)
         shares, itemsize = 0, tensor.torch_dtype.itemsize
         for start, stop in self._bounces(part, *reach):
             memory = self._bounced(stop - start)
             runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
-            shares ^= self._shares_by_core(tensor, part, runs, start, stop)
+            shares ^= self._shares_by_core(tensor, part, runs, (start, stop))
             copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
+            self._tell(box.volume * itemsize, reach, start, stop)
         return shares
 
     def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> None:
@@ -326,16 +353,18 @@ class PartReader:
             return
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
         if runs is not None and self._by_core is not None:
-            self._read_by_core(tensor, part, runs, checked, *reach)
+            self._read_by_core(tensor, part, runs, checked, reach, target.nbytes)
             return
         if runs is not None and runs[2] == target.nbytes and reach == (runs[1], runs[1] + runs[2]):
             self.read_some_chunks(tensor, part, reach[0], byte_view(target), checked)
+            self.progress(target.nbytes)
             return
         itemsize = tensor.torch_dtype.itemsize
         for start, stop in self._bounces(part, *reach):
             memory = self._bounced(stop - start)
             self.read_some_chunks(tensor, part, start, byte_view(memory), checked)
             copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
+            self._tell(box.volume * itemsize, reach, start, stop)
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges of whole chunks that have a part's bytes from ``start`` to ``stop``."""

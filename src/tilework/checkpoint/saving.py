@@ -94,8 +94,8 @@ class Save:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank writes."""
-        return sum(plan.nbytes for plan in self.files)
+        """The bytes of elements that this rank writes."""
+        return sum(box.nbytes for plan in self.files for box in plan.boxes)
 
     def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
         """The elements of a box, from the state itself."""

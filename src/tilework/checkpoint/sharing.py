@@ -25,7 +25,6 @@ def read_shared(
     wanted: Sequence[Wanted],
     reader: PartReader,
     here: tuple[int, TargetOf],
-    progress: Callable[[int], None],
 ) -> None:
     """Check this rank's chunks of shared parts, and fill what it needs of all. Local.
 
@@ -34,7 +33,6 @@ def read_shared(
         wanted: The tensors.
         reader: Reads parts.
         here: This rank, and what finds the memory for its needs.
-        progress: Told the bytes of each need.
 
     Raises:
         CheckpointError: Some of the chunks that this rank checks are damaged.
@@ -48,7 +46,6 @@ def read_shared(
         for need in boxes:
             target = target_of(number, need)
             reader.read_shared_box(tensor, part, need.box, target, checked)
-            progress(need.box.volume * tensor.torch_dtype.itemsize)
             checked = bytes(len(checked))
         if not boxes:
             reader.read_shared_box(tensor, part, None, None, checked)

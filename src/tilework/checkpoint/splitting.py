@@ -9,7 +9,7 @@ exchanged when all is read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import xor
 
@@ -35,7 +35,6 @@ class SplitReading:
         wanted: The tensors.
         reader: Reads parts.
         target_of: Finds the memory for this rank's needs.
-        progress: Told the bytes of each need.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class SplitReading:
         wanted: Sequence[Wanted],
         reader: PartReader,
         target_of: TargetOf,
-        progress: Callable[[int], None],
     ) -> None:
         self._group, self._parts, self._wanted = group, plan.split, wanted
-        self._reader, self._target_of, self._progress = reader, target_of, progress
+        self._reader, self._target_of = reader, target_of
         self._here = group.global_ranks[group.rank()]
 
     def run(self) -> None:
@@ -92,7 +90,6 @@ class SplitReading:
                 else:
                     reader.read_unchecked_box(tensor, split.part, need.box, target)
                 reader.bytes_read += nbytes if counts else 0
-                self._progress(nbytes)
             shares += total.to_bytes(4 * self._chunks(split), sys.byteorder)
         return bytes(shares)
 

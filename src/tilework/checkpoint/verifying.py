@@ -17,16 +17,15 @@ from tilework.checkpoint.format import Index, SavedTensor
 from tilework.checkpoint.index_text import part_key
 from tilework.checkpoint.loading import read_index
 from tilework.checkpoint.memory import crc32
+from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
 from tilework.checkpoint.save_planning import cut_box
 from tilework.checkpoint.storage import Storage
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
-Progress = Callable[[int], None]
 
-
-def verify(path: AnyPath, progress: Progress = lambda nbytes: None) -> list[str]:
+def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
     """The problems of a checkpoint; none if every byte is as it was written. Local.
 
     All files are read, in bounded memory: headers and elements are compared with their checksums,
@@ -111,7 +110,9 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
         raise CheckpointError(f"{where}: its header is not what the index says", file=where)
 
 
-def _damages(reader: PartReader, tensor: SavedTensor, progress: Progress) -> Iterator[str]:
+def _damages(
+    reader: PartReader, tensor: SavedTensor, progress: Callable[[int], None]
+) -> Iterator[str]:
     chunk = reader.index.chunk_bytes
     step = max(1, BOUNCE_BYTES // chunk) * chunk
     memory = memoryview(bytearray(step))
@@ -170,7 +171,11 @@ def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
         for path in (a, b):
             storage = storage_at(path)
             readers.append(PartReader(storage, read_index(storage)))
-        found = [*_different_tensors(*readers), *_different_values(*readers)]
+        with Progress(f"comparing {a} and {b}") as progress:
+            for reader in readers:
+                reader.progress = progress
+            progress.total = _bytes_to_read(*readers)
+            found = [*_different_tensors(*readers), *_different_values(*readers)]
     finally:
         for reader in readers:
             reader.close()
@@ -189,10 +194,21 @@ def _different_tensors(a: PartReader, b: PartReader) -> Iterator[Difference]:
                 name,
                 f"{x.dtype}{list(x.shape)} in the first, {y.dtype}{list(y.shape)} in the second",
             )
-        elif a.index.chunk_bytes != b.index.chunk_bytes or _content(x) != _content(y):
+        elif _may_differ(a, x, b, y):
             text = _different_elements(a, x, b, y)
             if text:
                 yield Difference(name, text)
+
+
+def _may_differ(a: PartReader, x: SavedTensor, b: PartReader, y: SavedTensor) -> bool:
+    """True if elements of tensors of one shape and dtype have to be read."""
+    return a.index.chunk_bytes != b.index.chunk_bytes or _content(x) != _content(y)
+
+
+def _bytes_to_read(a: PartReader, b: PartReader) -> int:
+    pairs = [(x, b.index.tensors[n]) for n, x in a.index.tensors.items() if n in b.index.tensors]
+    alike = [(x, y) for x, y in pairs if (x.shape, x.dtype) == (y.shape, y.dtype)]
+    return sum(x.nbytes + y.nbytes for x, y in alike if _may_differ(a, x, b, y))
 
 
 def _content(tensor: SavedTensor) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from tilework.checkpoint.flat_state import FlatState, NamedTensor, state_of_json
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.loading import read_index
 from tilework.checkpoint.name_patterns import NamePatterns
+from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
 from tilework.checkpoint.save_planning import FILE_BYTES, assign_writers, plan_files
 from tilework.checkpoint.saving import (
@@ -97,17 +99,21 @@ def convert(
         raise CheckpointError(f"{target} is there already: give another path", file=str(target))
     opened = open_source(source)
     try:
-        chosen = _Chosen(opened, options)
-        if kind == "tilework":
-            _write_tilework(chosen, target, options)
-        elif kind == "safetensors":
-            write_safetensors(chosen, Path(target), options.file_bytes)
-        elif kind == "dcp":
-            write_dcp(chosen, Path(target))
-        else:
-            write_torch_file(chosen, Path(target))
+        with Progress(f"converting {source}", afterwards="the disk") as progress:
+            _write(_Chosen(opened, options, progress), target, kind, options)
     finally:
         opened.close()
+
+
+def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) -> None:
+    if kind == "tilework":
+        _write_tilework(source, target, options)
+    elif kind == "safetensors":
+        write_safetensors(source, Path(target), options.file_bytes)
+    elif kind == "dcp":
+        write_dcp(source, Path(target))
+    else:
+        write_torch_file(source, Path(target))
 
 
 def _is_left_over(path: Path) -> bool:
@@ -163,8 +169,8 @@ def _open_tilework(path: AnyPath) -> Source:
 class _Chosen(Source):
     """Some tensors of a source, under other names."""
 
-    def __init__(self, source: Source, options: ConvertOptions) -> None:
-        self._source = source
+    def __init__(self, source: Source, options: ConvertOptions, progress: Progress) -> None:
+        self._source, self._progress = source, progress
         self.meta = source.meta
         patterns = NamePatterns(options.names)
         self._numbers = [
@@ -177,6 +183,7 @@ class _Chosen(Source):
         }
         self.tensors = [replace(tensor, name=self._renamed[tensor.name]) for tensor in kept]
         self.flat = self._state(source.flat, options)
+        progress.total = sum(math.prod(each.shape) * each.itemsize for each in kept)
 
     def _state(self, flat: FlatState, options: ConvertOptions) -> FlatState:
         if options == ConvertOptions(file_bytes=options.file_bytes):
@@ -186,7 +193,9 @@ class _Chosen(Source):
         return FlatState(dict(leaves), {(): "dict"})
 
     def region(self, number: int, box: Box) -> Tensor:
-        return self._source.region(self._numbers[number], box)
+        region = self._source.region(self._numbers[number], box)
+        self._progress(region.nbytes)
+        return region
 
 
 def _write_tilework(source: Source, target: AnyPath, options: ConvertOptions) -> None:
