@@ -101,6 +101,11 @@ def test_what_goes_wrong_is_made_short() -> None:
         "with torch.inference_mode(): v0.resize_([4, 2])",
         # Partial products of what lies otherwise.
         "v0 = leaf('v0', (6,), 68, 'PA')\nv1 = v0.prod()\nv2 = gradient(v1, v1)",
+        # Writes that torch does not count, and places in the graph that are left.
+        "v0 = leaf('v0', (3,), 23, 'S0')\nv1 = v0[-2]\nwatch(v1, 'v1')\n"
+        "write_local(v0[-1].data, -1.0)",
+        "v0 = leaf('v0', (1, 6), 99, 'R')\nv1 = torch.cat([v0, v0], 0)\n"
+        "v2 = recomputed(lambda a: (a * 2).sin() + a, v1, reentrant=True)\nv1.detach_()",
         # Gradients, partial along one axis, of what became a mean along another: see MESHES.
         "v0 = leaf('v0', (1,), 36, 'R S0')\nv1 = data((4, 2), 48, 'S1 PA')\nv1.add_(v0)",
     ],

@@ -65,6 +65,8 @@ class DTensorBase(TiledTensor):
     _passes: int = 0
     #: True if it was made while gradients were off, as the results of a user's own Function are.
     _made_without_grad: bool = False
+    #: Places in the graph that it has left, and a user's own Function took it at.
+    _places: tuple[Place, ...] = ()
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -143,6 +145,13 @@ class Alias(NamedTuple):
     grad_fn: Any
 
 
+class Place(NamedTuple):
+    """A local tensor at a place in the graph, and its layout there."""
+
+    local: Tensor
+    spec: DTensorSpec
+
+
 #: The tensor that a view was made of; the layout that it had then, which forms in place such as
 #: ``t_`` change; and the call that made the view, with the tensor as its first argument, or None
 #: for the whole tensor. A plain tuple, for views are made in a few microseconds.
@@ -206,6 +215,16 @@ class View:
             or version_of(local) != self.version
             or owner._writes != self.writes
             or (owner._local_tensor.requires_grad and not self.required)
+        )
+
+    @property
+    def only_values_changed(self) -> bool:
+        """True if no write since has entered the graph: torch counts none to ``data``."""
+        local, owner = self.base._local_tensor, memory_of(self.base)
+        return (
+            local is self.local
+            and version_of(local) == self.version
+            and owner._local_tensor.requires_grad == self.required
         )
 
 

@@ -343,6 +343,16 @@ class DTensor(DTensorBase):
     def data(self, value: Tensor) -> None:
         gradients.set_data(self, value)
 
+    def set_(self, *source: Any, **named: Any) -> DTensor:  # torch offers it to no interception
+        """Show the memory of another DTensor from now on, which this returns. Local.
+
+        Raises:
+            TypeError: It is no DTensor, or sizes and strides are given, too.
+            RuntimeError: It is of another dtype, or gradients are recorded.
+        """
+        gradients.set_memory(self, *source, *named.values())
+        return self
+
     def backward(
         self,
         gradient: Tensor | None = None,
@@ -414,7 +424,7 @@ class DTensor(DTensorBase):
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    *("_became", "_handed_out", "_made_without_grad"),
+    *("_became", "_handed_out", "_made_without_grad", "_places"),
     *("_digest", "_made", "_written", "_content", "_family", "_passes"),
 }
 

@@ -196,3 +196,54 @@ def test_gradients_of_as_strided() -> None:
         return [z, leaf.grad]
 
     check(program)
+
+
+def test_hooks_stay_on_views_when_data_is_written() -> None:
+    def program(d: Make) -> Sequence[Any]:
+        seen: list[Any] = []
+        x = d(SQUARE).requires_grad_()
+        view = x[1]
+        view.register_hook(lambda grad: seen.append(_plain(grad)))  # type: ignore[no-untyped-call]
+        x[0].data.mul_(3)
+        x[1].data.add_(1)
+        (view * 2).sum().backward()  # type: ignore[no-untyped-call]
+        return [view, x, x.grad, *seen]
+
+    check(program)
+
+
+def test_set_and_data_share_memory() -> None:
+    def program(d: Make) -> Sequence[Any]:
+        x, y, z = d(SQUARE), d(SQUARE * 2), d(SQUARE * 3)
+        old = x[1]
+        x.set_(y)  # type: ignore[call-overload]
+        row = x[2]
+        y[2].mul_(5)
+        z.data = y
+        x.add_(1)
+        last = z[3, 1:]
+        z[3].zero_()
+        y.set_(y[1:3].t())  # type: ignore[call-overload]
+        y.sub_(1)
+        return [old, row, x, y, z, last]
+
+    check(program)
+
+
+def test_what_set_does_not_take() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distributed(SQUARE.clone(), mesh, Layout((Shard(0),)))
+        for args in ((), (SQUARE,), (SQUARE.untyped_storage(),), (x, 0, (2, 2), (2, 1))):
+            with pytest.raises(TypeError, match="takes another DTensor"):
+                x.set_(*args)
+        with pytest.raises(RuntimeError, match="convert it first"):
+            x.set_(x.double())
+        with pytest.raises(RuntimeError, match="in-place operation"):
+            x.clone().requires_grad_().set_(x)
+
+    run_ranks(2, on_rank)
+
+
+def _plain(tensor: Any) -> Any:
+    return _full(tensor) if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of, plain
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
-from tilework.dtensor.base import DTensorBase, DTensorT, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -188,7 +188,7 @@ def become_view(
 
 
 def set_data(tensor: DTensorBase, value: Tensor) -> None:
-    """Give the tensor the value and layout of another, as ``tensor.data = value`` does."""
+    """Give the tensor the memory and layout of another, as ``tensor.data = value`` does."""
     if not isinstance(value, DTensorBase):
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
@@ -197,12 +197,34 @@ def set_data(tensor: DTensorBase, value: Tensor) -> None:
         anchor, tensor._anchor = tensor._anchor, None
         anchor._local_tensor, anchor._viewed = tensor._local_tensor.detach(), tensor._viewed
         anchor._writes = tensor._writes
+    digest = digest_of(value)
     tensor._local_tensor.data = local_of(value).data
     tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
     tensor._view_of, tensor._viewed, tensor._made = None, None, None
-    note_write(tensor, digest_of(value))
+    note_write(tensor, digest)
+    if memory_of(value) is not tensor:
+        copied_views.share_memory(tensor, value)
     with _WithoutInterception():
         _base.data.__set__(tensor, value)
+
+
+def set_memory(tensor: DTensorBase, *source: Any) -> None:
+    """Give the tensor the memory and layout of another, as ``tensor.set_(source)`` does."""
+    if len(source) != 1 or not isinstance(source[0], DTensorBase):
+        raise TypeError(
+            f"set_() of a DTensor takes another DTensor, whose memory it shows from then on, got "
+            f"{', '.join(type(each).__name__ for each in source) or 'nothing'}: memory of several "
+            f"ranks has no storage. x.resize_(0) leaves no elements, x.set_(y.as_strided(…)) sets "
+            f"sizes and strides, x.copy_(y) takes values only"
+        )
+    check_no_leaf(tensor)
+    if source[0].dtype != tensor.dtype:
+        raise RuntimeError(
+            f"set_() got a tensor of {source[0].dtype} for one of {tensor.dtype}: convert it first"
+        )
+    if torch.is_grad_enabled() and (tensor.requires_grad or source[0].requires_grad):
+        raise RuntimeError("set_() has no gradient: call it under no_grad(), or x.data = y")
+    set_data(tensor, source[0])
 
 
 def autograd_backward(

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, wrap_as
+from tilework.dtensor.base import DTensorBase, Place, wrap_as
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.places import place_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -63,26 +64,34 @@ def _linked(tensor: DTensorBase) -> Tensor:
         node = _grad_fn_of(tensor)
     if node is None:
         return tensor._local_tensor
-    leaves = _leaves(node)
+    places = _places(node)
     tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
-        tensor._local_tensor, [tensor], leaves, *[local_of(leaf) for leaf in leaves]
+        tensor._local_tensor, [tensor], places, *[place.local for place in places.values()]
     )
     return tensor._local_tensor
 
 
-def _leaves(node: Any) -> list[DTensorBase]:
-    """The leaves of the wrappers' graph from which a node comes."""
-    leaves, seen, todo = [], set(), [node]
+def _places(node: Any) -> dict[DTensorBase, Place]:
+    """The leaves of the wrappers' graph from which a node comes, and the place of each."""
+    places: dict[DTensorBase, Place] = {}
+    seen, todo = set(), [node]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, DTensorBase):
-            leaves.append(variable)
-        todo.extend(next_node for next_node, _ in node.next_functions)
-    return leaves
+        for next_node, _ in node.next_functions:
+            leaf = getattr(next_node, "variable", None)
+            if isinstance(leaf, DTensorBase):
+                place = place_of(leaf, local_of(leaf), node)
+                if places.setdefault(leaf, place).local is not place.local:
+                    raise RuntimeError(
+                        f"{leaf!r} was written to between two calls of autograd.Functions that "
+                        f"took it: use the result of the first before, or pass a clone() to it"
+                    )
+            elif next_node is not None:
+                todo.append(next_node)
+    return places
 
 
 class _Link(torch.autograd.Function):
@@ -93,7 +102,7 @@ class _Link(torch.autograd.Function):
         ctx: Any,
         local: Tensor,
         tensor: list[DTensorBase],
-        leaves: list[DTensorBase],
+        leaves: dict[DTensorBase, Place],
         *locals_: Tensor,
     ) -> Tensor:
         # In lists, where C++ does not take the wrappers for inputs.
@@ -108,6 +117,12 @@ class _Link(torch.autograd.Function):
                 "a gradient of a gradient through your own autograd.Function on DTensors: write "
                 "the Function on local tensors (to_local, from_local), where torch can do it"
             )
+        with _WithoutInterception():
+            for leaf in ctx.leaves:  # one that has left the graph since gets its gradient, too
+                _base.requires_grad_(leaf)
+        changed = [leaf for leaf, place in ctx.leaves.items() if leaf._spec is not place.spec]
+        for leaf in changed:
+            _show(leaf, ctx.leaves[leaf])
         # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
         torch.autograd.Variable._execution_engine.run_backward(
             (ctx.tensor,),
@@ -122,11 +137,22 @@ class _Link(torch.autograd.Function):
             leaf_grads = [_grad_of(leaf) for leaf in ctx.leaves]
             for leaf in ctx.leaves:
                 _base.grad.__set__(leaf, None)
+        for leaf in ctx.leaves:
+            mirror_requires_grad(leaf)
+        for leaf in changed:
+            _show(leaf, Place(leaf._local_tensor, leaf._spec))
         grads = [
-            None if grad is None else local_as(grad, leaf._spec.grad_spec, "the gradient")
-            for grad, leaf in zip(leaf_grads, ctx.leaves, strict=True)
+            None if grad is None else local_as(grad, place.spec.grad_spec, "the gradient")
+            for grad, place in zip(leaf_grads, ctx.leaves.values(), strict=True)
         ]
         return None, None, None, *grads
+
+
+def _show(tensor: DTensorBase, place: Place) -> None:
+    """Have the wrapper of a tensor show C++ the shape that the tensor had at a place."""
+    shown = wrap_as(type(tensor), place.local.detach(), place.spec)
+    with _WithoutInterception():
+        _base.data.__set__(tensor, shown)
 
 
 def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:

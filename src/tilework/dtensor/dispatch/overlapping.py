@@ -17,6 +17,7 @@ from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import Window, window_of
+from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_table import entry_of
 
 #: torch writes one number, or by index, where elements repeat; else it refuses.
@@ -154,6 +155,8 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
     """
     if target.__class__ is not DTensor:
         return False
+    if target._local_tensor.requires_grad:
+        keep_place(target)
     for other in others:
         if other.__class__ is not DTensor or other is target:
             continue

@@ -15,6 +15,7 @@ from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_table import dtensor_handler
 from tilework.tiled.tensor import is_called_within
 
@@ -138,6 +139,7 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
         )
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
+    keep_place(tensor)
     local = tensor._local_tensor
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()

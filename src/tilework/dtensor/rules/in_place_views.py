@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of
+from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import dtensor_handler
 
@@ -39,6 +40,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     # Whatever mode this is in, the tensor stays what it is in its graph.
     with torch.inference_mode(tensor._local_tensor.is_inference()), torch.enable_grad():
         local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
+        keep_place(tensor)
         anchor = copied_views.anchor_of(tensor)
         if graded:
             gradients.begin_anew(anchor)
@@ -70,11 +72,3 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
 def _resize_as_(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, like = args
     return tensor.resize_(like.shape, **kwargs)
-
-
-@dtensor_handler("set_")
-def _set_(func: Any, args: Any, kwargs: Any) -> NoReturn:
-    raise NotImplementedError(
-        "set_() on a DTensor: its memory is on several ranks. x.data = y gives it the value and "
-        "the layout of y, and copy_() the value alone"
-    )

@@ -38,6 +38,7 @@ from tilework.dtensor.views.memory_layout import (
     window_of,
     write_memory,
 )
+from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
@@ -188,6 +189,17 @@ def same_memory(tensor: DTensorT, local: Tensor, redo: Redo, apart: str = "") ->
     return result
 
 
+def share_memory(tensor: DTensorBase, value: DTensorBase) -> None:
+    """Let ``tensor``, whose local tensor has the memory of another's, see its writes. Local."""
+    follow(tensor, value)
+    view = value._view_of
+    if view is None or view is WATCHED:
+        tensor._view_of = view
+        tensor._viewed = (value, value._spec, data_of, (), {})
+    else:
+        mark(tensor, value, data_of, shares=True, apart="data")
+
+
 def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
     """Let ``tensor`` be a view of all of ``base``, whose local tensor could not be viewed so.
 
@@ -223,13 +235,16 @@ def refresh(tensor: DTensorBase) -> None:
         if view.value.requires_grad and not (view.apart or anew.requires_grad):
             with torch.inference_mode(False), torch.enable_grad():
                 anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
-        if _has_own_graph(view):
+        if view.value.requires_grad and view.only_values_changed:
+            view.value.data = anew.detach()
+        elif _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
         else:
             view.value = anew
         view.note()
     if tensor._local_tensor is not view.value:
+        keep_place(tensor)
         tensor._local_tensor, tensor._aliases = view.value, None
 
 

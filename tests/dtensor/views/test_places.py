@@ -1,0 +1,132 @@
+"""What a user's own Function took is in the graph where it was then, whatever becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from tilework.testing import run_ranks
+
+X = torch.arange(6.0).view(3, 2) + 1
+
+
+class Tripled(torch.autograd.Function):
+    """A user's own, which saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def tripled(x: Tensor) -> Tensor:
+    result: Tensor = Tripled.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _grad(program: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    program(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+
+
+def multiplied(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    a.mul_(5)
+    return b
+
+
+def multiplied_twice(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    a.mul_(5)
+    c = tripled(a)
+    a.mul_(7)
+    return b + 2 * c + 3 * a
+
+
+def detached(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    a.detach_()
+    return b + a
+
+
+def transposed(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    a.t_()
+    return b + a.t()
+
+
+def in_a_list(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    torch._foreach_mul_([a], 5.0)
+    return b + a
+
+
+def of_a_view(x: Tensor) -> Tensor:
+    a = (x * 2)[0]
+    b = tripled(a)
+    a.mul_(5)
+    return b + a
+
+
+@pytest.mark.parametrize(
+    "program",
+    [multiplied, multiplied_twice, detached, transposed, in_a_list, of_a_view],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_writes_after_a_function_took_it(program: Callable[[Tensor], Tensor], dim: int) -> None:
+    wanted = _grad(program, X.clone().requires_grad_())
+
+    def on_rank(rank: int) -> Tensor:
+        x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
+        return _grad(program, x.requires_grad_())
+
+    for got in run_ranks(2, on_rank):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_write_through_another_view_is_refused_not_differentiated() -> None:
+    def on_rank(rank: int) -> None:
+        x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        a = x.requires_grad_() * 2
+        b = tripled(a)
+        a[:, 0].mul_(5)
+        with pytest.raises(RuntimeError, match=r"pass a clone\(\) to the Function"):
+            b.sum()
+
+    run_ranks(2, on_rank)
+
+
+def test_functions_that_took_it_at_two_places_in_a_chain_are_refused() -> None:
+    class Added(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad, grad
+
+    def on_rank(rank: int) -> None:
+        x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        a = x.requires_grad_() * 2
+        b = tripled(a)
+        a.mul_(5)
+        c = Added.apply(a, b)  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match="between two calls"):
+            c.sum()
+
+    run_ranks(2, on_rank)
