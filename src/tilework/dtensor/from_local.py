@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree, check_equal
 from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Shard
 from tilework.layout.placements import check_placements
@@ -28,10 +29,11 @@ def spec_from_local(
     """The layout of the tensor whose local tensor on this rank is ``local``.
 
     Collective over the mesh where the global shape depends on what others have, or with
-    ``run_check``.
+    ``run_check``. Where another axis replicates, values are compared then, too.
 
     Raises:
         ValueError: Local tensors do not fit together; on every rank if it is collective.
+        CollectiveMismatchError: Ranks have other values where they are to have the same.
     """
     if shape is not None and not run_check:
         return _checked(local, spec_of(mesh, placements, shape, order), shape)
@@ -53,6 +55,7 @@ def spec_from_local(
     spec: DTensorSpec | None = mesh.specs.get(key)
     if spec is None:
         spec = mesh.specs[key] = _spec_from_facts(facts, mesh, placements, shape, order)
+    compare_replicas(local, spec)
     return spec
 
 

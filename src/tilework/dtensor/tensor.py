@@ -99,8 +99,9 @@ class DTensor(DTensorBase):
         """The DTensor whose local tensor on this rank is ``local_tensor``. Shares memory with it.
 
         Where a mesh axis shards, ranks compare their shapes: collective over the mesh; blocks;
-        what does not fit together raises on all ranks. Local tensors may be uneven. With
-        ``shape``, or where nothing is sharded, it is local.
+        what does not fit together raises on all ranks. Local tensors may be uneven. Where another
+        axis replicates, their values are compared as ``verifying`` says. With ``shape``, or where
+        nothing is sharded, it is local.
 
         Gradients flow back into ``local_tensor``: the gradient of this rank's shard, or of a
         replicated value the full gradient on each rank.
@@ -121,6 +122,7 @@ class DTensor(DTensorBase):
 
         Raises:
             ValueError: Local tensors do not fit together or to ``shape``, or ranks differ.
+            CollectiveMismatchError: Ranks that are to have the same part have other values.
             TypeError: It is no plain tensor.
             RuntimeError: No mesh is given or active.
 

@@ -194,14 +194,39 @@ def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool
     group = mesh.axes_group(range(mesh.ndim))
     digest = hash(tuple([digest_of(param) for param in params]))
     contents = [hash_of(param._local_tensor, full) for param in params if param._spec.is_replicated]
-    content = hash(tuple(contents))
-    row = torch.tensor([digest, content, more], device=device_of(group))
-    rows = row.new_empty(group.size(), 3)
+    alike = [digest, hash(tuple(contents))]
+    along = [_content_along(axis, params, full) for axis in range(mesh.ndim)] * (mesh.ndim > 1)
+    row = torch.tensor([*along, *alike, more], device=device_of(group))
+    rows = row.new_empty(group.size(), len(row))
     all_gather_into_tensor(rows, row, group)
     every = rows.tolist()
-    if any(other != [digest, content] for *other, _ in every):
+    by_rank = dict(zip(group.global_ranks, every, strict=True))
+    if any(other[-3:-1] != alike for other in every) or not all(
+        _is_same_along(axis, mesh, by_rank) for axis in range(len(along))
+    ):
         _compare_each(_named_params(optimizer, params), group, full)
     return min(int(number) for *_, number in every)
+
+
+def _content_along(axis: int, params: Sequence[DTensor], full: bool) -> int:
+    """A hash of what is replicated along an axis of several, and sharded along another."""
+    contents = [
+        hash_of(param._local_tensor, full)
+        for param in params
+        if param._spec.placements[axis].is_replicate() and not param._spec.is_replicated
+    ]
+    return hash(tuple(contents))
+
+
+def _is_same_along(axis: int, mesh: DeviceMesh, by_rank: Mapping[int, Sequence[int]]) -> bool:
+    """True if ranks that differ in their place along an axis alone have one hash of it."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank, row in by_rank.items():
+        place = list(mesh.spec.coordinate(rank) or ())
+        place[axis] = 0
+        if first.setdefault(tuple(place), row[axis]) != row[axis]:
+            return False
+    return True
 
 
 def _named_params(optimizer: Optimizer, params: Sequence[DTensor]) -> Named:

@@ -10,11 +10,13 @@ _MOST = (1 << 61) - 1
 class History:
     """Counts of one rank, on one mesh: the same on all of its ranks while they do alike."""
 
-    __slots__ = ("creations", "passes", "passing", "steps")
+    __slots__ = ("creations", "inputs", "passes", "passing", "steps")
 
     def __init__(self) -> None:
         #: Collectives that made tensors of values from one rank.
         self.creations = 0
+        #: The digest of all inputs so far of modules whose tensors are plain in between.
+        self.inputs = 0
         #: The sum of the digests of all backward passes, and of what they communicated.
         self.passes = 0
         #: The digest of the backward pass that runs; 0: none that began at a DTensor.
@@ -25,6 +27,11 @@ class History:
     def note_gradient(self, digest: int) -> None:
         """Add what a backward pass came from, or communicated; in any order."""
         self.passes = (self.passes + digest) & _MOST
+
+    def note_plain_gradient(self, digest: int) -> None:
+        """Add a gradient that comes from plain tensors, which are to be the same on all ranks."""
+        self.note_gradient(digest)
+        self.passing = (self.passing + digest) & _MOST
 
 
 def history_of(mesh: DeviceMesh) -> History:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tilework.dtensor import DTensor
 from tilework.dtensor.autograd import partial_grads
+from tilework.dtensor.provenance.plain_parts import note_input, note_output
+from tilework.errors import CollectiveMismatchError
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
 
@@ -46,6 +48,8 @@ class MeshAxis:
         Raises:
             TypeError: It is no tensor.
             ValueError: It is a DTensor on another mesh.
+            CollectiveMismatchError: It is plain, the axis replicates it, and another one shards it;
+                and ranks along the axis passed different values.
         """
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -58,10 +62,33 @@ class MeshAxis:
                     f"{what} is a DTensor on {value.device_mesh}, but the module is parallel on "
                     f"{self.mesh}: distribute both over one mesh"
                 )
+            note_input(value, was_plain=False)
             return value
         shape = self._global_shape(value, layout, extent)
         placements = self.placements(layout, Shard(0))
-        return DTensor.from_local(value, self.mesh, placements, shape=shape)
+        try:
+            tensor = DTensor.from_local(value, self.mesh, placements, shape=shape)
+        except CollectiveMismatchError as error:
+            raise CollectiveMismatchError(
+                f"{what}, a plain tensor, is this rank's rows along {self._names(others=True)} of "
+                f"the mesh, and its part by {layout} along {self._names()}, the plan's axis: "
+                f"{error}",
+                ranks=error.ranks,
+            ) from None
+        note_input(tensor, was_plain=True)
+        return tensor
+
+    def _names(self, others: bool = False) -> str:
+        """The name of this axis, or those of the others."""
+        names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
+        chosen = [n for i, n in enumerate(names) if (i != self.number) is others]
+        return ", ".join(map(repr, chosen)) or "no other axis"
+
+    def to_local(self, tensor: DTensor) -> Tensor:
+        """The local tensor, for plain operators to go on with."""
+        local = tensor.to_local()
+        note_output(tensor, local)
+        return local
 
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None

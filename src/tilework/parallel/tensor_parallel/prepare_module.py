@@ -84,7 +84,7 @@ class PrepareModuleInput(_WithoutParameters):
                 return value
             tensor = axis.annotate(value, layout, f"input {key!r} of {name}")
             tensor = axis.move_input(tensor, desired or layout)
-            return tensor.to_local() if self.use_local_output else tensor
+            return axis.to_local(tensor) if self.use_local_output else tensor
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.input_layouts is not None:
@@ -166,7 +166,7 @@ class PrepareModuleOutput(_WithoutParameters):
                 return value
             tensor = axis.annotate(value, layout, f"output {number} of {name}")
             tensor = axis.move(tensor, desired or layout)
-            return tensor.to_local() if self.use_local_output else tensor
+            return axis.to_local(tensor) if self.use_local_output else tensor
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             several = isinstance(output, (tuple, list))

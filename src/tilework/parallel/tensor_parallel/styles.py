@@ -69,7 +69,7 @@ class _ShardedLayer(ParallelStyle):
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
             moved = axis.move(output, self.output_layouts)
-            return moved.to_local() if self.use_local_output else moved
+            return axis.to_local(moved) if self.use_local_output else moved
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
@@ -232,7 +232,7 @@ class SequenceParallel(ParallelStyle):
             return axis.move(tensor, self.layout), *inputs[1:]
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
-            return output.to_local() if self.use_local_output else output
+            return axis.to_local(output) if self.use_local_output else output
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)

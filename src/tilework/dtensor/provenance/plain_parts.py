@@ -1,0 +1,55 @@
+"""Digests across stretches of plain tensors, between modules whose layouts a plan gives.
+
+What a plain operator computes has no digest. But such a module takes a plain tensor that is the
+same on all ranks, as the plan says, and a later one on the same mesh communicates what was made of
+it. So the mesh remembers what came in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.mode import mode
+from tilework.dtensor.provenance.replicas import compare_gradients
+
+
+def note_input(tensor: DTensorBase, was_plain: bool) -> None:
+    """Have what the mesh's ranks communicate later depend on a module's input. Local.
+
+    Args:
+        tensor: The input.
+        was_plain: True if it was made of a local tensor. Then its own digest depends on the inputs
+            before, unless it is replicated.
+    """
+    spec = tensor._spec
+    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
+        return
+    history = history_of(spec.mesh)
+    if was_plain and not spec.is_replicated:
+        tensor._digest = hash((spec.digest, history.inputs))
+    else:
+        history.inputs = hash((history.inputs, digest_of(tensor)))
+
+
+def note_output(tensor: DTensorBase, local: Any) -> None:
+    """Have the gradient of a local tensor, which plain operators compute, be compared. Local.
+
+    Where the tensor is replicated, they have to give all ranks the same one: what backward
+    communicates then depends on it. Where one axis of several replicates, ranks compare it at once.
+    """
+    spec = tensor._spec
+    if not local.requires_grad or not spec.takes_part or spec.partial_axes:
+        return
+    if spec.mesh.size() == 1 or mode() == "off":
+        return
+    if spec.is_replicated:
+        history, digest = history_of(spec.mesh), spec.digest
+        local.register_hook(
+            lambda grad: history.note_plain_gradient(hash((digest, content_digest(grad))))
+        )
+    elif spec.mesh.ndim > 1:
+        local.register_hook(lambda grad: compare_gradients(grad, spec))

@@ -1,0 +1,92 @@
+"""Comparison of parts that several ranks of a mesh are to have alike, when they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilework.comm.collectives import all_gather_into_tensor
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.objects import device_of
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.mode import mode
+from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.errors import CollectiveMismatchError
+
+
+def compare_replicas(local: Tensor, spec: DTensorSpec) -> None:
+    """Raise unless ranks that are to have the same part have it, as far as the mode says.
+
+    Collective over the mesh, if some axis replicates. Where all of them do, what is computed from
+    the tensor carries its contents; but a part of each group of ranks' own has no digest in which
+    they could be, since other groups have other parts.
+
+    Args:
+        local: This rank's part.
+        spec: The layout.
+
+    Raises:
+        CollectiveMismatchError: Parts differ; on every rank of the mesh.
+    """
+    if not _is_compared(local):
+        return
+    first = first_replicas(spec)
+    if first != tuple(range(len(first))):
+        group = spec.mesh.axes_group(range(spec.mesh.ndim))
+        _compare(local, group, first, "the same part of a tensor that lies as", spec)
+
+
+def compare_gradients(grad: Tensor, spec: DTensorSpec) -> None:
+    """:func:`compare_replicas` of a gradient. Collective over the axes that replicate, no others.
+
+    Ranks along the other axes may have losses of their own, and come to it in another order.
+    """
+    axes = [a for a, p in enumerate(spec.placements) if p.is_replicate() and spec.mesh.shape[a] > 1]
+    if axes and _is_compared(grad):
+        group = spec.mesh.axes_group(axes)
+        _compare(
+            grad, group, (0,) * group.size(), "the same gradient of a tensor that lies as", spec
+        )
+
+
+def _is_compared(local: Tensor) -> bool:
+    how = mode()
+    return how != "off" and (local.is_cpu or how == "full")
+
+
+def _compare(
+    local: Tensor, group: ProcessGroup, first: Sequence[int], what: str, spec: DTensorSpec
+) -> None:
+    row = torch.tensor([content_digest(local) >> 1], device=device_of(group))
+    rows = row.new_empty(group.size())
+    all_gather_into_tensor(rows, row, group)
+    contents = rows.tolist()
+    for rank, its_first in enumerate(first):
+        if contents[rank] != contents[its_first]:
+            pair = group.global_ranks[its_first], group.global_ranks[rank]
+            raise CollectiveMismatchError(
+                f"ranks {pair[0]} and {pair[1]} are to have {what} {list(spec.placements)}, but "
+                f"their values differ: give the ranks of an axis that replicates the same values, "
+                f"or say with the placements how they differ",
+                ranks=pair,
+            )
+
+
+@lru_cache(maxsize=512)
+def first_replicas(spec: DTensorSpec) -> Ints:
+    """For each group rank of the mesh the first one that has the same part."""
+    first: dict[Ints, int] = {}
+    found = []
+    mesh = spec.mesh
+    for number, rank in enumerate(mesh.axes_group(range(mesh.ndim)).global_ranks):
+        coordinate = mesh.spec.coordinate(rank)
+        assert coordinate is not None
+        part = tuple(
+            0 if placement.is_replicate() else place
+            for placement, place in zip(spec.placements, coordinate, strict=True)
+        )
+        found.append(first.setdefault(part, number))
+    return tuple(found)
