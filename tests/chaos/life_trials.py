@@ -24,7 +24,6 @@ from tests.chaos.expected import NOTICE_SECONDS
 from tests.chaos.life_plan import AFTER_ALL, BEFORE_ALL, LIMITS, LOSSES, Life
 from tests.chaos.life_program import Entered, Lived, live
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
-from tilework.store.pool import GRACE_SECONDS
 
 _CLONE_NEWPID = 0x2000_0000
 #: From the start of a launcher to its end, with the imports of torch on a busy machine.
@@ -57,8 +56,6 @@ class LifeOutcome:
         if self.trouble:
             return [self.trouble]
         most = NOTICE_SECONDS + (0.0 if self.life.is_noticed else self.life.limit)
-        if self.life.fault == "stop" and self.serves(self.life.victim):
-            most += GRACE_SECONDS  # that others give a server which does not answer
         found = [
             f"rank {rank} noticed after {seconds:.2f} s"
             for rank, seconds in self.notices().items()

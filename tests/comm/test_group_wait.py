@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import cast
 
 import pytest
 
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.rank_watch import RankWatch
 from tilework.errors import DistBackendError, DistNetworkError, PeerLostError
 from tilework.rendezvous.liveness import thread_identity
 from tilework.store import HashStore
+from tilework.store.barrier import Barrier
 
 
 def look(wait: GroupWait, missing: list[int] | None = None) -> None:
@@ -62,13 +65,49 @@ def test_a_lost_store_is_the_loss_of_the_rank_that_served_it() -> None:
 
 def test_rank_0_stays_with_the_store_until_those_that_wait_have_heard() -> None:
     store = HashStore()
-    watches = [RankWatch(store, rank, 3, thread_identity()) for rank in range(3)]
-    waits = [GroupWait("g", rank, range(3), store, watches[rank]) for rank in range(3)]
-    waits[0].meanwhile([2])  # who has not come is not waited for
-    first = threading.Thread(target=waits[0].part)
-    first.start()
-    first.join(0.1)
-    assert first.is_alive()
-    waits[1].part()  # does not wait
-    first.join(10)
+
+    def wait_of(rank: int) -> GroupWait:
+        watch = RankWatch(store, rank, 3, thread_identity())
+        return GroupWait("g", rank, range(3), store, watch)
+
+    first = wait_of(0)
+    first.meanwhile([1, 2])
+    second = wait_of(1)  # after that count; rank 2, which has not come, is not waited for
+    leaving = threading.Thread(target=first.part)
+    leaving.start()
+    leaving.join(0.1)
+    assert leaving.is_alive()
+    second.part()  # does not wait
+    leaving.join(10)
     assert store.get("heard") == b"0 1 "
+
+
+def test_rank_0_stays_for_those_that_came_to_the_barrier_of_a_further_group() -> None:
+    store = HashStore()
+    watches = [RankWatch(store, rank, 3, thread_identity()) for rank in range(3)]
+    wait = GroupWait("g", 0, range(3), store, watches[0])
+    wait.groups = [cast("ProcessGroup", object())]
+    wait.barrier = Barrier(store, "g", 3)
+    wait.barrier.arrive(0)
+    assert wait._here() == {0}
+    wait.barrier.arrive(2)
+    assert wait._here() == {0, 2}
+
+
+def test_the_first_to_tell_is_believed_though_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 finds rank 2 lost, says so, and ends, after rank 0 has listened for the last time."""
+    store = HashStore()
+
+    def short_life() -> None:
+        watch = RankWatch(store, 1, 3, thread_identity())
+        wait = GroupWait("g", 1, range(3), store, watch)
+        wait.fail(PeerLostError("lost rank 2", ranks=[2]))
+
+    thread = threading.Thread(target=short_life)
+    thread.start()
+    thread.join()
+    wait = GroupWait("g", 0, range(3), store, RankWatch(store, 0, 3, thread_identity()))
+    monkeypatch.setattr(wait, "_hear", lambda: None)
+    with pytest.raises(PeerLostError, match="rank 1 says: lost rank 2") as caught:
+        look(wait)
+    assert caught.value.ranks == (2,)

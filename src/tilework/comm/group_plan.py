@@ -32,6 +32,7 @@ from tilework.errors import (
 )
 from tilework.rendezvous.liveness import process_identity, thread_identity
 from tilework.store import PrefixStore, Store
+from tilework.store.answer_limit import answers_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class GroupPlan:
             self.name, me, self.ranks, self.store, self.world.watch, groups
         )
         watch = self.watch or Watch(wait.check, self.timeout)
-        with told_to_all(wait):
+        with answers_within(min(self.timeout, watch.limit)), told_to_all(wait):
             group, config, backend = self._make_on(config, pg_options, fall_back, watch)
         record = GroupRecord(group, self.store, config, backend, self.timeout)
         self.world.register(record, self.name, self.ranks, self.desc)

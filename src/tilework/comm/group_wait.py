@@ -19,6 +19,7 @@ from tilework.errors import (
     PeerLostError,
 )
 from tilework.store import Store
+from tilework.store.barrier import Barrier
 from tilework.store.late_notice import LateNotice, ranks_in_words
 
 #: Seconds between looks, from the first to the longest.
@@ -56,14 +57,12 @@ class GroupWait:
         #: By rank: since when it has waited in which operation.
         self._stuck: dict[int, tuple[str, float]] = {}
         self._notice = LateNotice(self._begun)
-        #: Those that have not come, as of the last count.
-        self._late: set[int] = set()
+        #: Where they meet, while they do: by their positions in ``ranks``.
+        self.barrier: Barrier | None = None
 
     def meanwhile(self, missing: Collection[int]) -> None:
         """Look, while the barrier of the group misses these of its ranks, by position."""
-        late = [self.ranks[position] for position in missing]
-        self._late = set(late)
-        self.check(late)
+        self.check([self.ranks[position] for position in missing])
 
     def roll(self) -> str:
         """The identities of all; read by the rank that comes last, since the store may go soon."""
@@ -87,8 +86,12 @@ class GroupWait:
             self._notice.tell(self._late_text(missing))
         self._next_look = time.monotonic() + self._pause
 
-    def fail(self, error: BaseException) -> None:
-        """Let the other ranks hear why this one cannot make the group. Never raises."""
+    def fail(self, error: BaseException) -> DistError | None:
+        """Let the other ranks hear why this one cannot make the group. Never raises.
+
+        Returns:
+            What another rank had said before; None if this one is the first.
+        """
         kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
         )
@@ -97,7 +100,8 @@ class GroupWait:
         ranks = list(getattr(error, "ranks", ())) or [self.me]
         record = json.dumps({"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error)})
         with contextlib.suppress(DistError):
-            self.store.compare_set("failed", "", record)
+            return self._error_of(self.store.compare_set("failed", "", record))
+        return None
 
     def part(self) -> None:
         """Leave the ranks that wait, once this one knows that it waits in vain. Never raises.
@@ -111,10 +115,20 @@ class GroupWait:
                 return
             deadline = time.monotonic() + _PARTING_SECONDS
             while time.monotonic() < deadline:
-                waiting = set(self.ranks) - self._late - self.watch.lost()
+                waiting = self._here() - self.watch.lost() - self.watch.doubted
                 if waiting <= {self.me, *map(int, self.store.get("heard").split())}:
                     return
                 time.sleep(0.02)
+
+    def _here(self) -> set[int]:
+        """The ranks that wait for this group by now, or are about to."""
+        here = set(self.ranks)
+        if self.barrier is not None:
+            here = {self.ranks[position] for position in self.barrier.came()}
+        if self.watch is not None and not self.groups:
+            # The job's first group: whoever is at the store comes to it.
+            here |= self.watch.here().intersection(self.ranks)
+        return here
 
     def explain(self, error: DistNetworkError) -> DistError:
         """The error for a store that went away: the loss of the rank that served it, if one did."""
@@ -131,14 +145,19 @@ class GroupWait:
     # -- reasons ----------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        if not self.store.check(["failed"]):
-            return
-        told = json.loads(self.store.get("failed"))
-        if told["rank"] != self.me:
-            text = f"rank {self.me}: group {self.name!r} is not made: rank {told['rank']} says: "
-            if told["kind"] == _LATE:
-                raise DistStoreError(text + told["text"])
-            raise _KINDS[told["kind"]](text + told["text"], ranks=told["ranks"])
+        error = self._error_of(self.store.get("failed")) if self.store.check(["failed"]) else None
+        if error is not None:
+            raise error
+
+    def _error_of(self, record: bytes) -> DistError | None:
+        """The error that another rank told of; None where it was this one."""
+        told = json.loads(record)
+        if told["rank"] == self.me:
+            return None
+        text = f"rank {self.me}: group {self.name!r} is not made: rank {told['rank']} says: "
+        if told["kind"] == _LATE:
+            return DistStoreError(text + told["text"])
+        return _KINDS[told["kind"]](text + told["text"], ranks=told["ranks"])
 
     def _check_lost(self) -> None:
         lost = set() if self.watch is None else self.watch.lost()
@@ -199,9 +218,13 @@ class GroupWait:
         group.abort_for("mismatch", [self.me, rank], text)
         raise self._told(CollectiveMismatchError(text, ranks=[self.me, rank]))
 
-    def _told(self, error: DistBackendError) -> DistBackendError:
-        self.fail(error)
-        return error
+    def _told(self, error: DistBackendError) -> DistError:
+        """The error that all ranks raise: this one, or that of which another has told before.
+
+        Who was first has ended since, perhaps, and must not be taken for the rank that was lost.
+        """
+        first = self.fail(error)
+        return error if first is None or type(first) is DistStoreError else first
 
     # -- the line of those who wait -----------------------------------------------------------
 

@@ -39,6 +39,7 @@ from tilework.errors import (
 from tilework.rendezvous import rendezvous
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.store import PrefixStore, Store
+from tilework.store.answer_limit import answers_within
 from tilework.store.barrier import Barrier, meet
 
 #: The time that an operation may wait for other ranks unless another is given.
@@ -118,11 +119,11 @@ def init_process_group(
             EndedRanks(store).remove(rank)
             world.default_group.successors = _SUCCESSORS
             return
-        generation = InitGeneration(store, rank)
         ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
         asked = f"{world_size} ranks, backend {config}"
-        identity = identity_on(config)
-        world.watch = RankWatch(generation.store, rank, world_size, identity)
+        with answers_within(limit):
+            generation, identity = InitGeneration(store, rank), identity_on(config)
+            world.watch = RankWatch(generation.store, rank, world_size, identity)
         wait = GroupWait(name, rank, ranks, generation.store, world.watch)
         _agree(wait, asked, limit, generation.check)
         plan = GroupPlan(world, generation.store, ranks, rank, name, limit, wait=wait)
@@ -420,19 +421,20 @@ def _agree(
         PeerLostError: A rank ended.
         DistStoreError: Some rank did not come in time.
     """
-    try:
-        _meet(wait, asked, limit, check)
-    except DistNetworkError as error:
-        raise wait.explain(error) from error
-    except StoreTimeoutError:  # the server does not answer: nobody can be told
-        raise
-    except DistStoreError as error:
-        wait.fail(error)
-        wait.part()
-        raise
-    except DistError:
-        wait.part()
-        raise
+    with answers_within(limit):
+        try:
+            _meet(wait, asked, limit, check)
+        except DistNetworkError as error:
+            raise wait.explain(error) from error
+        except StoreTimeoutError:  # the server does not answer: nobody can be told
+            raise
+        except DistStoreError as error:
+            wait.fail(error)
+            wait.part()
+            raise
+        except DistError:
+            wait.part()
+            raise
 
 
 def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None) -> None:
@@ -451,7 +453,7 @@ def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], Non
             f"Make the same groups in the same order with the same arguments on every rank",
         )
     position, count = wait.ranks.index(me), len(wait.ranks)
-    barrier = Barrier(store, name, count, message=wait.roll)
+    wait.barrier = barrier = Barrier(store, name, count, message=wait.roll)
     told = meet(position, barrier, limit, limit / 2, meanwhile)
     if wait.watch is not None:
         wait.watch.learn(told.decode())

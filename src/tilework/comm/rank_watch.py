@@ -20,6 +20,7 @@ from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.liveness import has_ended
 from tilework.rendezvous.siblings import Siblings
 from tilework.store import PrefixStore, Store
+from tilework.store.attendance import Attendance
 
 _WHO, _GONE = "who", "gone"
 #: Each rank asks the system about so many ranks that come after it, and tells the others.
@@ -96,6 +97,14 @@ class RankWatch:
             self._identities.setdefault(int(rank), identity)
             self._attendants[attendant] = int(rank)
 
+    def here(self) -> set[int]:
+        """The ranks that have said who they are; all, where each has made its store already."""
+        self._read_identities()
+        attendance = self._store.attendance()
+        if attendance is not None and self._are_all_at(attendance):
+            return set(range(self._size))
+        return set(self._identities)
+
     def server_is_unknown(self) -> bool:
         """True if rank 0, which serves the store unless another process does, is not known."""
         return self._rank != 0 and 0 not in self._identities
@@ -144,7 +153,7 @@ class RankWatch:
             return set()
         ended = {self._attendants[name] for name in attendance.lost if name in self._attendants}
         # Only where each rank has made one store: who is missing there is a rank for sure.
-        if {attendance.expected, attendance.came} != {self._size}:
+        if not self._are_all_at(attendance):
             return ended
         unknown = attendance.lost.difference(self._attendants)
         if len(unknown) >= len(silent):
@@ -153,3 +162,7 @@ class RankWatch:
         if unknown and now - self._doubted_since > _DOUBT_SECONDS:
             self.doubted = frozenset(silent)
         return ended
+
+    def _are_all_at(self, attendance: Attendance) -> bool:
+        """True if each rank has made one store there."""
+        return {attendance.expected, attendance.came} == {self._size}

@@ -120,14 +120,18 @@ class Barrier:
 
     def complete(self) -> bool:
         """Count the ranks that have come; if all have, wake those that wait."""
-        # One list, not one key per rank: a thousand ranks read it once each, not a thousand keys.
-        text = self.store.get(self._arrived_key).decode()
-        self._arrived = Counter(int(part) for part in text.split(",") if part)
-        if len(self._arrived) < self.count:
+        if len(self.came()) < self.count:
             return False
         self.told = data_bytes(self._message())
         self.store.set(self._done_key, self.told)
         return True
+
+    def came(self) -> Collection[int]:
+        """The ranks that have come by now; this one is one of them."""
+        # One list, not one key per rank: a thousand ranks read it once each, not a thousand keys.
+        text = self.store.get(self._arrived_key).decode()
+        self._arrived = Counter(int(part) for part in text.split(",") if part)
+        return self._arrived.keys()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the last one; whether it came."""

@@ -156,7 +156,7 @@ class RemoteStore(Store):
         left = deadline.left()
         # Rounded up: a server that gives up early would cut the caller's time short.
         milliseconds = wire.encode_number(-int(-left * 1000 // 1))
-        answer = self._pool.ask(wire.encode(code, (milliseconds, *batch)), left)
+        answer = self._pool.ask(wire.encode(code, (milliseconds, *batch)), left, waits=True)
         if answer.code == Code.TIMEOUT:
             missing = [name.decode(errors="replace") for name in answer.fields]
             raise checks.timeout_error(repr(self), keys, missing, limit)

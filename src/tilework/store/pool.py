@@ -14,13 +14,12 @@ from typing import Final
 from tilework.errors import DistNetworkError, StoreTimeoutError
 from tilework.store import checks, wire
 from tilework.store.address import Address
+from tilework.store.answer_limit import answer_seconds
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
 from tilework.store.late_notice import LateNotice
 from tilework.store.wire import Code, GarbageError, Message
 
-#: Seconds by which the server's "time is up" may be late: it has other clients.
-GRACE_SECONDS: Final = 5.0
 #: Seconds to put up with a peer that accepts and hangs up, as a proxy does before its server
 #: is up.
 _HANG_UP_SECONDS: Final = 10.0
@@ -154,18 +153,22 @@ class Pool:
         self._held: dict[Channel, bytes] = {}
         watch_forks(self)
 
-    def ask(self, request: bytes, wait_seconds: float) -> Message:
-        """The answer to a request. Raises DistNetworkError; StoreTimeoutError if none came."""
+    def ask(self, request: bytes, wait_seconds: float, waits: bool = False) -> Message:
+        """The answer to a request, with which the server may wait for so long where it ``waits``.
+
+        Raises DistNetworkError; StoreTimeoutError if none came.
+        """
         channel = self._take(wait_seconds)
+        patience = answer_seconds(wait_seconds, waits)
         try:
-            answer = channel.ask(request, wait_seconds + GRACE_SECONDS)
+            answer = channel.ask(request, patience)
         except BaseException as error:
             # Also after KeyboardInterrupt: an answer may still come, to nobody.
             self._drop(channel)
             if self.closed:
                 raise checks.closed_error(f"the store at {self.where}") from None
             if isinstance(error, Exception):
-                raise self._explain(error, wait_seconds) from error
+                raise self._explain(error, patience) from error
             raise
         self._give_back(channel)
         return answer
@@ -179,11 +182,12 @@ class Pool:
         DistNetworkError; StoreTimeoutError.
         """
         channel = self._open_more(wait_seconds)
+        patience = answer_seconds(wait_seconds)
         try:
-            channel.ask(first, wait_seconds)
+            channel.ask(first, patience)
         except (TimeoutError, GarbageError, _HungUpError) as error:
             self._drop(channel)
-            raise self._explain(error, wait_seconds) from error
+            raise self._explain(error, patience) from error
         with self._lock:
             self._held[channel] = on_close
 
@@ -255,17 +259,18 @@ class Pool:
 
     def _open_more(self, wait_seconds: float) -> Channel:
         """A further connection, to a server that was there: if it is not, that is the news."""
-        deadline = Deadline(wait_seconds)
+        patience = answer_seconds(wait_seconds)
+        deadline = Deadline(min(wait_seconds, patience))
         while True:
             try:
-                return self._open(max(GRACE_SECONDS, deadline.left()))
+                return self._open(patience)
             except BlockingIOError as error:
                 # A Unix socket's queue is full: the server is there, but busy.
                 if deadline.passed:
                     raise self._unreachable(error, wait_seconds) from error
                 time.sleep(_FIRST_PAUSE)
             except (OSError, _HungUpError) as error:
-                raise self._explain(error, wait_seconds) from error
+                raise self._explain(error, patience) from error
 
     def _open(self, wait_seconds: float) -> Channel:
         wait_seconds = max(0.001, wait_seconds)
@@ -298,12 +303,12 @@ class Pool:
             self._all.discard(channel)
         channel.close()
 
-    def _explain(self, error: Exception, wait_seconds: float) -> Exception:
-        """``error`` of one connection, for the store's user."""
+    def _explain(self, error: Exception, patience: float) -> Exception:
+        """``error`` of one connection that was given so many seconds, for the store's user."""
         server = f"the store server at {self.where}"
         if isinstance(error, TimeoutError):
             return StoreTimeoutError(
-                f"Timeout: {server} did not answer within {wait_seconds + GRACE_SECONDS:g} s. "
+                f"Timeout: {server} did not answer within {patience:.3g} s. "
                 "Check that its process is not stopped or overloaded."
             )
         if isinstance(error, GarbageError):

@@ -9,6 +9,7 @@ from datetime import timedelta
 from tilework.errors import StoreTimeoutError
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
+from tilework.store.answer_limit import answers_within
 from tilework.store.attendance import Attendance
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
@@ -69,12 +70,13 @@ class TCPStore(RemoteStore):
             where = TcpAddress(host, lease.port)
         self.host, self.port = where.host, where.port
         self._expected, self._name = world_size, os.urandom(16).hex()
-        super().__init__(where, timeout, secret, lease)
-        try:
-            self._join(world_size if is_master and wait_for_workers else None)
-        except BaseException:
-            self.close()
-            raise
+        with answers_within(timeout):
+            super().__init__(where, timeout, secret, lease)
+            try:
+                self._join(world_size if is_master and wait_for_workers else None)
+            except BaseException:
+                self.close()
+                raise
 
     def attendance(self) -> Attendance | None:
         """The stores that were made at this server; None where ``world_size`` was not given."""
@@ -102,7 +104,7 @@ class TCPStore(RemoteStore):
         request = wire.encode(
             Code.WAIT_WORKERS, (wire.encode_number(int(left * 1000)), wire.encode_number(wait_for))
         )
-        answer = self._pool.ask(request, left)
+        answer = self._pool.ask(request, left, waits=True)
         if answer.code == Code.TIMEOUT:
             raise StoreTimeoutError(
                 f"Timeout: waited {left:g} s for {wait_for} workers to join the store at "

@@ -1,0 +1,58 @@
+"""The time by which a store's server has to answer, over all requests of one task.
+
+A request by itself is given its own time and a little more, since the server has other clients.
+Where a task makes one request after the other, a server that has been stopped would use up that
+time with each; so the task says how long all of it may take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Final
+
+from tilework.store import checks
+
+#: Seconds by which an answer, "time is up" say, may be late: the server has other clients.
+GRACE_SECONDS: Final = 5.0
+#: The same for all requests of a task: a share of its time, but so many seconds at least.
+_GRACE_SHARE, _LEAST_GRACE_SECONDS = 0.5, 1.0
+#: Seconds that a request is given though its task's time is up: the server may well be there.
+_LAST_SECONDS: Final = 0.25
+
+#: When the task of this context has to have its answers (time.monotonic()).
+_end: ContextVar[float | None] = ContextVar("tilework_answer_limit", default=None)
+
+
+@contextlib.contextmanager
+def answers_within(limit: timedelta) -> Iterator[None]:
+    """Give servers of stores this time, and a little more, for all requests made in here.
+
+    A server that has answered in time is not affected, however long the waits for keys are. Where
+    one of these is in another, the shorter counts.
+    """
+    seconds = checks.seconds(limit)
+    grace = min(GRACE_SECONDS, max(_LEAST_GRACE_SECONDS, _GRACE_SHARE * seconds))
+    end, outer = time.monotonic() + seconds + grace, _end.get()
+    token = _end.set(end if outer is None else min(end, outer))
+    try:
+        yield
+    finally:
+        _end.reset(token)
+
+
+def answer_seconds(wait_seconds: float, waits: bool = False) -> float:
+    """The seconds after which a request counts as not answered.
+
+    Args:
+        wait_seconds: The time that the request itself may take.
+        waits: True if the server does nothing but wait for so long, where it must.
+    """
+    end = _end.get()
+    if end is None:
+        return wait_seconds + GRACE_SECONDS
+    least = _LAST_SECONDS + (wait_seconds if waits else 0.0)
+    return min(wait_seconds + GRACE_SECONDS, max(least, end - time.monotonic()))
