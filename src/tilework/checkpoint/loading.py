@@ -102,10 +102,12 @@ def read_index(storage: Storage) -> Index:
     try:
         text = storage.read_all(INDEX_NAME)
     except CheckpointError as error:
-        if INDEX_NAME not in storage.names():
+        names = storage.names()
+        if INDEX_NAME not in names:
+            nothing = "" if names else "; there is no such folder, or nothing in it"
             raise CheckpointError(
                 f"{storage.location} is no checkpoint: it has no {INDEX_NAME}, which is written "
-                f"when all else is",
+                f"when all else is{nothing}",
                 file=storage.location,
             ) from None
         raise error

@@ -101,7 +101,7 @@ class _UrlReader(FileReader):
         self._files, self._path = files, path
         try:
             info = files.info(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"cannot open {where}: it does not exist", file=where) from None
         if info.get("type") != "file" or info.get("islink"):
             raise CheckpointError(f"{where} is no plain file", file=where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,41 @@ def test_a_conversion_that_is_killed_can_be_made_again(
         checkpoint.convert(target, tmp_path / str(number) / "back")
         assert len(checkpoint.index_of(tmp_path / str(number) / "back").tensors) == 3
     assert number > 5
+
+
+def test_what_was_not_written_to_the_end_is_refused(saved: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(saved, half)
+    (half / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no index\.json: it was not written to the end"):
+        checkpoint.convert(half, tmp_path / "x")
+    several = tmp_path / "several"
+    checkpoint.convert(saved, several, "safetensors", ConvertOptions(file_bytes=1000))
+    (several / "model.safetensors.index.json").unlink()
+    checkpoint.convert(several, tmp_path / "all")  # all of them are there
+    min(several.iterdir()).unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors\.index\.json"):
+        checkpoint.convert(several, tmp_path / "x")
+    (tmp_path / "text").write_text("hi\n")
+    with pytest.raises(CheckpointError, match="cannot be read with weights_only"):
+        checkpoint.convert(tmp_path / "text", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_urls(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    there = f"memory://{tmp_path.name}"
+    checkpoint.convert(saved, f"{there}/a")
+    checkpoint.convert(f"{there}/a", f"{there}/b/x.safetensors")
+    checkpoint.convert(f"{there}/a", f"{there}/c", "safetensors", ConvertOptions(file_bytes=1000))
+    checkpoint.convert(f"{there}/c", f"{there}/d")
+    checkpoint.convert(f"{there}/b/x.safetensors", tmp_path / "e")
+    assert not checkpoint.diff(f"{there}/d", tmp_path / "e")
+    for taken in (f"{there}/a", f"{there}/b/x.safetensors", f"{there}/c"):
+        with pytest.raises(CheckpointError, match="is there already"):
+            checkpoint.convert(saved, taken, "safetensors" if taken.endswith("c") else None)
+    with pytest.raises(ValueError, match="is written to files of this machine"):
+        checkpoint.convert(saved, f"{there}/x", "dcp")
+    checkpoint.convert(saved, f"file://{tmp_path}/f.pt")
+    checkpoint.convert(f"file://{tmp_path}/f.pt", f"file://{tmp_path}/g")
+    assert not checkpoint.diff(saved, tmp_path / "g")

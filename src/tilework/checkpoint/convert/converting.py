@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from torch import Tensor
 
@@ -95,8 +98,8 @@ def convert(
     kind = to or format_of_name(target)
     if kind not in FORMATS:
         raise ValueError(f"formats are {', '.join(FORMATS)}, got {kind!r}")
-    if not is_url(target) and Path(target).exists() and not _is_left_over(Path(target)):
-        raise CheckpointError(f"{target} is there already: give another path", file=str(target))
+    source, target = _plain(source), _plain(target)
+    _check_target(target, kind)
     opened = open_source(source)
     try:
         with Progress(f"converting {source}", afterwards="the disk") as progress:
@@ -109,18 +112,46 @@ def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) 
     if kind == "tilework":
         _write_tilework(source, target, options)
     elif kind == "safetensors":
-        write_safetensors(source, Path(target), options.file_bytes)
+        write_safetensors(source, target, options.file_bytes)
     elif kind == "dcp":
         write_dcp(source, Path(target))
     else:
         write_torch_file(source, Path(target))
 
 
-def _is_left_over(path: Path) -> bool:
-    """True for a folder that has nothing, or just what a conversion has left that did not end."""
-    if not path.is_dir():
-        return False
-    names = {each.name for each in path.iterdir()}
+def _plain(path: AnyPath) -> AnyPath:
+    """The path of a URL of this machine's files; any other is as it was."""
+    if not str(path).startswith("file://"):
+        return path
+    return Path(url2pathname(urlsplit(str(path)).path))
+
+
+def _check_target(target: AnyPath, kind: str) -> None:
+    """Raise unless something of a kind can be written there.
+
+    Raises:
+        CheckpointError: Something is there.
+        ValueError: The kind cannot be written to a URL.
+    """
+    if not is_url(target):
+        place = Path(target)
+        free = not place.exists() or (place.is_dir() and _is_left_over(set(os.listdir(place))))
+    elif kind in ("dcp", "torch"):
+        raise ValueError(
+            f"the format {kind!r} is written to files of this machine, not to {target}: convert "
+            f"to a path, and copy that"
+        )
+    elif kind == "safetensors" and str(target).endswith(".safetensors"):
+        folder, _, name = str(target).rpartition("/")
+        free = name not in storage_at(folder).names()
+    else:
+        free = _is_left_over(set(storage_at(target).names()))
+    if not free:
+        raise CheckpointError(f"{target} is there already: give another path", file=str(target))
+
+
+def _is_left_over(names: set[str]) -> bool:
+    """True if a folder has nothing, or just what a conversion has left that did not end."""
     if INDEX_NAME in names or HF_INDEX in names:
         return False
     unfinished_index = f"{HF_INDEX}{UNFINISHED}"
@@ -131,7 +162,7 @@ def _is_left_over(path: Path) -> bool:
 
 def format_of_name(path: AnyPath) -> str:
     """The format that the name of a file to write says."""
-    suffix = Path(path).suffix
+    suffix = Path(str(path)).suffix
     if suffix == ".safetensors":
         return "safetensors"
     return "torch" if suffix in _TORCH_SUFFIXES else "tilework"
@@ -143,7 +174,12 @@ def open_source(path: AnyPath) -> Source:
     Raises:
         CheckpointError: It is in none that is known, or damaged.
     """
-    if is_url(path) or (Path(path) / INDEX_NAME).exists():
+    if is_url(path):
+        names = storage_at(path).names()
+        files = [name for name in names if name.endswith(".safetensors")]
+        is_other = str(path).endswith(".safetensors") or (files and INDEX_NAME not in names)
+        return open_safetensors(path) if is_other else _open_tilework(path)
+    if (Path(path) / INDEX_NAME).exists():
         return _open_tilework(path)
     place = Path(path)
     if (place / METADATA).exists():

@@ -9,35 +9,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.dtypes import DTYPES, stored
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
-from tilework.checkpoint.format import Index, Part, SavedFile, SavedTensor, chunk_count
+from tilework.checkpoint.format import INDEX_NAME, Index, Part, SavedFile, SavedTensor, chunk_count
 from tilework.checkpoint.index_text import FILE_NAME
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
-from tilework.checkpoint.storage import UNFINISHED, LocalStorage, Storage
+from tilework.checkpoint.saving import is_ours
+from tilework.checkpoint.storage import UNFINISHED, Storage, is_url
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
 #: Hugging Face's name of the index of several files, and that of one file.
 HF_INDEX = "model.safetensors.index.json"
 HF_FILE = "model.safetensors"
-_SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_SHARD = re.compile(r"model-[0-9]{5,}-of-([0-9]{5,})\.safetensors")
 _MOST_HEADER = 100 << 20
 
 
-def open_safetensors(path: Path) -> Source:
+def open_safetensors(path: AnyPath) -> Source:
     """The tensors of a file, or of a folder with Hugging Face's index.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the index is not as it must be.
     """
-    if path.is_file():
-        storage, names = LocalStorage(path.parent), {path.name: None}
-    else:
-        storage = LocalStorage(path)
-        names = dict.fromkeys(_listed_files(storage))
+    storage, name = _place(path)
+    names = dict.fromkeys(_listed_files(storage) if name is None else [name])
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, SavedFile] = {}
     for name in names:
@@ -51,10 +50,22 @@ def open_safetensors(path: Path) -> Source:
     return IndexedSource(storage, Index(tensors, files), flat, verify=False)
 
 
+def _place(path: AnyPath) -> tuple[Storage, str | None]:
+    """The folder of a file whose name ends with ``.safetensors``, and the name; else a folder."""
+    if not str(path).endswith(".safetensors") or (not is_url(path) and Path(path).is_dir()):
+        return storage_at(path), None
+    if is_url(path):
+        folder, _, name = str(path).rpartition("/")
+        return storage_at(folder), name
+    return storage_at(Path(path).parent), Path(path).name
+
+
 def _listed_files(storage: Storage) -> list[str]:
     names = storage.names()
     if HF_INDEX not in names:
-        return [name for name in names if name.endswith(".safetensors")]
+        names = [name for name in names if name.endswith(".safetensors")]
+        _check_complete(storage, names)
+        return names
     where = storage.where(HF_INDEX)
     try:
         listed = json.loads(storage.read_all(HF_INDEX))["weight_map"].values()
@@ -65,6 +76,19 @@ def _listed_files(storage: Storage) -> list[str]:
         if not FILE_NAME.fullmatch(name) or ".." in name:
             raise CheckpointError(f"{where} names the file {name!r}: only plain ones are allowed")
     return files
+
+
+def _check_complete(storage: Storage, names: list[str]) -> None:
+    """Raise if files without an index are some of several, of which others may be missing."""
+    shards = [match for match in map(_SHARD.fullmatch, names) if match]
+    unfinished = any(map(is_ours, names))
+    if unfinished or any(len(shards) != int(match[1]) for match in shards):
+        missing = INDEX_NAME if unfinished else HF_INDEX
+        raise CheckpointError(
+            f"{storage.location} has files of a checkpoint, but no {missing}: it was not written "
+            f"to the end. Use another one",
+            file=storage.location,
+        )
 
 
 def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, str]]]:
@@ -104,7 +128,7 @@ def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: in
     return Part(whole_box(shape), name, begin + start, nbytes, sums)
 
 
-def write_safetensors(source: Source, path: Path, file_bytes: int) -> None:
+def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
     """Write the tensors of a source: a file, or a folder of several with an index.
 
     Values are left out: the format has none.
@@ -118,20 +142,18 @@ def write_safetensors(source: Source, path: Path, file_bytes: int) -> None:
         CheckpointError: A file cannot be written.
     """
     numbers = list(range(len(source.tensors)))
-    if path.suffix == ".safetensors":
-        storage = LocalStorage(path.parent)
-        storage.prepare()
-        _write_file(storage, path.name, source, numbers)
-        return
-    storage = LocalStorage(path)
+    storage, name = _place(path)
     storage.prepare()
+    if name is not None:
+        _write_file(storage, name, source, numbers)
+        return
     groups = list(_grouped(source.tensors, file_bytes))
     weight_map: dict[str, str] = {}
     for at, group in enumerate(groups, 1):
         several = f"model-{at:05}-of-{len(groups):05}.safetensors"
-        name = several if len(groups) > 1 else HF_FILE
-        _write_file(storage, name, source, group)
-        weight_map.update({source.tensors[number].name: name for number in group})
+        file_name = several if len(groups) > 1 else HF_FILE
+        _write_file(storage, file_name, source, group)
+        weight_map.update({source.tensors[number].name: file_name for number in group})
     if len(groups) > 1:
         total = sum(math.prod(t.shape) * t.itemsize for t in source.tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,11 @@ def open_torch_file(path: Path) -> Source:
     try:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file as torch wrote them before 1.6
+        except RuntimeError:  # a file as torch wrote them before 1.6, or none of its at all
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of any class: what is no such file is taken for instructions
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} cannot be read with weights_only: {first}. It is damaged, or has objects that "
