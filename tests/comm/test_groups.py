@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,8 @@ import torch
 
 import tilework.distributed as dist
 from tests.comm.conftest import Join, Runner
+from tilework.comm import groups
+from tilework.comm.rank_watch import RankWatch
 from tilework.testing import run_ranks
 
 
@@ -273,3 +276,39 @@ def test_a_world_can_be_made_again_and_again(ranks: Runner, backend: str, tmp_pa
                 dist.destroy_process_group()
 
     ranks(2, body)
+
+
+def test_a_rank_that_is_refused_memory_before_it_has_said_who_it_is_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+
+    def refuse(store: dist.Store, rank: int, size: int, identity: str) -> RankWatch:
+        if rank == 1:
+            raise MemoryError("no more of it")
+        return RankWatch(store, rank, size, identity)
+
+    def program(rank: int) -> str:
+        with pytest.raises(dist.DistBackendError, match="rank 1 could not make its end") as caught:
+            dist.init_process_group("threads", store=store, rank=rank, world_size=3)
+        assert caught.value.ranks == (1,)
+        assert not dist.is_initialized()
+        return str(caught.value)
+
+    monkeypatch.setattr(groups, "RankWatch", refuse)
+    texts = run_ranks(3, program, init=False)
+    assert all("MemoryError: no more of it" in text for text in texts)
+
+
+def test_what_the_system_refuses_on_the_way_to_the_store_is_a_dist_error(
+    monkeypatch: pytest.MonkeyPatch, nobody: Alone
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def body() -> None:
+        with pytest.raises(dist.DistBackendError, match=r"this rank could not.*open files"):
+            dist.init_process_group("threads", init_method="tcp://127.0.0.1:1")
+
+    monkeypatch.setattr(groups, "rendezvous", refuse)
+    nobody(body)

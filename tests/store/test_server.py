@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -319,6 +320,36 @@ def test_a_stopped_server_times_out_and_comes_back(monkeypatch: pytest.MonkeyPat
             server.resume()
             store.set("k", "v")
             assert store.get("k") == b"v"
+
+
+def no_more(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_server_that_can_have_no_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with StoreServer.listen_tcp("127.0.0.1", 0) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(DistStoreError, match="cannot serve: can't start new thread"):
+                server.start()
+        server.start()  # now it can
+        with TCPStore("127.0.0.1", server.port) as store:
+            store.set("k", "v")
+
+
+def test_a_process_that_may_open_no_more_files_says_so(
+    monkeypatch: pytest.MonkeyPatch, server: StoreServer
+) -> None:
+    port = server.port
+    monkeypatch.setattr(socket, "socket", no_more)
+    with pytest.raises(DistNetworkError, match=r"cannot connect.*open files.*ulimit"):
+        TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5))  # it does not wait for so long
+    for listen, where in (("tcp", ("127.0.0.1", 0)), ("unix", (f"@tilework-{uuid.uuid4()}",))):
+        with pytest.raises(DistNetworkError, match=r"cannot listen.*ulimit -n"):
+            getattr(StoreServer, f"listen_{listen}")(*where)
 
 
 def test_nothing_is_left_of_a_killed_server() -> None:

@@ -21,7 +21,7 @@ from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
 from tilework.comm.elastic.ledger import StoreLedger, identity_key
 from tilework.comm.elastic.watched_store import WatchedStore
-from tilework.comm.group_wait import GroupWait
+from tilework.comm.group_wait import MEANS_ERRORS, GroupWait
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import (
     DistBackendError,
@@ -157,15 +157,8 @@ def told_to_all(wait: GroupWait) -> Iterator[None]:
         wait.fail(error)
         wait.part()
         raise
-    except (OSError, MemoryError, RuntimeError) as error:
-        failed = DistBackendError(
-            f"rank {wait.me} could not make its end of group {wait.name!r}: "
-            f"{type(error).__name__}: {text_of(error)}",
-            ranks=[wait.me],
-        )
-        wait.fail(failed)
-        wait.part()
-        raise failed from error
+    except MEANS_ERRORS as error:
+        raise wait.without_means(error) from error
     except BaseException as error:
         reason = f"rank {wait.me} raised {type(error).__name__}: {text_of(error)}"
         wait.fail(DistBackendError(reason, ranks=[wait.me]))

@@ -17,6 +17,7 @@ from tilework.errors import (
     DistNetworkError,
     DistStoreError,
     PeerLostError,
+    text_of,
 )
 from tilework.store import Store
 from tilework.store.barrier import Barrier
@@ -32,6 +33,17 @@ _GONE_SECONDS = 1.0
 _PARTING_SECONDS = 1.0
 _KINDS = (PeerLostError, CollectiveMismatchError, DistBackendError)
 _LATE = "late"
+
+
+#: Raised by the system where a process may have no more of something, and by torch.
+MEANS_ERRORS = (OSError, MemoryError, RuntimeError)
+
+
+def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
+    """The error of a rank, -1 if unknown, to which the system, or torch, has refused something."""
+    text = f"{type(error).__name__}: {text_of(error)}"
+    who, ranks = (f"rank {rank}", [rank]) if rank >= 0 else ("this rank", [])
+    return DistBackendError(f"{who} could not make {what}: {text}", ranks=ranks)
 
 
 @dataclass
@@ -129,6 +141,13 @@ class GroupWait:
             # The job's first group: whoever is at the store comes to it.
             here |= self.watch.here().intersection(self.ranks)
         return here
+
+    def without_means(self, error: Exception) -> DistBackendError:
+        """The error, of which all hear, for what the system, or torch, has refused to this rank."""
+        failed = lack_of_means(self.me, f"its end of group {self.name!r}", error)
+        self.fail(failed)
+        self.part()
+        return failed
 
     def explain(self, error: DistNetworkError) -> DistError:
         """The error for a store that went away: the loss of the rank that served it, if one did."""

@@ -15,8 +15,8 @@ from tilework.comm.cyclic_waits import notice_cycles
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
-from tilework.comm.group_plan import GroupPlan, identity_on
-from tilework.comm.group_wait import GroupWait
+from tilework.comm.group_plan import GroupPlan, identity_on, told_to_all
+from tilework.comm.group_wait import MEANS_ERRORS, GroupWait, lack_of_means
 from tilework.comm.init_generation import InitGeneration
 from tilework.comm.late_waits import notice_late_ranks
 from tilework.comm.rank_watch import RankWatch
@@ -108,7 +108,7 @@ def init_process_group(
     owned = store is None
     if store is None:
         url = "env://" if init_method is None else init_method
-        store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=limit))
+        store, rank, world_size = _find_store(url, rank, world_size, limit)
         world.owned_store = store
     else:
         _check_store_arguments(init_method, rank, world_size)
@@ -119,20 +119,41 @@ def init_process_group(
             EndedRanks(store).remove(rank)
             world.default_group.successors = _SUCCESSORS
             return
-        ranks, name = tuple(range(world_size)), group_name or DEFAULT_GROUP_NAME
-        asked = f"{world_size} ranks, backend {config}"
-        with answers_within(limit):
-            generation, identity = InitGeneration(store, rank), identity_on(config)
-            world.watch = RankWatch(generation.store, rank, world_size, identity)
-        wait = GroupWait(name, rank, ranks, generation.store, world.watch)
-        _agree(wait, asked, limit, generation.check)
-        plan = GroupPlan(world, generation.store, ranks, rank, name, limit, wait=wait)
+        plan = _plan_world(world, store, rank, world_size, config, limit, group_name)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
         world.default_group.successors = _SUCCESSORS
-        world.seats = ranks
+        world.seats = plan.ranks
     except BaseException:
         world.close()
         raise
+
+
+def _find_store(url: str, rank: int, size: int, limit: timedelta) -> tuple[Store, int, int]:
+    try:
+        return next(rendezvous(url, rank, size, timeout=limit))
+    except (OSError, MemoryError) as error:
+        raise lack_of_means(rank, f"a way to the job's store ({url})", error) from error
+
+
+def _plan_world(
+    world: World,
+    store: Store,
+    rank: int,
+    size: int,
+    config: BackendConfig,
+    limit: timedelta,
+    group_name: str,
+) -> GroupPlan:
+    """The plan of the default group, once all ranks have come and want the same."""
+    ranks, name = tuple(range(size)), group_name or DEFAULT_GROUP_NAME
+    with answers_within(limit):
+        generation = InitGeneration(store, rank)
+        wait = GroupWait(name, rank, ranks, generation.store)
+        with told_to_all(wait):
+            identity = identity_on(config)
+            world.watch = wait.watch = RankWatch(generation.store, rank, size, identity)
+    _agree(wait, f"{size} ranks, backend {config}", limit, generation.check)
+    return GroupPlan(world, generation.store, ranks, rank, name, limit, wait=wait)
 
 
 def _timeout_setting(timeout: timedelta | None) -> timedelta:
@@ -435,6 +456,8 @@ def _agree(
         except DistError:
             wait.part()
             raise
+        except MEANS_ERRORS as error:
+            raise wait.without_means(error) from error
 
 
 def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None) -> None:

@@ -76,8 +76,9 @@ class TcpAddress(Address):
         """Bind exactly the address that the host means: never all interfaces unless told so."""
         failures: list[OSError] = []
         for family, where in self._resolve_or_raise():
-            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener: socket.socket | None = None
             try:
+                listener = socket.socket(family, socket.SOCK_STREAM)
                 # A port whose last connections linger in TIME_WAIT is free.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
@@ -86,7 +87,8 @@ class TcpAddress(Address):
                 listener.listen(_BACKLOG)
                 return listener
             except OSError as error:
-                listener.close()
+                if listener is not None:
+                    listener.close()
                 failures.append(error)
                 if error.errno == errno.EADDRINUSE:
                     break
@@ -167,8 +169,9 @@ class UnixAddress(Address):
 
     def listen(self) -> socket.socket:
         """Bind the name; a path that a killed server left behind is taken over."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener: socket.socket | None = None
         try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 listener.bind(self._kernel_name)
             except OSError as error:
@@ -180,7 +183,8 @@ class UnixAddress(Address):
                 os.chmod(self.name, 0o600)
             listener.listen(_BACKLOG)
         except OSError as error:
-            listener.close()
+            if listener is not None:
+                listener.close()
             advice = _listen_advice(error)
             raise DistNetworkError(
                 f"cannot listen on {self}: {error.strerror}. {advice}"
@@ -262,6 +266,7 @@ def _listen_advice(error: OSError) -> str:
         errno.EADDRNOTAVAIL: "It is not an address of this machine: rank 0 must run on that host, "
         "and the host name must mean an address that this machine has.",
         errno.EACCES: "Ports below 1024 and foreign directories need privileges: use another.",
+        errno.EMFILE: "This process may open no more files: raise its limit (ulimit -n).",
         errno.ENOENT: "The directory of the path does not exist: make it first.",
     }
     return advice.get(error.errno or 0, "Use another address.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -213,7 +214,8 @@ class Pool:
             except (OSError, _HungUpError) as error:
                 hung_up = isinstance(error, _HungUpError)
                 heard = error if isinstance(error, _HungUpError) else heard
-                hopeless = isinstance(error, PermissionError) or (hung_up and hang_ups.passed)
+                refused = isinstance(error, PermissionError) or _lacks_means(error)
+                hopeless = refused or (hung_up and hang_ups.passed)
                 if hopeless or deadline.passed:
                     # The last attempt may have had no time for an answer.
                     telling = heard if heard and isinstance(error, TimeoutError) else error
@@ -329,10 +331,20 @@ class Pool:
                 f"what listens at {self.where} hangs up without a greeting, as another service "
                 "does (torch's own store, for one). Check the port, or use another."
             )
+        if _lacks_means(error):
+            return DistNetworkError(
+                f"cannot connect to the store at {self.where}: {_reason(error)}. Check this "
+                "process's limits on memory and open files (ulimit -a)."
+            )
         return DistNetworkError(
             f"Timeout: could not connect to the store at {self.where} within {wait_seconds:g} s "
             f"(last attempt: {_reason(error)}). {self.where.hint}"
         )
+
+
+def _lacks_means(error: BaseException) -> bool:
+    """True if this process may open no more files, or has no memory."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENOMEM)
 
 
 def _reason(error: BaseException) -> str:

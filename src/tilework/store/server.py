@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 
-from tilework.errors import DistStoreError
+from tilework.errors import DistStoreError, text_of
 from tilework.store.address import Address, TcpAddress, UnixAddress
 from tilework.store.fork import watch_forks
 from tilework.store.service import Service
@@ -117,12 +117,25 @@ class _Running:
             if self._thread is not None:
                 return
             _raise_descriptor_limit()
-            self._loop = asyncio.new_event_loop()
-            self._service = Service(self._loop, self._listener, self._where, self._secret)
-            self._thread = threading.Thread(
-                target=_serve, args=(self._loop, self._service), name="tilework-store", daemon=True
-            )
-            self._thread.start()
+            try:
+                self._start()
+            except (OSError, MemoryError, RuntimeError) as error:
+                if self._loop is not None:
+                    self._loop.close()
+                    self._loop = None
+                raise DistStoreError(
+                    f"the store server at {self._where} cannot serve: {text_of(error)}. Check this "
+                    "process's limits on memory, threads and open files (ulimit -a)."
+                ) from error
+
+    def _start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._service = Service(self._loop, self._listener, self._where, self._secret)
+        thread = threading.Thread(
+            target=_serve, args=(self._loop, self._service), name="tilework-store", daemon=True
+        )
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         with self._lock:
