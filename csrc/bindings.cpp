@@ -19,6 +19,7 @@
 #include "crc32.h"
 #include "fast_path.h"
 #include "file_reader.h"
+#include "memory_hold.h"
 #include "operator_call.h"
 #include "provenance.h"
 #include "random.h"
@@ -419,6 +420,19 @@ nb::object read_shares(FileReader& reader, int fd, uint64_t offset, size_t nbyte
   return nb::bytes(shares.data(), shares.size() * sizeof(uint32_t));
 }
 
+void bind_memory_hold(nb::module_& m) {
+  m.def(
+      "set_storage_layout",
+      [](size_t data, size_t context, size_t deleter, uintptr_t free_memory) {
+        set_storage_layout({data, context, deleter, free_memory});
+      },
+      "data"_a, "context"_a, "deleter"_a, "free_memory"_a);
+  nb::class_<MemoryHold>(m, "MemoryHold")
+      .def(nb::init<const std::vector<uintptr_t>&, const nb::object&>(), "storages"_a, "owners"_a)
+      .def("moved", &MemoryHold::moved)
+      .def("release", &MemoryHold::release);
+}
+
 void bind_files(nb::module_& m) {
   nb::class_<FileReader>(m, "FileReader")
       .def(nb::init<>())
@@ -514,6 +528,7 @@ NB_MODULE(_core, m) {
   bind_fast_path(m);
   bind_random(m);
   bind_files(m);
+  bind_memory_hold(m);
   bind_provenance(m);
   bind_operator_call(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_all));

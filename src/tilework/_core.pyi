@@ -213,6 +213,20 @@ class Arena:
     def release(self, address: int) -> None: ...
     def used_bytes(self) -> int: ...
 
+def set_storage_layout(data: int, context: int, deleter: int, free_memory: int) -> None:
+    """Offsets within torch's storage object, and the function that stands at `deleter`."""
+
+class MemoryHold:
+    """Keeps the memory that storages have now, whatever memory they get later."""
+    def __init__(self, storages: Sequence[int], owners: object) -> None:
+        """`storages`: addresses of torch's objects, which `owners` keeps alive."""
+
+    def moved(self) -> list[tuple[int, int]]:
+        """[(a storage that has other memory by now, the address of what it had)]"""
+
+    def release(self) -> None:
+        """Free what storages have let go, as the end of this object does; idempotent."""
+
 class FlightRing:
     """A ring of the last operations: comm.flight.ring.Ring in the core, which FastPath writes too."""
     def __init__(self, capacity: int) -> None: ...

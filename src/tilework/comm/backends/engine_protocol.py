@@ -97,6 +97,15 @@ class Operation:
                 return parts[0].dtype
         return None
 
+    def tensors(self) -> list[Tensor]:
+        """All whose memory is read or written until it is done, those copied back included."""
+        inputs, outputs = self.inputs, self.outputs
+        tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        tensors += [outputs] if isinstance(outputs, Tensor) else outputs
+        if self.copy_back:
+            tensors += [tensor for tensor, _ in self.copy_back]
+        return tensors
+
     def summary(self) -> What:
         """The name, dtype, shapes and arguments, without the tensors; for the flight record."""
         in_place = self.kind in ("all_reduce", "broadcast")
@@ -161,6 +170,8 @@ class Engine(Protocol):
     #: The exceptions by which it refuses a call, with nothing sent.
     refusals: tuple[type[Exception], ...]
     name: str
+    #: True if it takes tensors' addresses when they are handed over; else it asks for them later.
+    takes_addresses: bool
 
     def run(self, operation: Operation) -> None: ...
     def submit(self, operation: Operation) -> Completion: ...

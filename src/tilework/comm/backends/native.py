@@ -30,6 +30,13 @@ from tilework.comm.backends.labels import (
     same_shapes,
     shape_label,
 )
+from tilework.comm.backends.memory_hold import (
+    HeldMemory,
+    at_held_address,
+    fits_storage,
+    hold_memory,
+    hold_operation,
+)
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import callback_ended, expect_callback, run_soon
 from tilework.comm.callsite import call_site
@@ -240,7 +247,10 @@ class NativeGroup(ProcessGroup):
         self._check_devices(source)
         title = f"send {label(source)} to rank {self.global_ranks[dst]} tag {tag}"
         slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
-        call = Call(self, title, Effects([], [], []), source, slot)
+        hold = hold_memory([source], [])
+        if hold is not None and not self.engine.takes_addresses:
+            source = at_held_address(source)
+        call = Call(self, title, Effects([], [], []), source, slot, hold)
         event = profiling.Event("send", [source], self) if profiling.profiled() else None
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout, sent), event)
 
@@ -254,7 +264,10 @@ class NativeGroup(ProcessGroup):
         effects = Effects([tensor], [tensor], operation.copy_back)
         peer = ANY_PEER if src < 0 else self.global_ranks[src]
         slot = self.flight.begin(title, peer, tag, 2)
-        call = Call(self, title, effects, target, slot)
+        hold = hold_memory([target, tensor], [target])
+        if hold is not None and not self.engine.takes_addresses:
+            target = at_held_address(target)
+        call = Call(self, title, effects, target, slot, hold)
         event = profiling.Event("recv", [target], self) if profiling.profiled() else None
         return call.start(
             lambda: self.engine.irecv(target, src, tag, self.timeout, expected), event
@@ -279,7 +292,8 @@ class NativeGroup(ProcessGroup):
         event = self._event(operation) if profiling.profiled() else None
         if opts.asyncOp:
             title = provenance.named(operation.describe())
-            call = Call(self, title, effects, operation, slot)
+            hold = hold_operation(operation, only_read, self.engine.takes_addresses)
+            call = Call(self, title, effects, operation, slot, hold)
             return call.start(lambda: self.engine.submit(operation), event)
         try:
             if event is None:
@@ -465,6 +479,8 @@ class Effects:
     def settle(self) -> None:
         """Make written tensors look written: stand-ins copied back, versions raised."""
         for tensor, memory in self.copy_back:
+            if not fits_storage(tensor):  # it was resized meanwhile
+                continue
             with torch.inference_mode(tensor.is_inference()):
                 tensor.copy_(memory)
         mark_written(self.written)
@@ -482,7 +498,13 @@ class Call(Work):
     """An operation handed to an engine, with what must live and happen until it ends."""
 
     def __init__(
-        self, group: NativeGroup, title: str, effects: Effects, kept: object, slot: Slot
+        self,
+        group: NativeGroup,
+        title: str,
+        effects: Effects,
+        kept: object,
+        slot: Slot,
+        hold: HeldMemory | None,
     ) -> None:
         self._group = group
         self._slot = slot
@@ -491,6 +513,7 @@ class Call(Work):
         self._effects = effects
         #: The tensors that the engine reads and writes; the engine keeps them alive too.
         self._kept = kept
+        self._hold = hold
         self._completion: Completion
         self._lock = threading.Lock()
         self._finished = False
@@ -507,10 +530,13 @@ class Call(Work):
                 with event:
                     self._completion = submit()
         except self._group.engine.fault_type as fault:
+            self._release_memory()
             error = self._group._explain(fault.args, self._title, self._site)
             self._group._note_failure(self._slot, error)
             raise error from None
         except BaseException as error:
+            if isinstance(error, Exception):  # else it may have been submitted
+                self._release_memory()
             self._group.flight.end(self._slot, f"{type(error).__name__}: {error}")
             raise
         self._group.flight.follow(self._slot, self._completion)
@@ -520,9 +546,15 @@ class Call(Work):
         # Nobody waits for it any more: its tensors are let go as soon as it is done.
         kept, completion = self._kept, getattr(self, "_completion", None)
         if kept is not None and completion is not None:
-            engine = self._group.engine
+            engine, hold = self._group.engine, self._hold
+
+            def let_go() -> None:
+                engine.let_go(kept)
+                if hold is not None:
+                    hold.release()
+
             with contextlib.suppress(Exception):  # the interpreter may be about to end
-                completion.add_done_callback(lambda: engine.let_go(kept))
+                completion.add_done_callback(let_go)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = -1.0 if timeout is None else timeout.total_seconds()
@@ -600,6 +632,8 @@ class Call(Work):
             fault = self._completion.fault()
             if fault is None:
                 self._group.flight.end(self._slot)
+                if self._hold is not None:
+                    self._hold.copy_to_moved()
                 self._effects.settle()
             else:
                 self._error = self._group._explain(fault, self._title, self._site)
@@ -607,6 +641,11 @@ class Call(Work):
             self._finished = True
             kept, self._kept = self._kept, None
             self._group.engine.let_go(kept)
+            self._release_memory()
+
+    def _release_memory(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
 
 
 class _Several(Work):

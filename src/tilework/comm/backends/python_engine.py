@@ -28,6 +28,7 @@ class PythonEngine(ABC):
 
     fault_type: type[Exception] = Fault
     refusals: tuple[type[Exception], ...] = ()
+    takes_addresses = False
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         #: The thread that made the group.

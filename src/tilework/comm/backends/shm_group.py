@@ -50,6 +50,7 @@ class ShmEngine:
 
     name = "shm"
     refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
+    takes_addresses = True
 
     def __init__(self, group: _core.Group, size: int) -> None:
         self.fault_type: type[Exception] = _core.Fault

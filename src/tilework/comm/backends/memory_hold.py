@@ -1,0 +1,194 @@
+"""Holds on tensors' memory while an operation goes on: it stays when its storage gets another.
+
+A tensor that an asynchronous operation reads or writes is kept alive. That keeps its storage, but
+not the storage's memory, which torch frees as soon as the storage gets other memory: by
+``resize_``, by ``share_memory_``, on its way to another process. So the memory itself is held, by
+the core (csrc/memory_hold.h), until the operation is done; what it wrote is copied then to where
+the storage is by now. torch has no call for this. Where its storages keep their memory is found
+out when this is imported, by looking at some, and tried; where they look different (another
+torch), or without the core, nothing is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backends.engine_protocol import Operation, Parts
+from tilework.comm.backends.tensor_memory import as_bytes
+
+try:
+    from tilework import _core
+except ImportError:
+    _core = None  # type: ignore[assignment]
+
+_WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
+#: The words of torch's storage object that are looked at. It is longer than that in every torch.
+_LOOKED_AT_WORDS = 9
+
+
+class HeldMemory:
+    """The memory of an operation's tensors, held from construction until :meth:`release`.
+
+    Args:
+        tensors: All that it reads or writes.
+        written: Those that it writes; contiguous.
+    """
+
+    __slots__ = ("_hold", "_written")
+
+    def __init__(self, tensors: Iterable[Tensor], written: Sequence[Tensor]) -> None:
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_cpu]
+        self._hold = _core.MemoryHold([storage._cdata for storage in storages], storages)
+        self._written = written
+
+    def copy_to_moved(self) -> None:
+        """Copy results to where their storages are by now, as far as those still reach."""
+        moves = self._hold.moved()
+        if not moves:
+            return
+        moved = dict(moves)
+        for tensor in self._written:
+            storage = tensor.untyped_storage()
+            held = moved.get(storage._cdata)
+            if held is not None and fits_storage(tensor):
+                start = int(tensor.storage_offset()) * tensor.itemsize
+                ctypes.memmove(storage.data_ptr() + start, held + start, tensor.nbytes)
+
+    def release(self) -> None:
+        """Let what storages have left be freed; idempotent."""
+        self._hold.release()
+        self._written = ()
+
+
+def hold_memory(tensors: Iterable[Tensor], written: Sequence[Tensor]) -> HeldMemory | None:
+    """A hold on the memory of tensors on the CPU; None where there are none."""
+    return HeldMemory(tensors, written) if IS_AVAILABLE else None
+
+
+def hold_operation(
+    operation: Operation, only_read: bool, takes_addresses: bool
+) -> HeldMemory | None:
+    """A hold on all memory of an operation.
+
+    Args:
+        operation: Where the engine looks for addresses later, its tensors become such that they
+            lead to the memory that is held.
+        only_read: True if it does not write its outputs.
+        takes_addresses: As the engine says.
+    """
+    if not IS_AVAILABLE:
+        return None
+    outputs = operation.outputs
+    written = [outputs] if isinstance(outputs, Tensor) else outputs
+    hold = HeldMemory(operation.tensors(), () if only_read else written)
+    if not takes_addresses:
+        operation.inputs = _at_held_addresses(operation.inputs)
+        operation.outputs = _at_held_addresses(operation.outputs)
+    return hold
+
+
+def _at_held_addresses(parts: Parts) -> Parts:
+    if isinstance(parts, Tensor):
+        return at_held_address(parts)
+    return [at_held_address(part) for part in parts]
+
+
+def fits_storage(tensor: Tensor) -> bool:
+    """True if the tensor's elements lie within its storage, which may have become smaller."""
+    if tensor.numel() == 0:
+        return True
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.storage_offset() + last + 1
+    return end * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def at_held_address(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as it is now, for who uses it later; its values are shared.
+
+    The tensor itself would lead to other memory by then, if its storage has got other.
+    """
+    if not tensor.is_cpu or tensor.nbytes == 0:
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+class StorageLayout(NamedTuple):
+    """Offsets in torch's storage objects, and the function that frees memory, found there."""
+
+    data: int
+    context: int
+    deleter: int
+    free_memory: int
+
+
+def find_layout() -> StorageLayout | None:
+    """The layout of torch's storages; None if they do not look as expected.
+
+    Expected are three words in a row: the memory's address, and, in either order, the function that
+    frees it and what that is given, which is the address again.
+    """
+    samples = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in (8, 24, 4096)]
+    layouts = {_layout_of(sample.untyped_storage()) for sample in samples}
+    layout = layouts.pop()
+    borrowed = torch.frombuffer(bytearray(8), dtype=torch.uint8).untyped_storage()
+    if layouts or layout is None or layout.free_memory == 0:
+        return None
+    words = _words_of(borrowed)
+    same_data = words[layout.data // _WORD_BYTES] == borrowed.data_ptr()
+    same_deleter = words[layout.deleter // _WORD_BYTES] == layout.free_memory
+    return layout if same_data and not same_deleter else None
+
+
+def _layout_of(storage: torch.UntypedStorage) -> StorageLayout | None:
+    words, address = _words_of(storage), storage.data_ptr()
+    places = [at for at, word in enumerate(words) if word == address]
+    if len(places) != 2 or places[1] - places[0] not in (1, 2):
+        return None
+    data, context = places
+    deleter = data + 1 if context == data + 2 else data + 2
+    return StorageLayout(
+        data * _WORD_BYTES, context * _WORD_BYTES, deleter * _WORD_BYTES, words[deleter]
+    )
+
+
+def _words_of(storage: torch.UntypedStorage) -> list[int]:
+    return list((ctypes.c_size_t * _LOOKED_AT_WORDS).from_address(storage._cdata))
+
+
+def _is_held() -> bool:
+    """True if memory is indeed held: a storage that has let it go leaves it as it is."""
+    tensor = torch.arange(1000)
+    bytes_before, address = as_bytes(tensor).tolist(), tensor.data_ptr()
+    held = HeldMemory([tensor], [])
+    storage = tensor.untyped_storage()
+    storage.resize_(8 * storage.nbytes())
+    others = [torch.zeros(1000, dtype=torch.int64) for _ in range(4)]  # would get freed memory
+    kept = list(ctypes.string_at(address, len(bytes_before))) == bytes_before
+    reused = any(other.data_ptr() == address for other in others)
+    moved = held._hold.moved() == [(storage._cdata, address)]
+    held.release()
+    return kept and moved and not reused
+
+
+def _make_available() -> bool:
+    if _core is None:
+        return False
+    with contextlib.suppress(
+        AttributeError, RuntimeError, TypeError
+    ):  # a torch without one of these
+        layout = find_layout()
+        if layout is not None:
+            _core.set_storage_layout(*layout)
+            return _is_held()
+    return False
+
+
+#: True if memory can be held.
+IS_AVAILABLE = _make_available()
