@@ -323,6 +323,11 @@ size_t payload_bytes(const Operation& operation) {
   return bytes;
 }
 
+/// Add to what only the thread that executes changes.
+void count(std::atomic<uint64_t>& total, uint64_t more) {
+  total.store(total.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 void Collectives::execute(const Operation& operation, const WaitOptions& options) {
@@ -341,8 +346,8 @@ void Collectives::execute(const Operation& operation, const WaitOptions& options
     end_failed(operation);
     throw;
   }
-  context_.operations.fetch_add(1, std::memory_order_relaxed);
-  context_.bytes.fetch_add(payload_bytes(operation), std::memory_order_relaxed);
+  count(context_.operations, 1);
+  count(context_.bytes, payload_bytes(operation));
 }
 
 /// The buffers are the caller's again: peers that are late must not read them any more, nor write to

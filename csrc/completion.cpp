@@ -7,8 +7,8 @@ bool Completion::sleep_until_done(const WaitOptions& options) {
   const int64_t begun = now_ns();
   while (!done()) {
     const int64_t now = now_ns();
-    if (now >= options.deadline) return false;
-    const int64_t left = options.deadline - now;
+    if (now >= options.deadline()) return false;
+    const int64_t left = options.deadline() - now;
     uint32_t pending = kPending;
     state_.compare_exchange_strong(pending, kAwaited);
     if (futex_wait(state_, kAwaited, left < kSlice ? left : kSlice) != Woken::kNotified)

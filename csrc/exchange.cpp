@@ -96,7 +96,7 @@ std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
     if (!arrived(peer)) missing.push_back(peer);
   context_.note_blocked(operation.sequence);
   if (auto fault = context_.lost_peers_fault(missing, check_processes)) return fault;
-  if (now_ns() >= options_.deadline) return timeout_fault(missing);
+  if (now_ns() >= options_.deadline()) return timeout_fault(missing);
   return std::nullopt;
 }
 

@@ -231,14 +231,24 @@ class FastPath::ShortCall final : public Interlude {
  public:
   ShortCall(FlightRing& flight, const OpRecord& record, PyObject* written)
       : flight_(flight), record_(record), written_(written) {}
-  ~ShortCall() { come_back(); }
+  /// Of a message.
+  ShortCall(FlightRing& flight, const OpRecord& record, PyObject* written, int peer, int64_t tag)
+      : flight_(flight),
+        record_(record),
+        written_(written),
+        is_message_(true),
+        peer_(peer),
+        tag_(tag) {}
+  ~ShortCall() {
+    if (released_) PyEval_RestoreThread(released_);
+  }
   ShortCall(const ShortCall&) = delete;
   ShortCall& operator=(const ShortCall&) = delete;
 
   void published() override {
     if (published_) return;
     published_ = true;
-    slot_ = flight_.begin(record_);
+    slot_ = is_message_ ? flight_.begin(record_, peer_, tag_) : flight_.begin(record_);
     if (!written_ || bump_versions(written_)) return;
     nb::python_error error;  // takes it: what runs meanwhile must not find one
     failure_ = nb::borrow(error.value());
@@ -265,6 +275,9 @@ class FastPath::ShortCall final : public Interlude {
   FlightRing& flight_;
   const OpRecord& record_;
   PyObject* const written_;  // null: nothing
+  const bool is_message_ = false;
+  const int peer_ = -1;
+  const int64_t tag_ = 0;
   nb::object failure_;
   PyThreadState* released_ = nullptr;
   uint64_t slot_ = 0;
@@ -368,31 +381,35 @@ int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, 
   OpRecord record{name, view.dtype};
   (is_send ? record.in_count : record.out_count) = 1;
   (is_send ? record.in : record.out) = view.shape;
+  const bool now = view.buffer.bytes <= kCopiedWithGil && peer >= 0;
+  ShortCall call(flight_, record, is_send ? nullptr : tensor.ptr(), peer, tag);
   try {
-    const bool now = view.buffer.bytes <= kCopiedWithGil && peer >= 0;
     if (now && (is_send ? core.send_now(peer, view.buffer, view.dtype, tag, label)
                         : core.receive_now(peer, view.buffer, view.dtype, tag, label))) {
-      flight_.end(flight_.begin(record, peer, tag));
+      flight_.end(call.come_back());
+      call.check();
       return peer;
     }
   } catch (const Fault&) {  // the general way raises it
   }
   if (at_once) return -2;
   int source = peer;
-  const uint64_t slot_of_message = flight_.begin(record, peer, tag);
+  call.published();
   run_recorded(
       [&] {
-        nb::gil_scoped_release nogil;
-        const bool soon =
-            !is_send && peer >= 0 && core.receive_soon(peer, view.buffer, view.dtype, tag, label);
+        if (!now) call.waits();
+        const bool soon = !is_send && peer >= 0 &&
+                          core.receive_soon(peer, view.buffer, view.dtype, tag, label, call);
         if (soon) return;
+        call.waits();
         source = group_.transfer(
             request_of(is_send, peer, view.buffer, view.dtype, tag, timeout, label));
       },
-      [&] { return slot_of_message; },
+      [&] { return call.come_back(); },
       [&](nb::handle why, uint64_t slot) {
         on_failure_(why, slot, nb::str(name), tensor, tensor, nb::int_(tag), peer);
       });
+  call.check();
   return source;
 }
 
@@ -401,9 +418,7 @@ bool FastPath::send(nb::handle tensor, int dst, int64_t tag, bool at_once) {
 }
 
 int FastPath::recv(nb::handle tensor, int src, int64_t tag, bool at_once) {
-  const int source = transfer(false, at_once, tensor, src, tag);
-  if (source != -2 && !bump_versions(tensor.ptr())) throw nb::python_error();
-  return source;
+  return transfer(false, at_once, tensor, src, tag);
 }
 
 }  // namespace tilework

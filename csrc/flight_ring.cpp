@@ -1,7 +1,5 @@
 #include "flight_ring.h"
 
-#include "platform.h"
-
 #include <unordered_map>
 
 namespace nb = nanobind;
@@ -100,7 +98,7 @@ FlightRing::Entry& FlightRing::add() {
   entry.slot = next_++;
   entry.ended = 0;
   entry.is_message = false;
-  entry.entered = wall_clock_ns();
+  entry.entered = ticks();
   if (entry.what.is_valid()) entry.what = entry.peer = entry.tag = nb::object();
   if (entry.failure.is_valid()) entry.failure = nb::object();
   if (entry.pending.is_valid()) entry.pending = nb::object();
@@ -147,12 +145,12 @@ void FlightRing::end(uint64_t slot, nb::object failure) {
   Entry* entry = find(slot);
   if (!entry) return;
   entry->failure = std::move(failure);
-  entry->ended = wall_clock_ns();
+  entry->ended = ticks();
 }
 
 void FlightRing::end(uint64_t slot) {
   Entry* entry = find(slot);
-  if (entry) entry->ended = wall_clock_ns();
+  if (entry) entry->ended = ticks();
 }
 
 void FlightRing::follow(uint64_t slot, nb::object pending) {
@@ -160,24 +158,27 @@ void FlightRing::follow(uint64_t slot, nb::object pending) {
   if (entry) entry->pending = std::move(pending);
 }
 
-nb::tuple FlightRing::record(const Entry& entry) const {
+nb::tuple FlightRing::record(const Entry& entry, const TickScale::Now& now) const {
   nb::object site = nb::none();
   if (entry.code.is_valid())
     site = nb::make_tuple(
         entry.code, line_at(reinterpret_cast<PyCodeObject*>(entry.code.ptr()), entry.position));
   const bool is_native = !entry.what.is_valid();
   return nb::make_tuple(entry.number, is_native ? what_of(entry.op) : entry.what, site,
-                        entry.entered, entry.ended, or_none(entry.failure), or_none(entry.pending),
+                        now.wall_ns(entry.entered), entry.ended == 0 ? 0 : now.wall_ns(entry.ended),
+                        or_none(entry.failure), or_none(entry.pending),
                         entry.is_message ? nb::int_(entry.message_peer) : or_none(entry.peer),
                         is_native ? nb::int_(entry.message_tag) : or_none(entry.tag));
 }
 
 nb::list FlightRing::records() const {
   nb::list result;
+  const TickScale::Now now(scale_);
   for (const Entry& entry : unfinished_)
-    if (entry.ended == 0) result.append(record(entry));
+    if (entry.ended == 0) result.append(record(entry, now));
   const uint64_t size = entries_.size(), first = next_ > size ? next_ - size : 0;
-  for (uint64_t slot = first; slot < next_; ++slot) result.append(record(entries_[slot % size]));
+  for (uint64_t slot = first; slot < next_; ++slot)
+    result.append(record(entries_[slot % size], now));
   return result;
 }
 

@@ -10,6 +10,7 @@
 #include <deque>
 #include <vector>
 
+#include "platform.h"
 #include "tensors.h"
 
 namespace tilework {
@@ -54,14 +55,15 @@ class FlightRing {
     nanobind::object what, peer, tag;  // as described in Python; null where `op` describes it
     nanobind::object code;             // of the program's call site; null if unknown
     int position = 0;  // of the call site in the code: an instruction's offset, in 3.10 a line
-    int64_t entered = 0, ended = 0;  // nanoseconds since 1970; 0: not yet
+    uint64_t entered = 0, ended = 0;  // ticks; 0: not yet
     nanobind::object failure, pending;
   };
 
   Entry& add();
   Entry* find(uint64_t slot);
-  nanobind::tuple record(const Entry& entry) const;
+  nanobind::tuple record(const Entry& entry, const TickScale::Now& now) const;
 
+  TickScale scale_;
   std::vector<Entry> entries_;
   std::deque<Entry> unfinished_;  // evicted while they still ran
   uint64_t next_ = 0, collectives_ = 0;

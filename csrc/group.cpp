@@ -90,7 +90,7 @@ Group::~Group() {
 }
 
 WaitOptions Group::wait_options(double timeout, SignalCheck signals, Pace pace) const {
-  return {pace, nullptr, timeout, deadline_after(timeout), signals};
+  return {pace, nullptr, timeout, signals};
 }
 
 WaitOptions Group::own_wait_options(double timeout, SignalCheck signals) const {
@@ -108,6 +108,15 @@ bool Group::claim(Operation& operation, bool inline_only) {
   if (!inline_only || busy_ || !queue_.empty()) return false;
   busy_thread_ = std::this_thread::get_id();
   return busy_ = true;
+}
+
+void Group::use_interlude(Interlude* interlude, WaitOptions& options) const {
+  if (!interlude || !engine_->context.memory.all_local()) {
+    options.interlude = interlude;
+    return;
+  }
+  interlude->published();  // the others need the GIL to come
+  interlude->waits();
 }
 
 /// Throw if the thread that is about to wait for the queue is the one that would run it. Under
@@ -148,12 +157,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals, Inter
     Group& group;
   } release{*this};
   WaitOptions options = own_wait_options(timeout, signals);
-  if (interlude && engine_->context.memory.all_local()) {
-    interlude->published();  // the others need the GIL to come
-    interlude->waits();
-  } else {
-    options.interlude = interlude;
-  }
+  use_interlude(interlude, options);
   engine_->collectives.execute(operation, options);
 }
 
@@ -271,14 +275,17 @@ bool Group::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag
   return engine_->point_to_point.receive_now(peer, buffer, dtype, tag, label);
 }
 
-bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label) {
+bool Group::receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label,
+                         Interlude& interlude) {
   ActiveCall active(*this);
+  WaitOptions options = own_wait_options(-1, nullptr);
+  use_interlude(&interlude, options);
   PointToPoint& engine = engine_->point_to_point;
   const auto shares_core = [&](int core) {
     return engine_->context.shares_core(core, peer, peer + 1, [](int) { return true; });
   };
   return spin(
-             own_wait_options(-1, nullptr), [&] { return engine.arrived(peer); }, shares_core) &&
+             options, [&] { return engine.arrived(peer); }, shares_core) &&
          engine.receive_now(peer, buffer, dtype, tag, label);
 }
 
@@ -411,8 +418,8 @@ std::vector<std::optional<std::string>> Group::failure_reports(double timeout,
   bool check_processes = true;
   while (!closing_) {
     EventWaiter waiter(control(rank_).round_event, engine_->context.sleeps);
-    if (all_reported(check_processes) || now_ns() >= bounds.deadline) break;
-    const Woken woken = waiter.sleep(bounds.deadline);
+    if (all_reported(check_processes) || now_ns() >= bounds.deadline()) break;
+    const Woken woken = waiter.sleep(bounds.deadline());
     check_processes = liveness_timer.due();
     if (woken != Woken::kNotified) bounds.check_signals(now_ns());
   }

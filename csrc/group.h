@@ -45,7 +45,8 @@ class Group : public std::enable_shared_from_this<Group> {
   bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   /// Likewise, waiting as long as a wait spins.
-  bool receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
+  bool receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label,
+                    Interlude& interlude);
   /// Cancel a message; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
   /// Wait for a submitted collective or a message, whose progress this runs; false after `timeout`
@@ -110,6 +111,7 @@ class Group : public std::enable_shared_from_this<Group> {
   WaitOptions wait_options(double timeout, SignalCheck signals, Pace pace) const;
   /// Of a wait on the caller's thread, which others learn from.
   WaitOptions own_wait_options(double timeout, SignalCheck signals) const;
+  void use_interlude(Interlude* interlude, WaitOptions& options) const;
   std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout);
   void wait_for_queued(Completion& completion, SignalCheck signals);
   bool claim(Operation& operation, bool inline_only);

@@ -9,6 +9,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <climits>
 #include <mutex>
 #include <set>
@@ -56,6 +60,36 @@ int64_t wall_clock_ns() {
   timespec t;
   clock_gettime(CLOCK_REALTIME, &t);
   return t.tv_sec * kSecond + t.tv_nsec;
+}
+
+namespace {
+
+#if defined(__x86_64__)
+/// True if the counter runs at one rate in all states of the processor (CPUID: invariant TSC).
+bool counter_is_even() {
+  unsigned a, b, c, d;
+  return __get_cpuid(0x80000007, &a, &b, &c, &d) && (d & 1u << 8) != 0;
+}
+#endif
+
+}  // namespace
+
+uint64_t ticks() {
+#if defined(__x86_64__)
+  static const bool even = counter_is_even();
+  if (even) return __builtin_ia32_rdtsc();
+#endif
+  return static_cast<uint64_t>(now_ns());
+}
+
+TickScale::Now::Now(const TickScale& scale) : ticks_(ticks()), wall_ns_(wall_clock_ns()) {
+  const auto passed = static_cast<double>(now_ns() - scale.ns_);
+  ns_per_tick_ = ticks_ > scale.ticks_ ? passed / static_cast<double>(ticks_ - scale.ticks_) : 0;
+}
+
+int64_t TickScale::Now::wall_ns(uint64_t moment) const {
+  if (moment >= ticks_) return wall_ns_;
+  return wall_ns_ - static_cast<int64_t>(static_cast<double>(ticks_ - moment) * ns_per_tick_);
 }
 
 int64_t deadline_after(double seconds) {

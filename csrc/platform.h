@@ -16,6 +16,30 @@ int64_t now_ns();
 /// Nanoseconds since 1970, for records.
 int64_t wall_clock_ns();
 
+/// A reading of a clock that runs evenly, and costs less than now_ns() where the processor has one.
+uint64_t ticks();
+
+/// Moments that were read as ticks, told as nanoseconds since 1970. Made before the first of them is read.
+class TickScale {
+ public:
+  TickScale() : ticks_(ticks()), ns_(now_ns()) {}
+  /// The wall clock's time of moments since this was made, by what it says now.
+  class Now {
+   public:
+    explicit Now(const TickScale& scale);
+    int64_t wall_ns(uint64_t moment) const;
+
+   private:
+    uint64_t ticks_;
+    int64_t wall_ns_;
+    double ns_per_tick_;
+  };
+
+ private:
+  uint64_t ticks_;
+  int64_t ns_;
+};
+
 /// The moment `seconds` from now; negative or infinite means kNever.
 int64_t deadline_after(double seconds);
 

@@ -47,6 +47,50 @@ std::optional<Fault> check_fit(const Request& request, const Envelope& envelope,
                    " bytes of " + dtype_name(dtype) + " are received");
 }
 
+bool is_short(const Envelope& envelope) {
+  return envelope.first == 1 && envelope.shown == 0 && envelope.bytes == envelope.total &&
+         envelope.bytes <= ShortMessage::kBytes;
+}
+
+uint64_t dtype_and_bytes(uint32_t dtype, uint64_t bytes) { return uint64_t{dtype} << 32 | bytes; }
+
+void write_short(ShortMessage& message, const Envelope& envelope, const char* data, uint64_t end) {
+  uint64_t words[ShortMessage::kWords] = {static_cast<uint64_t>(envelope.tag), envelope.label,
+                                          dtype_and_bytes(envelope.dtype, envelope.bytes)};
+  copy(words + 3, data, envelope.bytes);
+  message.end.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  for (size_t i = 0; i < ShortMessage::kWords; ++i)
+    message.words[i].store(words[i], std::memory_order_relaxed);
+  message.end.store(end, std::memory_order_release);
+}
+
+/// Take the message that ends at `end`, if it is short and what is expected.
+bool read_short(const ShortMessage& message, uint64_t end, const Envelope& expected, char* to) {
+  uint64_t words[ShortMessage::kWords];
+  if (message.end.load(std::memory_order_acquire) != end) return false;
+  for (size_t i = 0; i < ShortMessage::kWords; ++i)
+    words[i] = message.words[i].load(std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (message.end.load(std::memory_order_relaxed) != end ||
+      words[0] != static_cast<uint64_t>(expected.tag) || words[1] != expected.label ||
+      words[2] != dtype_and_bytes(expected.dtype, expected.bytes))
+    return false;
+  copy(to, words + 3, expected.bytes);
+  return true;
+}
+
+Envelope envelope_of(const Buffer& buffer, DType dtype, int64_t tag, uint64_t label) {
+  Envelope envelope{};
+  envelope.bytes = static_cast<uint32_t>(buffer.bytes);
+  envelope.first = 1;
+  envelope.tag = tag;
+  envelope.total = buffer.bytes;
+  envelope.dtype = static_cast<uint32_t>(dtype);
+  envelope.label = label;
+  return envelope;
+}
+
 Fault timeout_fault(const Request& request) {
   char text[96];
   snprintf(text, sizeof text, " did not %s tag %lld within %.3g s",
@@ -158,8 +202,8 @@ bool PointToPoint::progress_until(Finished&& finished, const WaitOptions& option
     EventWaiter waiter(segment_.control(rank_).message_event, context_.sleeps);
     try_progress(liveness_timer_.due() ? Checks::kProcesses : Checks::kLocal);
     if (finished()) return true;
-    if (now_ns() >= options.deadline) return false;
-    const Woken woken = waiter.sleep(std::min(options.deadline, next_deadline()));
+    if (now_ns() >= options.deadline()) return false;
+    const Woken woken = waiter.sleep(std::min(options.deadline(), next_deadline()));
     if (woken != Woken::kNotified) options.check_signals(begun);
   }
 }
@@ -286,17 +330,29 @@ bool PointToPoint::await_answer(int peer) {
   return true;
 }
 
+/// The receiver's position is looked up only where it matters: its line is in the receiver's cache.
+bool PointToPoint::has_room(int peer, size_t room) {
+  Outgoing& out = outgoing_[peer];
+  const auto has = [&] {
+    const uint64_t used = out.head - out.known_tail;
+    return used <= kRingBytes && kRingBytes - used >= room;
+  };
+  if (has()) return true;
+  out.known_tail = segment_.cursor(rank_, peer).tail.load();
+  return has();
+}
+
 /// False if the ring has no room for it.
 bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char* data) {
   Outgoing& out = outgoing_[peer];
   Cursor& cursor = segment_.cursor(rank_, peer);
   char* ring = segment_.ring(rank_, peer);
   const size_t room = fragment_room(envelope.bytes);
-  const uint64_t used = out.head - cursor.tail.load();
-  if (used > kRingBytes || kRingBytes - used < room) return false;
+  if (!has_room(peer, room)) return false;
   memcpy(ring + out.head % kRingBytes, &envelope, sizeof envelope);
   write_ring(ring, out.head + kLine, data, envelope.bytes);
   out.head += room;
+  if (is_short(envelope)) write_short(cursor.last, envelope, data, out.head);
   cursor.head.store(out.head);
   ++fragments_;
   if (peer != rank_) segment_.control(peer).message_event.notify();
@@ -310,14 +366,7 @@ bool PointToPoint::send_now(int peer, const Buffer& buffer, DType dtype, int64_t
   if (buffer.bytes > kFragment || context_.stop_fault()) return false;
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock || !outgoing_[peer].queue.empty() || outgoing_[peer].broken) return false;
-  Envelope envelope{};
-  envelope.bytes = static_cast<uint32_t>(buffer.bytes);
-  envelope.first = 1;
-  envelope.tag = tag;
-  envelope.total = buffer.bytes;
-  envelope.dtype = static_cast<uint32_t>(dtype);
-  envelope.label = label;
-  return write_fragment(peer, envelope, buffer.data);
+  return write_fragment(peer, envelope_of(buffer, dtype, tag, label), buffer.data);
 }
 
 bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag,
@@ -327,16 +376,17 @@ bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int6
   if (!lock || stopping_ || !posted_.empty() || !unexpected_.empty()) return false;
   Incoming& in = incoming_[peer];
   Cursor& cursor = segment_.cursor(peer, rank_);
-  const uint64_t available = cursor.head.load() - in.tail;
+  const uint64_t head = cursor.head.load(), available = head - in.tail;
   const size_t room = fragment_room(buffer.bytes);
   if (in.active || in.corrupt || available > kRingBytes || available < room) return false;
-  Envelope envelope;  // a private copy: what is checked is what is used
-  memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
-  if (envelope.first != 1 || envelope.shown != 0 || envelope.tag != tag ||
-      envelope.total != buffer.bytes || envelope.bytes != buffer.bytes ||
-      envelope.dtype != static_cast<uint32_t>(dtype) || envelope.label != label)
-    return false;
-  read_ring(segment_.ring(peer, rank_), in.tail + kLine, buffer.data, buffer.bytes, false);
+  const Envelope expected = envelope_of(buffer, dtype, tag, label);
+  const bool alone = available == room && is_short(expected);
+  if (!alone || !read_short(cursor.last, head, expected, buffer.data)) {
+    Envelope envelope;  // a private copy: what is checked is what is used
+    memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
+    if (memcmp(&envelope, &expected, sizeof envelope) != 0) return false;
+    read_ring(segment_.ring(peer, rank_), in.tail + kLine, buffer.data, buffer.bytes, false);
+  }
   in.tail += room;
   cursor.tail.store(in.tail);
   ++fragments_;

@@ -123,7 +123,8 @@ class PointToPoint {
   };
   struct Outgoing {
     uint64_t head = 0;
-    bool broken = false;  // a message was aborted half way
+    uint64_t known_tail = 0;  // where the receiver was when there last was no room
+    bool broken = false;      // a message was aborted half way
     uint64_t shown_count = 0;
     bool awaits_answer = false;  // to the message at the front
     std::deque<RequestPtr> queue;
@@ -147,6 +148,7 @@ class PointToPoint {
   void read_piece(int peer);
   void answer(int peer, bool refused);
   bool write_fragment(int peer, const Envelope& envelope, const char* data);
+  bool has_room(int peer, size_t room);
   void receive_fragments(int peer);
   bool receive_fragment(int peer, uint64_t available);
   bool begin_message(int peer, const Envelope& envelope);

@@ -28,7 +28,7 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 8;
+constexpr uint32_t kAbi = 9;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
@@ -118,14 +118,26 @@ struct alignas(4096) GroupHeader {
   alignas(128) AbortRecord abort;
 };
 
+/// A copy of a short message that lies in a channel's ring, beside the head: a receiver who awaits just
+/// this one needs no other line. Its writer goes on without looking, so `end` is read before and after.
+struct ShortMessage {
+  static constexpr size_t kBytes = 16, kWords = 5;
+
+  std::atomic<uint64_t> end;            // the head that follows it; 0: it is being written
+  std::atomic<uint64_t> words[kWords];  // tag, label, dtype and bytes, data
+};
+
 /// Positions of a channel's sender (head) and receiver (tail), in bytes since the start.
 /// Messages that the receiver reads from the sender's memory are counted in both directions.
 struct Cursor {
   alignas(kLine) std::atomic<uint64_t> head;
   std::atomic<uint64_t> withdrawn;  // the last such message that the sender gave up
+  ShortMessage last;
   alignas(kLine) std::atomic<uint64_t> tail;
   std::atomic<uint64_t> answer;  // to the last such message: its number, twice; 1 more if refused
 };
+
+static_assert(sizeof(Cursor) == 2 * kLine, "a line for each side");
 
 /// Offsets of the segment's regions, a function of the sizes alone.
 struct SegmentLayout {

@@ -39,16 +39,25 @@ class Interlude {
 /// The bounds of a wait, and its check for signals.
 struct WaitOptions {
   Pace pace;
-  WaitHistory* history = nullptr;  // learns how long the wait took; null: it is not told
-  double seconds = -1;             // as the caller gave them, for messages
-  int64_t deadline = kNever;
+  WaitHistory* history = nullptr;          // learns how long the wait took; null: it is not told
+  double seconds = -1;                     // as the caller gave them; negative: no bound
   bool (*interrupted)(int64_t) = nullptr;  // signal handlers, long waits; null off Python's threads
   Interlude* interlude = nullptr;
+
+  /// The end of all waits that this bounds. They begin with the first one that asks: short ones need
+  /// no clock.
+  int64_t deadline() const {
+    if (deadline_ == kUnset) deadline_ = deadline_after(seconds);
+    return deadline_;
+  }
 
   /// To be called between two sleeps of a wait that began at `begun`.
   void check_signals(int64_t begun) const {
     if (interrupted && interrupted(now_ns() - begun)) throw Interrupted();
   }
+
+  static constexpr int64_t kUnset = -1;
+  mutable int64_t deadline_ = kUnset;
 };
 
 /// A registered wait on an eventcount: counts as a waiter while it lives.
@@ -83,7 +92,9 @@ class Polling {
         history_(options.history),
         start_(now_ns()),
         now_(start_),
-        avoids_yields_(history_ && history_->avoids_yields(start_)) {}
+        avoids_yields_(history_ && history_->avoids_yields(start_)) {
+    options.deadline();
+  }
 
   /// A yield if an awaited peer shares this core, or it is time for one; else some polls. True if
   /// ready() came true.
@@ -210,7 +221,7 @@ void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOpti
       if (ready()) return;
       throw *fault;
     }
-    const Woken woken = waiter.sleep(options.deadline);
+    const Woken woken = waiter.sleep(options.deadline());
     if (woken != Woken::kNotified) options.check_signals(begun);
   }
 }

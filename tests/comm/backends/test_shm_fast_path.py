@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -291,3 +292,38 @@ def test_threads_of_one_rank_may_call_at_once() -> None:
 
     outcomes = run_ranks(2, program, kind="processes", backend="shm", timeout=LIMIT)
     assert outcomes == [[2.0] * 4] * 2
+
+
+def test_streams_of_short_messages() -> None:
+    """Messages, one or many under way, shorter and longer than those beside the head."""
+    sizes = [2, 0, 4, 5, 1, 40, 3, 2, 4] * 20
+
+    def program(rank: int) -> bool:
+        dist.barrier()
+        for turn, size in enumerate(sizes):
+            message = torch.arange(size, dtype=torch.float32) + turn
+            if rank == 0:
+                dist.send(message, 1, tag=turn % 2)
+                continue
+            received = torch.full((size,), -1.0)
+            before = received._version
+            assert dist.recv(received, 0, tag=turn % 2) == 0
+            assert torch.equal(received, message)
+            assert received._version == before + 1
+        dist.barrier()
+        return True
+
+    assert on_shm(2, program) == [True, True]
+
+
+def test_times_in_the_flight_record_are_those_of_the_clock() -> None:
+    def program(rank: int) -> None:
+        before = time.time()
+        dist.all_reduce(torch.ones(2))
+        after = time.time()
+        entry = dist.get_default_group().flight_entries()[-1]
+        assert entry.ended is not None
+        # A second, where somebody sets the clock meanwhile.
+        assert before - 1 <= entry.entered <= entry.ended <= after + 1
+
+    on_shm(2, program)
