@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.expected import NOTICE_SECONDS
-from tests.chaos.life_plan import AFTER_ALL, BEFORE_ALL, LIMITS, LOSSES, Life
+from tests.chaos.life_plan import AFTER_ALL, LIMITS, LOSSES, Life
 from tests.chaos.life_program import Entered, Lived, live
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 
@@ -65,10 +65,6 @@ class LifeOutcome:
             found += self._wrong(rank, report)
         return found
 
-    def serves(self, rank: int) -> bool:
-        """True if a rank serves the store."""
-        return rank == 0 and (self.life.store == "tcp" or self.life.launcher != "fork")
-
     def _wrong(self, rank: int, report: Lived) -> Iterator[str]:
         life = self.life
         if not report.is_dist_error:
@@ -82,9 +78,7 @@ class LifeOutcome:
         ended_before = life.victim in self.reports  # before it was struck
         if life.phase not in AFTER_ALL and not report.kind and not ended_before:
             yield f"rank {rank} did not notice anything"
-        # Who gives up first takes the store with it, if it serves that.
-        gave_up = {0} if life.phase in BEFORE_ALL and self.serves(0) else set()
-        if report.kind == "PeerLostError" and not {life.victim, *gave_up} & {*report.ranks}:
+        if report.kind == "PeerLostError" and life.victim not in report.ranks:
             yield f"rank {rank} names {report.ranks}: {report.text}"
 
 

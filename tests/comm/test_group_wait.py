@@ -9,9 +9,15 @@ import pytest
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.rank_watch import RankWatch
-from tilework.errors import DistBackendError, DistNetworkError, PeerLostError
+from tilework.errors import (
+    DistBackendError,
+    DistNetworkError,
+    DistStoreError,
+    PeerLostError,
+    StoreTimeoutError,
+)
 from tilework.rendezvous.liveness import thread_identity
-from tilework.store import HashStore
+from tilework.store import HashStore, TCPStore
 from tilework.store.barrier import Barrier
 
 
@@ -111,3 +117,16 @@ def test_the_first_to_tell_is_believed_though_it_has_ended(monkeypatch: pytest.M
     with pytest.raises(PeerLostError, match="rank 1 says: lost rank 2") as caught:
         look(wait)
     assert caught.value.ranks == (2,)
+
+
+def test_a_master_that_gave_up_is_not_taken_for_lost() -> None:
+    error = StoreTimeoutError("Timeout: rank 2 did not come")
+    with (
+        TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False) as master,
+        TCPStore("127.0.0.1", master.port, 3) as store,
+    ):
+        watch = RankWatch(store, 1, 3, thread_identity())
+        wait = GroupWait("g", 1, range(3), store, watch)
+        master._give_up(error, 1)
+        with pytest.raises(DistStoreError, match="has given up: Timeout: rank 2 did not come"):
+            look(wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.forked_ranks import ForkedRanks, Say
+from tilework.errors import StoreTimeoutError
 from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from tilework.store.attendance import Attendance
 
@@ -70,3 +72,21 @@ def test_how_many_come_may_not_be_known(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store") as file:
         assert file.attendance() == Attendance(0, 1, frozenset())
     assert HashStore().attendance() is None
+
+
+def test_a_master_that_gives_up_stays_until_its_workers_have_heard() -> None:
+    error = StoreTimeoutError("Timeout: 2 came")
+    with (
+        TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False) as master,
+        TCPStore("127.0.0.1", master.port, 3) as worker,
+    ):
+        leaving = threading.Thread(target=master._give_up, args=(error, 2))
+        leaving.start()
+        deadline = time.monotonic() + 10
+        while (attendance := worker.attendance()) and not attendance.given_up:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert attendance is not None
+        assert attendance.given_up == "Timeout: 2 came"
+        leaving.join()
+        assert worker.get("tilework/heard-master").decode().split() == [worker.attendant]

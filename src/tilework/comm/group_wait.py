@@ -186,6 +186,9 @@ class GroupWait:
         lost = lost.intersection(self.ranks) - {self.me}
         if lost:
             raise self._told(self._lost_error(lost))
+        if self.watch is not None and self.watch.given_up:
+            why = f"whoever serves the store has given up: {self.watch.given_up}"
+            raise DistStoreError(f"rank {self.me}: group {self.name!r} is not made: {why}")
         doubted = frozenset() if self.watch is None else self.watch.doubted
         if doubted.intersection(self.ranks):
             raise self._told(

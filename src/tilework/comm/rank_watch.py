@@ -55,6 +55,8 @@ class RankWatch:
         self._doubted_since = 0.0
         #: Those of which at least one has ended, though nobody knows which.
         self.doubted: frozenset[int] = frozenset()
+        #: Why the rank that serves the store has given up; "" while it has not.
+        self.given_up = ""
         self._read_identities()
 
     def lost(self) -> set[int]:
@@ -151,6 +153,7 @@ class RankWatch:
         attendance = self._store.attendance()
         if attendance is None:
             return set()
+        self.given_up = attendance.given_up
         ended = {self._attendants[name] for name in attendance.lost if name in self._attendants}
         # Only where each rank has made one store: who is missing there is a rank for sure.
         if not self._are_all_at(attendance):

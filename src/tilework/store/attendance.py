@@ -30,6 +30,8 @@ class Attendance(NamedTuple):
     came: int
     #: Those of them whose process ended, or became another program, before it closed its store.
     lost: frozenset[str]
+    #: Why whoever serves the store has given up and is about to end it; "" while it has not.
+    given_up: str = ""
 
 
 def hold_byte(descriptor: int, number: int) -> bool:

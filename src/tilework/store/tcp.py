@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from datetime import timedelta
 
-from tilework.errors import StoreTimeoutError
+from tilework.errors import DistError, StoreTimeoutError
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
 from tilework.store.answer_limit import answers_within
@@ -19,6 +21,10 @@ from tilework.store.wire import Code
 
 #: The names of workers that ended without closing their store.
 _LOST_KEY = "tilework/lost-workers"
+#: The reason for which the master ends the store, and the names of workers that have heard it.
+_GIVEN_UP_KEY, _HEARD_KEY = "tilework/master-gave-up", "tilework/heard-master"
+#: Seconds for which it stays at most until they have.
+_PARTING_SECONDS = 1.0
 
 
 class TCPStore(RemoteStore):
@@ -84,8 +90,11 @@ class TCPStore(RemoteStore):
             return None
         none = wire.encode_number(0)
         came = self._ask_number(Code.WAIT_WORKERS, none, none)
-        lost = self.get(_LOST_KEY).decode().split() if self.check([_LOST_KEY]) else []
-        return Attendance(self._expected, came, frozenset(lost))
+        lost = self._words(_LOST_KEY)
+        given_up = self.get(_GIVEN_UP_KEY).decode() if self.check([_GIVEN_UP_KEY]) else ""
+        if given_up:
+            self.append(_HEARD_KEY, f"{self._name} ")
+        return Attendance(self._expected, came, lost, given_up)
 
     @property
     def attendant(self) -> str:
@@ -106,12 +115,29 @@ class TCPStore(RemoteStore):
         )
         answer = self._pool.ask(request, left, waits=True)
         if answer.code == Code.TIMEOUT:
-            raise StoreTimeoutError(
+            came = wire.decode_number(answer.fields[0])
+            error = StoreTimeoutError(
                 f"Timeout: waited {left:g} s for {wait_for} workers to join the store at "
-                f"{self._pool.where}; {wire.decode_number(answer.fields[0])} came, this one "
-                "included. Check that all ranks were started, and with the same address."
+                f"{self._pool.where}; {came} came, this one included. Check that all ranks were "
+                "started, and with the same address."
             )
+            self._give_up(error, came)
+            raise error
         self._checked(answer)
+
+    def _give_up(self, error: StoreTimeoutError, came: int) -> None:
+        """Tell the workers that came why the store ends, and stay until they heard, or a moment."""
+        with contextlib.suppress(DistError):
+            self.set(_GIVEN_UP_KEY, str(error))
+            deadline = checks.Deadline(_PARTING_SECONDS)
+            while not deadline.passed:
+                if len(self._words(_LOST_KEY) | self._words(_HEARD_KEY)) >= came - 1:
+                    return
+                time.sleep(0.02)
+
+    def _words(self, key: str) -> frozenset[str]:
+        """The words that were appended to a key."""
+        return frozenset(self.get(key).decode().split() if self.check([key]) else ())
 
 
 class _Lease:
