@@ -12,9 +12,11 @@ The program, its groups and its planners are torch's; the files are those of doc
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -72,6 +74,7 @@ from tilework.checkpoint.saving import (
     write_files,
 )
 from tilework.checkpoint.storage import Storage
+from tilework.errors import CheckpointError
 from tilework.layout import Box
 
 
@@ -94,7 +97,8 @@ class TileworkWriter(StorageWriter):
 
     def __init__(self, path: AnyPath) -> None:
         self._storage = storage_at(path)
-        self._release: Callable[[], None] = nothing
+        #: Gives the path back, at the latest with this writer: torch tells no end of what failed.
+        self._release: Callable[[], object] = nothing
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -111,7 +115,12 @@ class TileworkWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._storage.prepare()
-        self._release = self._storage.lock()
+        try:
+            release = self._storage.lock()
+        except CheckpointError:
+            gc.collect()  # the writer of a save that has failed, which its error still knows
+            release = self._storage.lock()
+        self._release = weakref.finalize(self, release)
         remove_leftovers(self._storage)
         token = secrets.token_hex(4)
         return [
@@ -119,6 +128,13 @@ class TileworkWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return _future(self._written(plan, planner))
+        except BaseException:
+            self._end()
+            raise
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         tensors = [_tensor_of(item) for item in items]
         tasks = [
@@ -148,7 +164,7 @@ class TileworkWriter(StorageWriter):
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 results.append(WriteResult(item.index, 0, _value_of(item, planner)))
-        return _future(results)
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:
