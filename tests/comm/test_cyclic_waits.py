@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -105,6 +109,48 @@ def test_on_a_hybrid_group() -> None:
     assert all("in a circle" in text for text in _errors(program, 2, "processes"))
 
 
+def _receive_from_each_other(rank: int) -> None:
+    if rank < 2:
+        dist.recv(torch.zeros(2), 1 - rank)
+
+
+def _send_large_ones_to_each_other(rank: int) -> None:
+    if rank < 2:
+        dist.send(torch.zeros(1 << 20), 1 - rank)
+
+
+def _receive_in_a_ring(rank: int) -> None:
+    work = dist.irecv(torch.zeros(2), (rank + 1) % 3)
+    assert work is not None
+    work.wait()
+    dist.send(torch.zeros(2), (rank - 1) % 3)
+
+
+def _receive_what_comes_after_a_collective(rank: int) -> None:
+    if rank == 0:
+        dist.recv(torch.zeros(2), 1)
+    dist.all_reduce(torch.zeros(2))
+    if rank == 1:
+        dist.send(torch.zeros(2), 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "kind", "words"),
+    [
+        (_receive_from_each_other, 2, "threads", "rank 0 waits for rank 1 in recv "),
+        (_receive_from_each_other, 2, "processes", "rank 1 waits for rank 0 in recv "),
+        (_send_large_ones_to_each_other, 2, "processes", "rank 1 waits for rank 0 in send "),
+        (_receive_in_a_ring, 3, "threads", "rank 2 waits for rank 0 in recv "),
+        (_receive_what_comes_after_a_collective, 3, "threads", "rank 1 waits for rank 0 in all_re"),
+        (_receive_what_comes_after_a_collective, 2, "processes", "rank 0 waits for rank 1 in recv"),
+    ],
+)
+def test_messages(program: Callable[[int], None], ranks: int, kind: Kind, words: str) -> None:
+    for text in _errors(program, ranks, kind):
+        assert words in text
+        assert "batch_isend_irecv" in text
+
+
 # -- what is no fault ----------------------------------------------------------------------
 
 
@@ -149,6 +195,51 @@ def test_another_thread_may_still_call(kind: Kind) -> None:
     _run_all(program, 2, kind)
 
 
+def test_a_stopped_rank_is_in_no_cycle() -> None:
+    """Rank 1 is stopped while it waits for a message, which comes; rank 0 waits for its answer."""
+
+    def program(rank: int) -> str:
+        x, store = torch.zeros(2), dist.get_default_store()
+        if rank == 1:
+            store.set("pid", str(os.getpid()))
+            dist.recv(x, 0)
+            dist.send(x, 0)
+            return "fine"
+        while not store.check(["waits/wait/1"]):  # it has told that it waits
+            time.sleep(0.01)
+        pid = int(store.get("pid"))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            dist.send(x, 1)
+            go_on = f"import os, time; time.sleep(2.5); os.kill({pid}, {int(signal.SIGCONT)})"
+            with subprocess.Popen([sys.executable, "-c", go_on]):
+                dist.recv(x, 1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return "fine"
+
+    _run_all(program, 2, "processes")
+
+
+def test_messages_that_are_late() -> None:
+    """Both ranks have told of waits for each other, at other times."""
+
+    def program(rank: int) -> str:
+        x = torch.zeros(2)
+        for turn in range(2):
+            if rank == turn:
+                dist.recv(x, 1 - rank)
+            else:
+                key = f"waits/asked/{rank}"
+                while not dist.get_default_store().check([key]):
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                dist.send(x, 1 - rank)
+        return "fine"
+
+    _run_all(program, 2)
+
+
 def test_operations_under_way_are_called() -> None:
     """Asynchronous operations in one order, waited for in another."""
 
@@ -184,4 +275,32 @@ def test_legal_programs_over_overlapping_groups_end(order: list[int], draw: Any)
         # Every wait counts as a long one, and is looked at all the time.
         patch.setattr(long_waits, "AFTER_SECONDS", 0.0)
         patch.setattr(cyclic_waits, "_PERIOD", 0.0)
+        _run_all(program, 3)
+
+
+@settings(max_examples=5)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_legal_programs_of_messages_end(order: list[tuple[int, int]], draw: Any) -> None:
+    """A pair of one rank and itself stands for a collective."""
+    pauses = [[draw.random() * 0.02 for _ in order] for _ in range(3)]
+
+    def program(rank: int) -> str:
+        x = torch.ones(2)
+        for (source, target), pause in zip(order, pauses[rank], strict=True):
+            time.sleep(pause)
+            if source == target:
+                dist.all_reduce(x)
+            elif rank == source:
+                dist.send(x, target, tag=source)
+            elif rank == target:
+                dist.recv(x, source, tag=source)
+        return "fine"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_waits, "AFTER_SECONDS", 0.0)
+        for name in ("_PERIOD", "_MESSAGE_SECONDS", "_ASKED_SECONDS"):
+            patch.setattr(cyclic_waits, name, 0.0)
         _run_all(program, 3)

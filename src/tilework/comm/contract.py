@@ -444,6 +444,14 @@ class ProcessGroup:
         """
         return None
 
+    def messages_under_way(self) -> Sequence[Entry] | None:
+        """The messages of this rank that have begun and not ended.
+
+        None if it is not the rank's own thread that asks, or the backend cannot tell, or what was
+        sent may still be on its way. Local, never blocks.
+        """
+        return None
+
     def why_aborted(self) -> DistBackendError | None:
         """The error of every operation since the group was aborted; None if it was not. Local."""
         return None

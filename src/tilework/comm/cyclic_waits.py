@@ -3,10 +3,10 @@
 Collectives of one group in another order on another rank are a mismatch, which headers tell. Where
 rank 0 waits in one group for rank 1, and rank 1 in another group for rank 0, no header arrives.
 So a thread that waits long asks its groups who waits for this rank in an operation that it has not
-called. Only where somebody does, it publishes its wait in the job's store, reads those of the ranks
-that it waits for, and looks for a cycle (:mod:`.wait_graph`). A proven one is told to all of its
-ranks, and to those that it holds up. Each aborts the group that it waits in, and those in which
-others wait for it.
+called. Only where somebody does, or it waits for a message, whose sender cannot see that, it
+publishes its wait in the job's store, reads those of the ranks that it waits for, and looks for a
+cycle (:mod:`.wait_graph`). A proven one is told to all of its ranks, and to those that it holds up.
+Each aborts the group that it waits in, and those in which others wait for it.
 
 The store may be slow to answer, or its server stopped: so the asking is done on a thread of its
 own, which lives for as long as it is needed.
@@ -28,8 +28,8 @@ from tilework.comm import long_waits, own_threads, provenance
 from tilework.comm.callbacks import callbacks_due
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.flight.ring import RUNNING
-from tilework.comm.wait_graph import WaitGraph, WaitRecord, describe, held_up_by
+from tilework.comm.flight.ring import RUNNING, Entry
+from tilework.comm.wait_graph import Message, WaitGraph, WaitRecord, describe, held_up_by
 from tilework.comm.world import World, current_world
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
@@ -38,9 +38,13 @@ from tilework.store import PrefixStore, Store
 _PERIOD, _LATER_PERIOD, _YOUNG_SECONDS = 0.1, 0.3, 5.0
 #: Seconds without a look after which the asking thread ends.
 _IDLE_SECONDS = 1.0
+#: Seconds of a wait for a message after which it is told; and between looks of a rank that nobody
+#: waits for in a collective whether somebody waits for a message.
+_MESSAGE_SECONDS, _ASKED_SECONDS = 0.7, 1.5
 _ADVICE = (
     "Call the operations of all groups in one order on every rank: where two groups share ranks, "
-    "the order between them counts, too."
+    "the order between them counts, too. Where messages cross, let one rank receive before it "
+    "sends, or post them together with batch_isend_irecv()."
 )
 
 
@@ -67,6 +71,28 @@ class _Task:
     store: Store
     #: Of the thread that waits: it tells the rank.
     context: Context
+    #: True if it is to be told only if a rank that waits for a message has asked.
+    if_asked: bool = False
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """The wait of the calling thread."""
+
+    group: ProcessGroup
+    #: That of a collective; of a message its time.
+    number: int
+    #: Global ranks.
+    awaited: tuple[int, ...]
+    message: Message | None
+    messages: tuple[Message, ...] | None
+    #: Of a message: its name and place in the program.
+    entry: Entry | None = None
+
+    @property
+    def place(self) -> object:
+        """Something that is equal for the same wait, with the same messages under way."""
+        return self.group.group_name, self.number, self.messages
 
 
 class CyclicWaits:
@@ -77,8 +103,13 @@ class CyclicWaits:
         self._task: _Task | None = None
         self._thread: threading.Thread | None = None
         self._is_free = True
-        self._next = 0.0
-        self._place, self._begun, self._what = ("", 0), 0.0, ""
+        self._next = self._begun = self._asked = 0.0
+        #: The wait as it was last looked at, and as it was last told.
+        self._place: object = None
+        self._serial_place: object = None
+        #: That of which somebody has asked.
+        self._told_place: object = None
+        self._what = ""
         self._serial = self._tick = 0
         #: Of the default group whose store is asked.
         self._default: weakref.ref[ProcessGroup] | None = None
@@ -104,38 +135,69 @@ class CyclicWaits:
         young = now - self._begun < _YOUNG_SECONDS
         self._next = now + (_PERIOD if young else _LATER_PERIOD)
         groups = [*world.records]
-        found = next(((g, wait) for g in groups if (wait := g.waiting())), None)
-        if found is None:
+        wait = _wait_of(groups)
+        if wait is None:
             return
+        if self._place != wait.place:
+            self._place, self._begun, self._asked = wait.place, now, now
         held_up = _held_up(groups)
-        if not held_up or callbacks_due() or own_threads.may_call(world.bystanders):
+        may_be_asked = wait.messages is not None and now - self._asked > _ASKED_SECONDS
+        tells = bool(held_up) or self._told_place == wait.place
+        tells = tells or (wait.message is not None and now - self._begun > _MESSAGE_SECONDS)
+        if not (tells or may_be_asked) or callbacks_due():
             return
-        group, (number, awaited) = found
+        if own_threads.may_call(world.bystanders):
+            return
+        self._submit(world, groups, wait, held_up, None if tells else now)
+
+    def _submit(
+        self,
+        world: World,
+        groups: Sequence[ProcessGroup],
+        wait: _Wait,
+        held_up: tuple[tuple[int, str, int], ...],
+        asked: float | None,
+    ) -> None:
+        """Give the asking thread a task. ``asked``: the time, if somebody has to ask for it."""
         default = world.default()
         with self._changed:
             self._follow(default)
             if not self._is_free or self._over:
                 return
+            self._asked = self._asked if asked is None else asked
             self._tick += 1
-            if self._place != (group.group_name, number):
-                self._place, self._begun = (group.group_name, number), now
+            if self._serial_place != wait.place:
+                self._serial_place = wait.place
                 self._serial += 1
-                self._what = operation_name(group, number)
+                self._what = operation_name(wait.group, wait.number, wait.entry)
             record = WaitRecord(
                 default.rank(),
                 self._serial,
                 self._tick,
-                group.group_name,
-                number,
-                tuple(group.global_ranks[rank] for rank in awaited),
+                wait.group.group_name,
+                wait.number,
+                wait.awaited,
                 held_up,
                 self._what,
+                wait.message,
+                wait.messages,
             )
             by_name = {each.group_name: each for each in groups}
             store = PrefixStore("waits", world.record(default).store)
-            self._task = _Task(record, by_name, self._graph, store, copy_context())
+            is_asked = asked is not None
+            self._task = _Task(record, by_name, self._graph, store, copy_context(), is_asked)
             self._is_free = False
             self._start()
+
+    def _note_asked(self, task: _Task) -> bool:
+        """True if a rank that waits for a message has asked for this one's wait."""
+        asked = task.store.check([f"asked/{task.record.rank}"])
+        with self._changed:
+            if asked:
+                self._told_place = self._serial_place
+            else:
+                self._tick -= 1  # it is not told
+        return asked
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -161,6 +223,8 @@ class CyclicWaits:
                 last, idle_at = task, time.monotonic() + _IDLE_SECONDS
             assert last is not None
             try:
+                if task is not None and task.if_asked and not self._note_asked(task):
+                    task = None
                 # Without a task the wait has ended: perhaps by another rank's verdict, which this
                 # rank has to pass on.
                 if _obey(last) if task is None else _ask(task):
@@ -172,6 +236,29 @@ class CyclicWaits:
                 self._is_free = True
 
 
+def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
+    """The wait of the calling thread; None if it is not known."""
+    by_group = [(group, group.messages_under_way()) for group in groups]
+    is_known = all(under_way is not None for _, under_way in by_group)
+    entries = [(group, entry) for group, its in by_group for entry in its or ()]
+    messages = tuple(_message(*each) for each in entries) if is_known else None
+    for group in groups:
+        wait = group.waiting()
+        if wait is not None:
+            awaited = tuple(group.global_ranks[rank] for rank in wait[1])
+            return _Wait(group, wait[0], awaited, None, messages)
+    if not messages or len(messages) > 1 or messages[0].peer < 0:
+        return None  # it may be any of several that the thread waits for
+    group, entry = entries[0]
+    number = int(entry.entered * 1e6)
+    return _Wait(group, number, (messages[0].peer,), messages[0], messages, entry)
+
+
+def _message(group: ProcessGroup, entry: Entry) -> Message:
+    peer = -1 if entry.peer is None else entry.peer
+    return Message(group.group_name, entry.what.startswith("send"), peer, entry.tag)
+
+
 def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]:
     return tuple(
         (group.global_ranks[rank], group.group_name, number)
@@ -180,10 +267,12 @@ def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]
     )
 
 
-def operation_name(group: ProcessGroup, number: int) -> str:
-    """The operation that the calling thread waits in, for a person."""
-    running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
-    entry = next((e for e in running if e.number == number), running[-1] if running else None)
+def operation_name(group: ProcessGroup, number: int, entry: Entry | None = None) -> str:
+    """The operation that the calling thread waits in, for a person; ``entry``: if it is known."""
+    if entry is None:
+        running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
+        last = running[-1] if running else None
+        entry = next((e for e in running if e.number == number), last)
     title = provenance.named(entry.what if entry else f"operation #{number}")
     site = call_site() or (entry.site if entry else "")
     place = f" at {site}" if site else ""
@@ -215,6 +304,8 @@ def _ask(task: _Task) -> bool:
     if _obey(task):
         return True
     record, store = task.record, task.store
+    if record.message is not None:
+        store.set(f"asked/{record.message.peer}", b"1")
     store.set(f"wait/{record.rank}", record.encode())
 
     def read(rank: int) -> WaitRecord | None:

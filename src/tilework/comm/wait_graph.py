@@ -3,8 +3,9 @@
 A rank that waits publishes a :class:`WaitRecord`, again and again: the operation that it waits in,
 and the ranks that it *holds up*, since they wait in an operation that it has not called. An edge of
 the graph needs both ends: one rank waits for another in an operation, and that other says that it
-has not called it, and waits itself. So a rank that is stopped, or that has gone on since, is in no
-cycle: nobody else can speak for it.
+has not called it, and waits itself. Nobody sees who waits for a message; there the other end is
+that the rank has no message under way that would fit. So a rank that is stopped, or that has gone
+on since, is in no cycle: nobody else can speak for it.
 
 Records are read at different moments. The proof that a cycle exists is a moment at which all of its
 edges did: each wait had been seen to be there before it, and each record tells of a time after it.
@@ -15,11 +16,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 #: The most records that a rank reads in one look.
 _MAX_READ = 256
 #: The most ticks that are remembered of a rank.
 _MAX_TICKS = 8
+
+
+class Message(NamedTuple):
+    """A message, as the rank at one end has it."""
+
+    group: str
+    is_send: bool
+    #: The global rank at the other end; -1: any.
+    peer: int
+    tag: int
+
+    def fits(self, other: Message, rank: int, other_rank: int) -> bool:
+        """True if it is one message with another rank's, which may therefore arrive."""
+        return (
+            (self.group, self.tag, not self.is_send) == (other.group, other.tag, other.is_send)
+            and self.peer in (other_rank, -1)
+            and other.peer in (rank, -1)
+        )
 
 
 @dataclass(frozen=True)
@@ -40,22 +60,43 @@ class WaitRecord:
     held_up: tuple[tuple[int, str, int], ...]
     #: The operation, for a person.
     what: str
+    #: Of a wait for a message: it, as this rank has it.
+    message: Message | None = None
+    #: The messages that it has under way, of all groups; None if that is not known.
+    messages: tuple[Message, ...] | None = None
 
     def holds_up(self, other: WaitRecord) -> bool:
         """True if ``other`` is a wait for this rank, which has not called what it is waited in."""
-        return (other.rank, other.group, other.number) in self.held_up
+        if other.message is None:
+            return (other.rank, other.group, other.number) in self.held_up
+        return self.messages is not None and not any(
+            other.message.fits(message, other.rank, self.rank) for message in self.messages
+        )
 
     def encode(self) -> str:
         """The record as text."""
         values = [self.rank, self.serial, self.tick, self.group, self.number]
-        return json.dumps([*values, self.awaited, self.held_up, self.what])
+        messages = [self.message, self.messages]
+        return json.dumps([*values, self.awaited, self.held_up, self.what, *messages])
 
     @classmethod
     def decode(cls, text: bytes) -> WaitRecord:
         """A record from its text."""
-        rank, serial, tick, group, number, awaited, held_up, what = json.loads(text)
+        rank, serial, tick, group, number, *rest = json.loads(text)
+        awaited, held_up, what, message, messages = rest
         held = tuple((int(r), str(g), int(n)) for r, g, n in held_up)
-        return cls(rank, serial, tick, group, number, tuple(awaited), held, what)
+        return cls(
+            rank,
+            serial,
+            tick,
+            group,
+            number,
+            tuple(awaited),
+            held,
+            what,
+            None if message is None else Message(*message),
+            None if messages is None else tuple(Message(*each) for each in messages),
+        )
 
 
 @dataclass

@@ -211,6 +211,10 @@ class Engine(Protocol):
         """As that of a process group."""
         ...
 
+    def knows_messages(self) -> bool:
+        """True if the calling thread is the rank's own, and messages that ended have arrived."""
+        ...
+
     def departed(self) -> Sequence[int]:
         """The group ranks that the engine knows to have ended or left."""
         ...

@@ -42,7 +42,7 @@ from tilework.comm.callbacks import callback_ended, expect_callback, run_soon
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
 from tilework.comm.flight.dump import note_fault
-from tilework.comm.flight.ring import ANY_PEER, Entry, Ring, Slot
+from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -438,6 +438,12 @@ class NativeGroup(ProcessGroup):
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         return self.engine.waiting()
+
+    def messages_under_way(self) -> Sequence[Entry] | None:
+        if not self.engine.knows_messages():
+            return None
+        entries = self.flight_entries()
+        return [e for e in entries if e.peer is not None and e.outcome == RUNNING]
 
     def why_aborted(self) -> DistBackendError | None:
         try:

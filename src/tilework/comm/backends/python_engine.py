@@ -106,6 +106,9 @@ class PythonEngine(ABC):
             return None
         return self._waits_in, [rank for rank in range(self.size) if rank != self.rank]
 
+    def knows_messages(self) -> bool:
+        return False
+
     def _enqueue(self, operation: Operation, number: int) -> PythonCompletion:
         completion = _OwnCompletion(
             partial(self._note_wait, number, operation.title or operation.kind),

@@ -190,6 +190,9 @@ class ShmEngine:
         missing = [rank for rank, last in enumerate(entered) if last < number]
         return (number, missing) if missing else None
 
+    def knows_messages(self) -> bool:
+        return threading.get_ident() == self._owner
+
     def close(self) -> None:
         self.group.close()
         self._in_flight = {}

@@ -143,10 +143,13 @@ class _ReceiveCompletion(PythonCompletion):
     def wait(self, timeout: float) -> bool:
         limit = math.inf if timeout < 0 else time.monotonic() + timeout
         until = min(limit, self._deadline)
+        begun = time.monotonic()
         while not super().wait(min(_LOOK_SECONDS, max(until - time.monotonic(), 0.0))):
             if time.monotonic() >= limit:
                 return False
             self._look()
+            if timeout < 0:
+                long_waits.look(begun)
         return True
 
 
@@ -244,6 +247,9 @@ class ThreadsEngine(PythonEngine):
 
     def departed(self) -> Sequence[int]:
         return self.hub.lost(range(self.size))
+
+    def knows_messages(self) -> bool:
+        return threading.current_thread() is self.owner
 
     def publish_wait(self, number: int, name: str) -> None:
         self.hub.blocked[self.rank] = number
