@@ -14,15 +14,20 @@ namespace {
 
 constexpr uint64_t kRagged = uint64_t{1} << 24;
 constexpr uint64_t kReadsPeers = uint64_t{1} << 25, kSharesProcess = uint64_t{1} << 26,
-                   kPrefersOutboxes = uint64_t{1} << 27;
+                   kPrefersOutboxes = uint64_t{1} << 27, kInHeader = uint64_t{1} << 28,
+                   kHasDetails = uint64_t{1} << 29;
 /// Bits of a signature that ranks need not have alike.
-constexpr uint64_t kOwnBits = kReadsPeers | kSharesProcess | kPrefersOutboxes;
+constexpr uint64_t kOwnBits =
+    kReadsPeers | kSharesProcess | kPrefersOutboxes | kInHeader | kHasDetails;
+constexpr uint64_t kDetailBits = kInHeader | kHasDetails;  // of these, a mix changes nothing else
 constexpr int64_t kMostBytes = int64_t{1} << 40;     // no host sends more: the table is garbage
 constexpr auto relaxed = std::memory_order_relaxed;  // the step counter publishes the headers
 
-uint64_t pack_signature(const Operation& operation, bool is_ragged, const ReadingFlags& reading) {
+uint64_t pack_signature(const Operation& operation, const CallForm& form, bool has_details,
+                        const ReadingFlags& reading) {
   return static_cast<uint64_t>(operation.kind) | static_cast<uint64_t>(operation.dtype) << 8 |
-         static_cast<uint64_t>(operation.reduce_op) << 16 | (is_ragged ? kRagged : 0) |
+         static_cast<uint64_t>(operation.reduce_op) << 16 | (form.uneven ? kRagged : 0) |
+         (form.in_header ? kInHeader : 0) | (has_details ? kHasDetails : 0) |
          (reading.reads_peers ? kReadsPeers : 0) | (reading.shares_process ? kSharesProcess : 0) |
          (reading.prefers_outboxes ? kPrefersOutboxes : 0) |
          static_cast<uint64_t>(operation.root) << 32;
@@ -203,33 +208,53 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity, uint64_t lar
 }  // namespace
 
 Call read_call(const OperationHeader& header) {
+  Call call{header.sequence.load(relaxed),
+            header.signature.load(relaxed),
+            header.bytes.load(relaxed),
+            header.label.load(relaxed),
+            header.provenance.load(relaxed),
+            1,
+            0,
+            0};
+  if (!call.has_details()) return call;
   const uint64_t bits = header.factor.load(relaxed);
-  Call call{header.sequence.load(relaxed),   header.signature.load(relaxed),
-            header.bytes.load(relaxed),      header.label.load(relaxed),
-            header.provenance.load(relaxed), 0,
-            header.input.load(relaxed),      header.output.load(relaxed)};
   memcpy(&call.factor, &bits, sizeof bits);
+  call.input = header.input.load(relaxed);
+  call.output = header.output.load(relaxed);
   return call;
 }
 
-void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
-                  const ReadingFlags& reading) {
-  OperationHeader& header = segment.control(rank).headers[parity];
+CallForm form_of(const Operation& operation, int size) {
   const size_t bytes = first_bytes(operation);
   const bool uneven = ragged(operation.kind) &&
                       !(all_equal(operation.inputs, bytes) && all_equal(operation.outputs, bytes));
-  uint64_t factor;
-  memcpy(&factor, &operation.factor, sizeof factor);
+  const bool split = operation.kind == OpKind::kScatter || operation.kind == OpKind::kAllToAll ||
+                     operation.kind == OpKind::kReduceScatter;
+  const bool one_part = !split || size == 2;
+  return {uneven, !uneven && one_part && bytes <= OperationHeader::kDataBytes};
+}
+
+void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
+                  const CallForm& form, const ReadingFlags& reading) {
+  OperationHeader& header = segment.control(rank).headers[parity];
+  const bool readable = !overwrites_inputs(operation, rank);
+  const uint64_t input = readable ? arena_position(segment, operation.inputs) : 0;
+  const uint64_t output = arena_position(segment, operation.outputs);
+  const bool has_details = operation.factor != 1 || input != 0 || output != 0;
+  const uint64_t signature = pack_signature(operation, form, has_details, reading);
   header.sequence.store(operation.sequence, relaxed);
-  header.signature.store(pack_signature(operation, uneven, reading), relaxed);
-  header.bytes.store(bytes, relaxed);
+  header.signature.store(signature, relaxed);
+  header.bytes.store(first_bytes(operation), relaxed);
   header.label.store(operation.label, relaxed);
   header.provenance.store(operation.provenance, relaxed);
-  header.factor.store(factor, relaxed);
-  const bool readable = !overwrites_inputs(operation, rank);
-  header.input.store(readable ? arena_position(segment, operation.inputs) : 0, relaxed);
-  header.output.store(arena_position(segment, operation.outputs), relaxed);
-  if (!uneven) return;
+  if (has_details) {
+    uint64_t factor;
+    memcpy(&factor, &operation.factor, sizeof factor);
+    header.factor.store(factor, relaxed);
+    header.input.store(input, relaxed);
+    header.output.store(output, relaxed);
+  }
+  if (!form.uneven) return;
   std::atomic<int64_t>* tables = segment.table(rank, parity);
   const int size = segment.size();
   const ByteCounts counts{operation, rank};
@@ -250,12 +275,14 @@ uint64_t agree(const Segment& segment, int rank, unsigned parity, uint64_t large
     peers.factors[peer] = call.factor;
     peers.inputs[peer] = call.input;
     peers.outputs[peer] = call.output;
+    peers.in_header[peer] =
+        call.in_header() && !call.ragged() && call.bytes <= OperationHeader::kDataBytes;
     peers.reading.reads_peers &= call.reads_peers();
     peers.reading.shares_process &= call.shares_process();
     peers.reading.prefers_outboxes |= call.prefers_outboxes();
-    uniform &= call.sequence == mine.sequence && call.signature == mine.signature &&
-               call.bytes == mine.bytes && call.label == mine.label &&
-               call.provenance == mine.provenance;
+    uniform &=
+        call.sequence == mine.sequence && ((call.signature ^ mine.signature) & ~kDetailBits) == 0 &&
+        call.bytes == mine.bytes && call.label == mine.label && call.provenance == mine.provenance;
   }
   if (!uniform) return compare_all_calls(segment, parity, large_bytes, peers.longest_small_bytes);
   if (mine.bytes < large_bytes) peers.longest_small_bytes = mine.bytes;

@@ -27,6 +27,8 @@ struct Call {
   bool reads_peers() const { return signature >> 25 & 1; }
   bool shares_process() const { return signature >> 26 & 1; }
   bool prefers_outboxes() const { return signature >> 27 & 1; }
+  bool in_header() const { return signature >> 28 & 1; }
+  bool has_details() const { return signature >> 29 & 1; }
   int root() const { return static_cast<int>(signature >> 32); }
 };
 
@@ -42,16 +44,24 @@ struct ReadingFlags {
 /// Per rank: its premul_sum factor, and where its buffers lie in its arena. Of all ranks: what they
 /// can read.
 struct PeerBuffers {
-  explicit PeerBuffers(int size) : factors(size), inputs(size), outputs(size) {}
+  explicit PeerBuffers(int size) : factors(size), inputs(size), outputs(size), in_header(size) {}
   std::vector<double> factors;
   std::vector<uint64_t> inputs, outputs;  // arena positions, as in OperationHeader
+  std::vector<char> in_header;            // 1: its data lies there, not in the outbox
   ReadingFlags reading;                   // all ranks can; any rank prefers
   uint64_t longest_small_bytes = 0;       // the longest message below `large_bytes` of agree()
 };
 
+/// What the sizes of a rank's call come to.
+struct CallForm {
+  bool uneven;     // they differ: see above
+  bool in_header;  // all that this rank sends fits its header
+};
+CallForm form_of(const Operation& operation, int size);
+
 /// Write this rank's header, and its byte-count table if its sizes differ.
 void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
-                  const ReadingFlags& reading);
+                  const CallForm& form, const ReadingFlags& reading);
 
 /// The longest message that one rank sends to another, in bytes, from all ranks' headers of this
 /// round; throws Fault("mismatch") where they disagree. Fills in `peers`; messages of `large_bytes` and

@@ -25,9 +25,13 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
       options_(options),
       cancelled_(cancelled),
       first_step_(state.step + 1),
-      large_bytes_(large_bytes(state.peers.reading)) {
+      large_bytes_(large_bytes(state.peers.reading)),
+      form_(form_of(operation, size)) {}
+
+/// With the first round, so that whoever polls its line meets it once.
+void Exchange::publish_header() {
   PeerMemory& memory = context_.memory;
-  publish_call(operation, segment_, rank, parity(1),
+  publish_call(operation, segment_, rank, parity(0), form_,
                {memory.readable(), memory.all_local(), prefers_outboxes()});
   segment_.control(rank).entered.store(first_step_, std::memory_order_release);
 }
@@ -35,12 +39,14 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
 void Exchange::publish() {
   const uint64_t step = ++state_.step;
   context_.tell_core(current_core());
+  if (step == first_step_) publish_header();
+  std::atomic<uint64_t>& published = header(rank, parity(0)).step;
   if (step == first_step_ && options_.interlude) {
     // Whoever polls may see it from here on; the store below orders it before the look at sleepers.
-    segment_.control(rank).step.store(step, std::memory_order_release);
+    published.store(step, std::memory_order_release);
     use_interlude();
   }
-  segment_.control(rank).step.store(step);
+  published.store(step);
   // Only the rank that completes the round needs to wake the others. All stores and loads of
   // steps are sequentially consistent, so the last to store sees all.
   for (int peer = 0; peer < size; ++peer)
@@ -53,9 +59,8 @@ void Exchange::publish() {
 void Exchange::use_interlude() {
   for (int peer = 0; peer < std::min(size, kLookAhead); ++peer) {
     if (peer == rank) continue;
-    __builtin_prefetch(&segment_.control(peer).step);
-    __builtin_prefetch(&segment_.control(peer).headers[parity(0)]);
-    __builtin_prefetch(slot_of(peer));
+    __builtin_prefetch(&header(peer, parity(0)));
+    if (!form_.in_header) __builtin_prefetch(segment_.slot(peer, parity(0)));
   }
   options_.interlude->published();
 }

@@ -1,15 +1,16 @@
 // Data exchange in rounds. In each round every rank writes into its outbox slot, publishes it, waits
 // until all ranks have, and reads what it needs from the slots of the others.
 //
-// Each rank has one counter, `step`, of the rounds it has published, and two slots; round s uses
-// slot s % 2. One wait per round is enough. Claim: when a rank writes its slot for round s, nobody
+// Each rank counts the rounds it has published, and has two slots and two headers; round s uses
+// slot s % 2, and the `step` of header s % 2. One wait per round is enough. Claim: when a rank writes its slot for round s, nobody
 // reads that slot for round s - 2 any more. Proof: it has finished waiting in round s - 1, so every
 // peer has published s - 1; a peer publishes s - 1 only after it finished reading in round s - 2.
 // The counter never restarts, so this holds across operations too, whatever they are, and no two
 // operations share a slot that is in use. The same holds for headers and tables, which live by
 // the parity of their operation's first round.
 //
-// Cost of a round: one store, N - 1 cache lines read, and where ranks sleep one wake-up each by
+// Cost of a round: one store, N - 1 cache lines read, besides the slots (none for the shortest
+// operations, whose data lies beside the step), and where ranks sleep one wake-up each by
 // the rank that arrives last.
 #pragma once
 
@@ -36,9 +37,16 @@ class Exchange {
            const WaitOptions& options, const std::atomic<bool>& cancelled);
 
   /// This rank's slot for the coming round. Not between publish() and await().
-  char* slot() const { return segment_.slot(rank, parity(1)); }
+  char* slot() const {
+    if (form_.in_header && state_.step + 1 == first_step_) return header(rank, parity(1)).data;
+    return segment_.slot(rank, parity(1));
+  }
   /// A rank's slot of the current round; valid until the next publish().
-  const char* slot_of(int peer) const { return segment_.slot(peer, parity(0)); }
+  const char* slot_of(int peer) const {
+    if (state_.step == first_step_ && state_.peers.in_header[peer])
+      return header(peer, parity(0)).data;
+    return segment_.slot(peer, parity(0));
+  }
 
   void publish();
   void await();
@@ -93,11 +101,15 @@ class Exchange {
   const size_t slot_bytes;
 
  private:
+  void publish_header();
   void use_interlude();
   unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
   uint64_t large_bytes(const ReadingFlags& reading) const;
   bool prefers_outboxes() const;
-  bool arrived(int peer) const { return segment_.control(peer).step.load() >= state_.step; }
+  OperationHeader& header(int of, unsigned which) const {
+    return segment_.control(of).headers[which];
+  }
+  bool arrived(int peer) const { return header(peer, parity(0)).step.load() >= state_.step; }
   bool all_arrived(int& next) const;
   std::optional<Fault> fault_while_waiting(bool check_processes) const;
   char* in_arena(int peer, uint64_t position, size_t offset, size_t bytes) const;
@@ -110,6 +122,7 @@ class Exchange {
   const std::atomic<bool>& cancelled_;
   const uint64_t first_step_;
   const uint64_t large_bytes_;
+  const CallForm form_;
   uint64_t longest_bytes_ = 0;
 };
 

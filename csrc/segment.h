@@ -55,17 +55,22 @@ struct EventCount {
   }
 };
 
-/// A rank's call of its current collective, compared by all. Two of them, used in turn.
-struct OperationHeader {
+/// A round of a rank, and its call of a collective, compared by all, if that is its first. Two of them,
+/// used in turn. What a short operation needs lies on the first line.
+struct alignas(2 * kLine) OperationHeader {
+  static constexpr size_t kDataBytes = 16;
+
+  std::atomic<uint64_t> step;  // the last of its rounds that the rank has published
   std::atomic<uint64_t> sequence;
-  std::atomic<uint64_t> signature;  // kind, dtype, reduce op, ragged flag, root: pack_signature()
+  std::atomic<uint64_t> signature;  // kind, dtype, reduce op, flags, root: pack_signature()
   std::atomic<uint64_t> bytes;
   std::atomic<uint64_t> label;
+  std::atomic<uint64_t> provenance;     // of the tensors; see Operation
+  alignas(16) char data[kDataBytes];    // in the place of the outbox, where it suffices
   std::atomic<uint64_t> factor;         // bits of a double
   std::atomic<uint64_t> input, output;  // position in the rank's arena, plus 1; 0: not there
-  std::atomic<uint64_t> provenance;     // of the tensors; see Operation
 };
-static_assert(sizeof(OperationHeader) == kLine, "one header, one cache line");
+static_assert(offsetof(OperationHeader, factor) == kLine, "the rest on a line of its own");
 
 struct FailureReport {
   std::atomic<uint32_t> state;  // 0 none, 1 being written, 2 there
@@ -75,8 +80,7 @@ struct FailureReport {
 
 /// 128-byte alignment: x86 prefetches cache lines in pairs.
 struct alignas(4096) RankControl {
-  alignas(128) std::atomic<uint64_t> step;  // rounds this rank has published
-  std::atomic<uint32_t> core;               // where it last waited, plus 1; 0: unknown
+  alignas(128) std::atomic<uint32_t> core;  // where it last waited, plus 1; 0: unknown
   EventCount round_event;                   // a round is complete
   alignas(128) EventCount message_event;    // a channel moved
   alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined

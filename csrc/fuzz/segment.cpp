@@ -69,7 +69,7 @@ void write_control(FuzzedGroup& fuzzed, FuzzInput& source) {
   OperationHeader& header = control.headers[which & 1];
   const uint64_t number = source.number();
   switch (which % 23) {
-    case 0: control.step.store(number); break;
+    case 0: header.step.store(number); break;
     case 1: control.entered.store(number); break;
     case 2: control.departed.store(number & 1); break;
     case 3: control.pid.store(static_cast<int32_t>(number)); break;
@@ -115,7 +115,8 @@ void write_envelope(FuzzedGroup& fuzzed, FuzzInput& source) {
 
 /// Publish the same call for the other ranks as complete; at random, with byte-count tables.
 void publish_matching_calls(FuzzedGroup& fuzzed, Operation operation, FuzzInput& source) {
-  constexpr uint64_t kRagged = uint64_t{1} << 24;  // see pack_signature() in agreement.cpp
+  constexpr uint64_t kRagged = uint64_t{1} << 24,
+                     kHasDetails = uint64_t{1} << 29;  // see pack_signature() in agreement.cpp
   operation.sequence = fuzzed.group->sequence() + 1;
   const bool uneven = source.take<uint8_t>() & 1;
   const uint64_t number = uneven ? source.number() : 0;
@@ -124,14 +125,16 @@ void publish_matching_calls(FuzzedGroup& fuzzed, Operation operation, FuzzInput&
     for (unsigned parity = 0; parity < 2; ++parity) {
       OperationHeader& header = fuzzed.map.control(rank).headers[parity];
       std::atomic<int64_t>* table = fuzzed.map.table(rank, parity);
-      publish_call(operation, fuzzed.map, rank, parity, {});
+      publish_call(operation, fuzzed.map, rank, parity, form_of(operation, kRanks), {});
+      header.signature.store(header.signature.load() | kHasDetails);
       if (source.take<uint8_t>() & 1) header.input.store(source.number());
       if (source.take<uint8_t>() & 1) header.output.store(source.number());
       if (!uneven) continue;
       header.signature.store(header.signature.load() | kRagged);
       for (int i = 0; i < 2 * kRanks; ++i) table[i].store(i % kRanks == 0 ? bytes : number);
     }
-    fuzzed.map.control(rank).step.store(uint64_t{1} << 40);
+    for (OperationHeader& header : fuzzed.map.control(rank).headers)
+      header.step.store(uint64_t{1} << 40);
   }
 }
 

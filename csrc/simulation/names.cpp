@@ -31,7 +31,7 @@ std::string control_field(size_t at) {
     const char* name;
   };
   static const Field fields[] = {
-      {offsetof(RankControl, step), "step"},
+      {offsetof(RankControl, core), "core"},
       {offsetof(RankControl, round_event) + offsetof(EventCount, word), "round_event.word"},
       {offsetof(RankControl, round_event) + offsetof(EventCount, waiters), "round_event.waiters"},
       {offsetof(RankControl, message_event) + offsetof(EventCount, word), "message_event.word"},

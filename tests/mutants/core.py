@@ -27,29 +27,29 @@ INTERLEAVINGS = [
     Mutant(
         "step: relaxed",
         EXCHANGE,
-        "segment_.control(rank).step.store(step);",
-        "segment_.control(rank).step.store(step, std::memory_order_relaxed);",
+        "  published.store(step);",
+        "  published.store(step, std::memory_order_relaxed);",
         SIMULATION,
     ),
     Mutant(
         "step: release, but not sequentially consistent",
         EXCHANGE,
-        "segment_.control(rank).step.store(step);",
-        "segment_.control(rank).step.store(step, std::memory_order_release);",
+        "  published.store(step);",
+        "  published.store(step, std::memory_order_release);",
         SIMULATION,
     ),
     Mutant(
         "slots: one in place of two",
         "csrc/exchange.h",
-        "char* slot() const { return segment_.slot(rank, parity(1)); }",
-        "char* slot() const { return segment_.slot(rank, 0); }",
+        "    return segment_.slot(rank, parity(1));\n",
+        "    return segment_.slot(rank, 0);\n",
         SIMULATION,
     ),
     Mutant(
         "await: a round early",
         "csrc/exchange.h",
-        "segment_.control(peer).step.load() >= state_.step;",
-        "segment_.control(peer).step.load() + 1 >= state_.step;",
+        "header(peer, parity(0)).step.load() >= state_.step;",
+        "header(peer, parity(0)).step.load() + 1 >= state_.step;",
         SIMULATION,
     ),
     Mutant(
@@ -62,8 +62,8 @@ INTERLEAVINGS = [
     Mutant(
         "channel: the bound of its ring dropped",
         POINT_TO_POINT,
-        "  if (used > kRingBytes || kRingBytes - used < room) return false;\n",
-        "  if (used > 2 * kRingBytes) return false;\n",
+        "    return used <= kRingBytes && kRingBytes - used >= room;\n",
+        "    return used <= 2 * kRingBytes;\n",
         SIMULATION,
     ),
     Mutant(
@@ -144,8 +144,8 @@ VALUES = [
     Mutant(
         "header: provenance is not compared",
         "csrc/agreement.cpp",
-        "               call.provenance == mine.provenance",
-        "               true",
+        "&& call.provenance == mine.provenance",
+        "",
         "tests/csrc/test_agreement.py",
     ),
     Mutant(
