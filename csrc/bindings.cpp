@@ -85,6 +85,7 @@ void bind_group(nb::module_& m) {
       .def("lost_ranks", [](const PyGroup& self) { return self.core().lost_ranks(); })
       .def("blocked_ranks", [](const PyGroup& self) { return self.core().blocked_ranks(); })
       .def("last_wait", [](const PyGroup& self) { return self.core().last_wait(); })
+      .def("cores", [](const PyGroup& self) { return self.core().cores(); })
       .def("sequence", [](const PyGroup& self) { return self.core().sequence(); })
       .def("report_failure", &PyGroup::report_failure, "text"_a)
       .def("failure_reports", &PyGroup::failure_reports, "timeout"_a)
@@ -504,6 +505,7 @@ NB_MODULE(_core, m) {
         return set_tensor_types(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
       },
       "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
+  m.def("set_core_limit", [](uint32_t cores) { core_limit().store(cores); }, "cores"_a);
   m.def("set_profiled", &set_profiled, "profiled"_a);
   m.def("set_long_wait", &set_long_wait, "fn"_a.none(), "seconds"_a);
   m.def(

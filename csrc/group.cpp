@@ -357,6 +357,11 @@ uint64_t Group::last_wait() {
   return control(rank_).blocked.load();
 }
 
+int Group::cores() {
+  ActiveCall active(*this);
+  return engine_->context.cores();
+}
+
 Statistics Group::statistics() {
   try {
     ActiveCall active(*this);

@@ -63,6 +63,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::pair<int, uint64_t>> blocked_ranks();
   /// The number of the last operation that this rank's own thread waited in; 0: none yet.
   uint64_t last_wait();
+  /// The cores that the ranks may use together, of those that have joined.
+  int cores();
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   void report_failure(const std::string& text);
   std::vector<std::optional<std::string>> failure_reports(double timeout, SignalCheck signals);

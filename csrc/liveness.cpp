@@ -92,6 +92,7 @@ void register_process(RankControl& mine, int rank, bool held) {
   uint64_t cores[kCoreWords];
   read_usable_cores(cores);
   for (int i = 0; i < kCoreWords; ++i) mine.cores[i].store(cores[i]);
+  mine.core_limit.store(core_limit().load());
   mine.held.store(held);
   int32_t nobody = 0;
   if (!mine.pid.compare_exchange_strong(nobody, getpid()))

@@ -115,6 +115,11 @@ void read_usable_cores(uint64_t (&words)[kCoreWords]) {
         (words[core / 64] & ~(uint64_t{1} << core % 64)) | (uint64_t{core < online} << core % 64);
 }
 
+std::atomic<uint32_t>& core_limit() {
+  static std::atomic<uint32_t> limit{0};
+  return limit;
+}
+
 int current_core() { return sched_getcpu(); }
 
 int64_t context_switches() {

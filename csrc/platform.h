@@ -62,6 +62,10 @@ void futex_wake_all(std::atomic<uint32_t>& word);
 constexpr int kCoreWords = 16;
 void read_usable_cores(uint64_t (&words)[kCoreWords]);
 
+/// The number of cores' worth of time that this process's control group grants, rounded up; 0: no limit.
+/// Python's cores.py reads it.
+std::atomic<uint32_t>& core_limit();
+
 /// The core that this thread runs on, at this moment; -1 where the system does not tell.
 int current_core();
 /// How often this thread has lost its core, or given it away, without sleeping.

@@ -3,6 +3,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <climits>
+#include <map>
 
 namespace tilework {
 
@@ -15,6 +17,26 @@ RankContext::RankContext(int fd, int rank_, int size_, const std::string& nonce)
   register_process(segment.control(rank), rank, liveness.held());
 }
 
+namespace {
+
+/// What the limits of all ranks that have joined come to.
+int granted_cores(const Segment& segment) {
+  std::map<uint64_t, uint32_t> limits;  // by pid namespace
+  for (int peer = 0; peer < segment.size(); ++peer) {
+    const RankControl& control = segment.control(peer);
+    if (control.pid.load() == 0) continue;
+    const uint32_t limit = control.core_limit.load();
+    if (limit == 0) return INT_MAX;
+    uint32_t& most = limits[control.pid_namespace.load()];
+    most = std::max(most, std::min<uint32_t>(limit, kCoreWords * 64));
+  }
+  uint32_t total = 0;
+  for (const auto& [space, limit] : limits) total += limit;
+  return limits.empty() ? INT_MAX : static_cast<int>(total);
+}
+
+}  // namespace
+
 int RankContext::cores() {
   if (const int known = known_cores.load(std::memory_order_relaxed)) return known;
   bool all_here = true;
@@ -26,6 +48,7 @@ int RankContext::cores() {
   }
   int count = 0;
   for (const uint64_t word : together) count += __builtin_popcountll(word);
+  count = std::min(count, granted_cores(segment));
   if (all_here) known_cores = count;
   return count;
 }

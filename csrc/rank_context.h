@@ -42,7 +42,8 @@ struct RankContext {
     if (std::this_thread::get_id() == owner) segment.control(rank).blocked.store(sequence);
   }
 
-  /// The number of cores that the ranks may run on together: each may be bound to its own.
+  /// The number of cores that the ranks may run on together: each may be bound to its own. Those of one
+  /// pid namespace are taken to share one limit: a container's.
   int cores();
 
   /// Tell the peers on which core this thread runs.

@@ -89,6 +89,7 @@ struct alignas(4096) RankControl {
   std::atomic<uint64_t> pid_namespace;
   std::atomic<uint64_t> start_time;         // of the process, to see through a reused pid
   std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
+  std::atomic<uint32_t> core_limit;         // see platform.h
   std::atomic<uint64_t> entered;            // the step whose parity says which header is current
   std::atomic<uint64_t> blocked;        // operation that the rank's own thread waits in, and stays
   std::atomic<uint64_t> proof_address;  // in the process's memory, of what peers read on trial

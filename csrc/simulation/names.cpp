@@ -42,6 +42,7 @@ std::string control_field(size_t at) {
       {offsetof(RankControl, pid_namespace), "pid_namespace"},
       {offsetof(RankControl, start_time), "start_time"},
       {offsetof(RankControl, cores), "cores"},
+      {offsetof(RankControl, core_limit), "core_limit"},
       {offsetof(RankControl, entered), "entered"},
       {offsetof(RankControl, held), "held"},
       {offsetof(RankControl, blocked), "blocked"},

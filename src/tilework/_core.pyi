@@ -145,6 +145,10 @@ def set_long_wait(fn: Callable[[], None] | None, seconds: float) -> None:
     """Set the function that threads call now and then which wait for other ranks longer than
     ``seconds``. What it raises ends the wait."""
 
+def set_core_limit(cores: int) -> None:
+    """Set the cores' worth of time that this process's control group grants, rounded up; 0: all. Groups
+    that are made afterwards count with it."""
+
 def set_profiled(profiled: bool) -> None:
     """Have every FastPath refuse from now on, or not: a profiler is to see operations."""
 
@@ -343,6 +347,8 @@ class Group:
     def headers(self) -> list[tuple[int, str, str, str, int, int, int]]:
         """The last collective each rank entered: (sequence number, kind, dtype, reduce_op, root,
         bytes, pid). Sequence number 0: none yet."""
+    def cores(self) -> int:
+        """The cores that the ranks which have joined may use together."""
     def sequence(self) -> int:
         """How many collectives this rank has entered or submitted."""
     def report_failure(self, text: str) -> None:

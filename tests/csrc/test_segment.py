@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from tests.csrc.core_ranks import NONCE, SLOT_BYTES, Rank
+from tests.csrc.core_ranks import NONCE, SLOT_BYTES, Rank, run_threads
 from tilework import _core
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -176,3 +176,18 @@ def test_garbage_never_crashes_a_reader(seed: int, kind: str) -> None:
         with suppress(_core.Fault):
             attempt(Rank(group, 0, 2), kind)
         group.close()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5000])
+def test_a_group_counts_the_cores_that_its_control_group_grants(limit: int) -> None:
+    def program(rank: Rank) -> int:
+        rank.run("barrier")
+        return rank.group.cores()
+
+    usable = len(os.sched_getaffinity(0))
+    try:
+        _core.set_core_limit(limit)
+        cores = run_threads(3, program)
+    finally:
+        _core.set_core_limit(0)
+    assert cores == [min(usable, limit or usable)] * 3

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import selectors
@@ -26,6 +27,7 @@ from tilework.comm.backends.calibration import group_tunables
 from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
 from tilework.comm.elastic.ledger import MemoryLedger
 from tilework.comm.elastic.watched_store import look
+from tilework.cores import cpu_quota
 from tilework.errors import DistBackendError, DistStoreError, PeerLostError
 
 try:
@@ -92,7 +94,7 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     ledger_fd, group = -1, None
     try:
         ledger_fd = MemoryLedger.create()
-        group = _core.Group(fd, 0, request.group_size, nonce)
+        group = _take_end(fd, 0, request.group_size, nonce)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{name}")
             listener.listen(_MAX_NEWCOMERS)
@@ -337,6 +339,12 @@ def _enter(
     return _map(connection, request.group_rank, request.group_size, nonce)
 
 
+def _take_end(fd: int, rank: int, size: int, nonce: bytes) -> _core.Group:
+    """A rank's end of a segment, which tells the others how many cores it may use."""
+    _core.set_core_limit(math.ceil(cpu_quota() or 0))
+    return _core.Group(fd, rank, size, nonce)
+
+
 def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends:
     _, fds, flags, _ = socket.recv_fds(connection, 1, 2)
     try:
@@ -344,7 +352,7 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
             raise OSError(errno.EMFILE, "too many open files: none is left for the segment")
         if len(fds) < 2:
             raise ConnectionError("rank 0 closed the connection without handing over the segment")
-        group = _core.Group(fds[0], rank, size, nonce)
+        group = _take_end(fds[0], rank, size, nonce)
         try:
             return group, MemoryLedger(fds.pop())
         except BaseException:
