@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,6 +38,70 @@ def test_one_line_says_who_is_awaited_where_and_what_it_did_last(
     assert "rank 0 waits for rank 2 in all_reduce" in lines[0]
     assert "test_late_waits.py" in lines[0]
     assert "rank 2 last entered #1 barrier" in lines[0]
+
+
+def recv_from(rank: int) -> None:
+    dist.recv(torch.zeros(3), rank)
+
+
+def wait_for_recv_from(rank: int) -> None:
+    works = [dist.irecv(torch.zeros(3), rank, tag=tag) for tag in (0, 1)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def recv_from_any(rank: int) -> None:
+    dist.recv(torch.zeros(3))
+
+
+def send_large_to(rank: int) -> None:
+    dist.send(torch.zeros(1 << 20), rank)
+
+
+@pytest.mark.parametrize(
+    ("backend", "wait", "expected"),
+    [
+        ("threads", recv_from, "rank 0 waits for rank 2 in recv float32 [3] from rank 2 tag 0"),
+        ("threads", wait_for_recv_from, "waits for rank 2 in recv float32 [3] from rank 2 tag 0"),
+        ("shm", recv_from, "rank 0 waits for rank 2 in recv float32 [3] from rank 2 tag 0"),
+        ("shm", wait_for_recv_from, "waits for rank 2 in recv float32 [3] from rank 2 tag 0"),
+        ("shm", recv_from_any, "rank 0 waits for any rank in recv float32 [3] from any rank"),
+        ("shm", send_large_to, "waits for rank 2 in send float32 [1048576] to rank 2 tag 0"),
+    ],
+)
+def test_messages(
+    backend: str,
+    wait: Callable[[int], None],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if backend == "shm" and core_error():
+        pytest.skip(str(core_error()))
+    monkeypatch.setenv(LATE_VARIABLE, "0.4")
+    told: list[str] = []
+
+    def program(rank: int) -> None:
+        dist.barrier()
+        if rank == 0:
+            wait(2)
+        if rank == 2:
+            deadline = time.monotonic() + 10
+            while "waits for" not in "".join(told) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                told.append(capfd.readouterr().err)
+            if wait is send_large_to:
+                dist.recv(torch.zeros(1 << 20), 0)
+            else:
+                dist.send(torch.ones(3), 0)
+                dist.send(torch.ones(3), 0, tag=1)
+
+    run_ranks(3, program, backend=backend)
+    lines = [line for line in "".join(told).splitlines() if "waits for" in line]
+    assert expected in lines[0]
+    assert "test_late_waits.py" in lines[0]
+    assert ("rank 2 last entered #1 barrier" in lines[0]) is (wait is not recv_from_any)
 
 
 def test_a_wait_that_is_not_long_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:

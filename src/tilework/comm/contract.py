@@ -24,6 +24,19 @@ from tilework.errors import DistBackendError
 from tilework.layout.torch_callers import refuse_torch_caller
 
 
+@dataclass(frozen=True, slots=True)
+class MessageWait:
+    """The wait of a thread for a message."""
+
+    #: The group rank at its other end; -1: any.
+    peer: int
+    what: str
+    #: The caller's ``file:line in function``.
+    site: str
+    #: A number that tells it from other waits: when it began, on some clock.
+    begun: float
+
+
 class Work(ABC):
     """An operation in flight. Returned by every operation with ``async_op=True``."""
 
@@ -450,6 +463,10 @@ class ProcessGroup:
         None if it is not the rank's own thread that asks, or the backend cannot tell, or what was
         sent may still be on its way. Local, never blocks.
         """
+        return None
+
+    def message_wait(self) -> MessageWait | None:
+        """The message that the calling thread waits for, as far as is known. Never blocks."""
         return None
 
     def why_aborted(self) -> DistBackendError | None:

@@ -24,13 +24,14 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 
-from tilework.comm import long_waits, own_threads, provenance
+from tilework.comm import own_threads, provenance
 from tilework.comm.callbacks import callbacks_due
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight.ring import RUNNING, Entry
+from tilework.comm.rank_waits import collective_wait, look_while_waiting
 from tilework.comm.wait_graph import Message, WaitGraph, WaitRecord, describe, held_up_by
-from tilework.comm.world import World, current_world
+from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
 
@@ -50,14 +51,7 @@ _ADVICE = (
 
 def notice_cycles() -> None:
     """Have threads that wait long look for cycles, from now on."""
-    long_waits.add_function(_look)
-
-
-def _look() -> None:
-    """Look whether the wait of the calling thread is one of a cycle. Quick; to be called often."""
-    world = current_world()
-    if world.default_group is not None:
-        world.state(CyclicWaits).look(world)
+    look_while_waiting(CyclicWaits)
 
 
 @dataclass(frozen=True)
@@ -242,11 +236,11 @@ def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
     is_known = all(under_way is not None for _, under_way in by_group)
     entries = [(group, entry) for group, its in by_group for entry in its or ()]
     messages = tuple(_message(*each) for each in entries) if is_known else None
-    for group in groups:
-        wait = group.waiting()
-        if wait is not None:
-            awaited = tuple(group.global_ranks[rank] for rank in wait[1])
-            return _Wait(group, wait[0], awaited, None, messages)
+    collective = collective_wait(groups)
+    if collective is not None:
+        group, number, ranks = collective
+        awaited = tuple(group.global_ranks[rank] for rank in ranks)
+        return _Wait(group, number, awaited, None, messages)
     if not messages or len(messages) > 1 or messages[0].peer < 0:
         return None  # it may be any of several that the thread waits for
     group, entry = entries[0]

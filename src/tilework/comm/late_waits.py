@@ -1,4 +1,4 @@
-"""The line on stderr of a rank that waits in a collective for others that do not come."""
+"""The line on stderr of a rank that waits for others that do not come."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from tilework.comm import long_waits
-from tilework.comm.contract import ProcessGroup
+from tilework.comm.contract import MessageWait, ProcessGroup
 from tilework.comm.cyclic_waits import operation_name
-from tilework.comm.world import World, current_world
+from tilework.comm.rank_waits import collective_wait, look_while_waiting, message_wait
+from tilework.comm.world import World
 from tilework.store.late_notice import LateNotice, ranks_in_words
 
 #: Seconds between looks of a thread that waits.
@@ -19,14 +20,7 @@ _PLACES = 4
 
 def notice_late_ranks() -> None:
     """Have threads that wait long tell of the ranks that are late, from now on."""
-    long_waits.add_function(_look)
-
-
-def _look() -> None:
-    """Print a line if it is time for one. Quick; to be called often by a thread that waits."""
-    world = current_world()
-    if world.default_group is not None:
-        world.state(LateWaits).look(world)
+    look_while_waiting(LateWaits)
 
 
 class LateWaits:
@@ -34,7 +28,7 @@ class LateWaits:
 
     def __init__(self) -> None:
         self._next_look = 0.0
-        self._place: tuple[str, int] | None = None
+        self._place: tuple[str, float] | None = None
         self._notice = LateNotice(0.0)
 
     def look(self, world: World) -> None:
@@ -43,15 +37,34 @@ class LateWaits:
         if now < self._next_look:
             return
         self._next_look = now + _PERIOD
-        found = next(((g, wait) for g in [*world.records] if (wait := g.waiting())), None)
-        if found is None:
+        groups = [*world.records]
+        collective = collective_wait(groups)
+        if collective is not None:
+            group, number, awaited = collective
+            if self._is_due(now, (group.group_name, number)):
+                self._tell(group, number, awaited)
             return
-        group, (number, awaited) = found
-        place = group.group_name, number
+        message = message_wait(groups)
+        if message is not None and self._is_due(now, (message[0].group_name, message[1].begun)):
+            self._tell_message(*message)
+
+    def _is_due(self, now: float, place: tuple[str, float]) -> bool:
+        """True if it is time for a line about the wait at ``place``."""
         if place != self._place:
             self._place, self._notice = place, LateNotice(now - long_waits.AFTER_SECONDS)
-        if self._notice.due(now):
-            self._tell(group, number, awaited)
+        return self._notice.due(now)
+
+    def _tell_message(self, group: ProcessGroup, wait: MessageWait) -> None:
+        where, names = group.last_entered(), group.global_ranks
+        peer, last = "any rank", ""
+        if wait.peer >= 0:
+            peer = f"rank {names[wait.peer]}"
+            last = f"; {peer} last entered {where[wait.peer]}" if where else ""
+        site = f" at {wait.site}" if wait.site else ""
+        me = names[group.rank()]
+        self._notice.tell(
+            f"rank {me} waits for {peer} in {wait.what}{site} (group {group.group_name!r}){last}"
+        )
 
     def _tell(self, group: ProcessGroup, number: int, awaited: Sequence[int]) -> None:
         where, names, me = group.last_entered(), group.global_ranks, group.rank()

@@ -11,6 +11,7 @@ from tilework.store import checks, wire
 from tilework.store.address import Address
 from tilework.store.checks import Deadline
 from tilework.store.contract import Data, Store
+from tilework.store.late_notice import KeyWait
 from tilework.store.pool import Pool
 from tilework.store.wire import Code, Message
 
@@ -156,7 +157,8 @@ class RemoteStore(Store):
         left = deadline.left()
         # Rounded up: a server that gives up early would cut the caller's time short.
         milliseconds = wire.encode_number(-int(-left * 1000 // 1))
-        answer = self._pool.ask(wire.encode(code, (milliseconds, *batch)), left, waits=True)
+        request = wire.encode(code, (milliseconds, *batch))
+        answer = self._pool.ask(request, left, KeyWait(self, batch))
         if answer.code == Code.TIMEOUT:
             missing = [name.decode(errors="replace") for name in answer.fields]
             raise checks.timeout_error(repr(self), keys, missing, limit)

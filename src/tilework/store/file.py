@@ -14,6 +14,7 @@ from tilework.errors import DistStoreError
 from tilework.store import checks
 from tilework.store.attendance import Attendance
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
+from tilework.store.late_notice import KeyWait
 from tilework.store.log import Log
 from tilework.store.records import Kind, Record
 from tilework.store.table import Table
@@ -203,6 +204,7 @@ class FileStore(Store):
         """``read`` at a moment when all ``names`` exist."""
         limit = self._wait_seconds(timeout)
         deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
+        lines = KeyWait(self)
         while True:
             late = deadline.passed
             with self._log.mutex:
@@ -212,6 +214,7 @@ class FileStore(Store):
             if late:
                 shown, lacking = ([n.decode() for n in part] for part in (names, missing))
                 raise checks.timeout_error(repr(self), shown, lacking, limit)
+            lines.look(missing)
             time.sleep(min(pause, deadline.left()))
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 

@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+from tilework.store.checks import first_few, show_key
+
 #: Seconds until the first line; 0, or anything that is no number: none at all.
 LATE_VARIABLE = "TILEWORK_LATE_SECONDS"
 _DEFAULT_SECONDS = 15.0
 #: Each line comes after so many times the wait of the one before.
 _FACTOR = 3.0
+_KEYS_SHOWN = 8
 
 
 def late_seconds() -> float:
@@ -48,10 +51,41 @@ class LateNotice:
         self._next = now + (_FACTOR - 1) * (now - self._begun)
         return True
 
+    def left(self) -> float:
+        """Seconds until it is time for the next line."""
+        return max(0.0, self._next - time.monotonic())
+
     def tell(self, text: str) -> None:
         """Print a line on stderr."""
         waited = time.monotonic() - self._begun
         print(f"tilework: after {waited:.0f} s {text}", file=sys.stderr, flush=True)
+
+
+class KeyWait:
+    """The lines of a wait for keys of a store.
+
+    Args:
+        store: The store, for messages.
+        keys: Those that may be missing.
+        what: What is awaited, in words, where it is no keys.
+    """
+
+    def __init__(self, store: object, keys: Sequence[bytes] = (), what: str = "") -> None:
+        self._store, self._keys, self._what = store, keys, what
+        self._notice = LateNotice(time.monotonic())
+
+    def pause(self, seconds: float) -> float:
+        """The seconds to wait before :meth:`look` is called again, at most ``seconds``."""
+        return min(seconds, self._notice.left() + 0.001)
+
+    def look(self, missing: Sequence[bytes] | None = None) -> None:
+        """Print a line if it is time for one; it names ``missing`` if they are known."""
+        if not self._notice.due(time.monotonic()):
+            return
+        missing = self._keys if missing is None else missing
+        keys = first_few([show_key(key) for key in missing], _KEYS_SHOWN)
+        what = self._what or (f"key {keys}" if len(missing) == 1 else f"all of the keys {keys}")
+        self._notice.tell(f"this rank waits for {what} in {self._store!r}")
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from tilework.store import checks
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.fork import watch_forks
+from tilework.store.late_notice import KeyWait
 from tilework.store.table import Table
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ class HashStore(Store):
     ) -> T:
         """``read()`` under the lock, at a moment when all ``names`` exist."""
         limit = self._wait_seconds(timeout)
-        deadline = checks.Deadline(limit)
+        deadline, lines = checks.Deadline(limit), KeyWait(self)
         while True:
             arrived = threading.Event()
             with self._lock:
@@ -116,11 +117,13 @@ class HashStore(Store):
                 waiter = self._table.park(names, arrived.set)
                 if waiter is None:
                     return read()
-            came = arrived.wait(deadline.left())
+            came = arrived.wait(lines.pause(deadline.left()))
             with self._lock:
                 self._table.unpark(waiter)
                 missing = self._table.missing(names)
-            if not came and missing:
+            if not came and missing and not deadline.passed:
+                lines.look(missing)
+            elif not came and missing:
                 shown, lacking = ([n.decode() for n in part] for part in (names, missing))
                 raise checks.timeout_error("HashStore", shown, lacking, limit)
 

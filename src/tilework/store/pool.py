@@ -18,7 +18,7 @@ from tilework.store.address import Address
 from tilework.store.answer_limit import answer_seconds
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
-from tilework.store.late_notice import LateNotice
+from tilework.store.late_notice import KeyWait, LateNotice
 from tilework.store.wire import Code, GarbageError, Message
 
 #: Seconds to put up with a peer that accepts and hangs up, as a proxy does before its server
@@ -61,8 +61,8 @@ class Channel:
         self._sock = sock
         self._inbox = wire.Inbox()
 
-    def ask(self, request: bytes, wait_seconds: float) -> Message:
-        """Send one message and wait for its answer.
+    def ask(self, request: bytes, wait_seconds: float, lines: KeyWait | None = None) -> Message:
+        """Send one message and wait for its answer; print ``lines`` meanwhile.
 
         Raises TimeoutError, GarbageError or _HungUpError; the channel is then of no more use.
         """
@@ -71,17 +71,27 @@ class Channel:
             self._sock.settimeout(wait_seconds)
             self._sock.sendall(request)
             while True:
-                data = self._sock.recv(_READ_BYTES)
+                data = self._receive(deadline, lines)
                 if not data:
                     raise _HungUpError
                 answer = self._inbox.feed(data)
                 if answer is not None:
                     return answer
-                self._sock.settimeout(max(0.001, deadline.left()))
         except TimeoutError:
             raise
         except OSError as error:
             raise _HungUpError from error
+
+    def _receive(self, deadline: Deadline, lines: KeyWait | None) -> bytes:
+        while True:
+            left = deadline.left() if lines is None else lines.pause(deadline.left())
+            self._sock.settimeout(max(0.001, left))
+            try:
+                return self._sock.recv(_READ_BYTES)
+            except TimeoutError:
+                if lines is None or deadline.passed:
+                    raise
+                lines.look()
 
     def tell(self, request: bytes) -> None:
         """Send one last message, and wait for nothing."""
@@ -154,15 +164,15 @@ class Pool:
         self._held: dict[Channel, bytes] = {}
         watch_forks(self)
 
-    def ask(self, request: bytes, wait_seconds: float, waits: bool = False) -> Message:
+    def ask(self, request: bytes, wait_seconds: float, waits: KeyWait | None = None) -> Message:
         """The answer to a request, with which the server may wait for so long where it ``waits``.
 
         Raises DistNetworkError; StoreTimeoutError if none came.
         """
         channel = self._take(wait_seconds)
-        patience = answer_seconds(wait_seconds, waits)
+        patience = answer_seconds(wait_seconds, waits is not None)
         try:
-            answer = channel.ask(request, patience)
+            answer = channel.ask(request, patience, waits)
         except BaseException as error:
             # Also after KeyboardInterrupt: an answer may still come, to nobody.
             self._drop(channel)

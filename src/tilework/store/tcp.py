@@ -16,6 +16,7 @@ from tilework.store.attendance import Attendance
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
 from tilework.store.fork import watch_forks
+from tilework.store.late_notice import KeyWait
 from tilework.store.server import StoreServer, check_secret
 from tilework.store.wire import Code
 
@@ -113,7 +114,7 @@ class TCPStore(RemoteStore):
         request = wire.encode(
             Code.WAIT_WORKERS, (wire.encode_number(int(left * 1000)), wire.encode_number(wait_for))
         )
-        answer = self._pool.ask(request, left, waits=True)
+        answer = self._pool.ask(request, left, KeyWait(self, what=f"{wait_for} workers"))
         if answer.code == Code.TIMEOUT:
             came = wire.decode_number(answer.fields[0])
             error = StoreTimeoutError(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
+from tilework.comm import long_waits
 from tilework.comm.backends.engine_protocol import Fault, FaultArgs
+
+#: Seconds between looks of a thread that waits without a limit.
+_LOOK_SECONDS = 0.1
 
 
 class PythonCompletion:
@@ -40,12 +45,18 @@ class PythonCompletion:
         return self.source_rank
 
     def wait(self, timeout: float) -> bool:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._done, None if timeout < 0 else timeout):
+        begun = time.monotonic()
+        while not self._is_done_within(_LOOK_SECONDS if timeout < 0 else timeout):
+            if timeout >= 0:
                 return False
+            long_waits.look(begun)
         if self._fault is not None:
             raise Fault(*self._fault)
         return True
+
+    def _is_done_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done, seconds)
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         with self._changed:

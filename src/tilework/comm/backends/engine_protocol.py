@@ -215,6 +215,10 @@ class Engine(Protocol):
         """True if the calling thread is the rank's own, and messages that ended have arrived."""
         ...
 
+    def is_owner(self) -> bool:
+        """True on the rank's own thread, which made the group."""
+        ...
+
     def departed(self) -> Sequence[int]:
         """The group ranks that the engine knows to have ended or left."""
         ...

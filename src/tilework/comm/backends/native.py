@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from tilework.comm.backends.memory_hold import (
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callbacks import callback_ended, expect_callback, run_soon
 from tilework.comm.callsite import call_site
-from tilework.comm.contract import CompletedWork, Options, ProcessGroup, Work
+from tilework.comm.contract import CompletedWork, MessageWait, Options, ProcessGroup, Work
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
 from tilework.errors import (
@@ -250,7 +251,8 @@ class NativeGroup(ProcessGroup):
         hold = hold_memory([source], [])
         if hold is not None and not self.engine.takes_addresses:
             source = at_held_address(source)
-        call = Call(self, title, Effects([], [], []), source, slot, hold)
+        call = MessageCall(self, title, Effects([], [], []), source, slot, hold)
+        call.peer = dst
         event = profiling.Event("send", [source], self) if profiling.profiled() else None
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout, sent), event)
 
@@ -267,7 +269,8 @@ class NativeGroup(ProcessGroup):
         hold = hold_memory([target, tensor], [target])
         if hold is not None and not self.engine.takes_addresses:
             target = at_held_address(target)
-        call = Call(self, title, effects, target, slot, hold)
+        call = MessageCall(self, title, effects, target, slot, hold)
+        call.peer = src
         event = profiling.Event("recv", [target], self) if profiling.profiled() else None
         return call.start(
             lambda: self.engine.irecv(target, src, tag, self.timeout, expected), event
@@ -444,6 +447,21 @@ class NativeGroup(ProcessGroup):
             return None
         entries = self.flight_entries()
         return [e for e in entries if e.peer is not None and e.outcome == RUNNING]
+
+    def message_wait(self) -> MessageWait | None:
+        wait = _this_thread.message
+        if wait is not None:
+            return wait[1] if wait[0] is self else None
+        if not self.engine.is_owner():
+            return None
+        # One that blocks is begun in the core, by its caller, as the last one.
+        entry = next(
+            (e for e in reversed(self.flight_entries()) if e.peer is not None and not e.ended), None
+        )
+        if entry is None or entry.outcome != RUNNING:
+            return None
+        peer = -1 if entry.peer == ANY_PEER else self.global_ranks.index(entry.peer)
+        return MessageWait(peer, entry.what, entry.site, entry.entered)
 
     def why_aborted(self) -> DistBackendError | None:
         try:
@@ -652,6 +670,32 @@ class Call(Work):
     def _release_memory(self) -> None:
         if self._hold is not None:
             self._hold.release()
+
+
+class _ThisThread(threading.local):
+    """The message that a thread waits for in a MessageCall, and its group."""
+
+    message: tuple[NativeGroup, MessageWait] | None = None
+
+
+_this_thread = _ThisThread()
+
+
+class MessageCall(Call):
+    """A message handed to an engine."""
+
+    #: The group rank at its other end; -1: any.
+    peer = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._completion.done():
+            return super().wait(timeout)
+        waits = MessageWait(self.peer, self._title, self._site, time.monotonic())
+        _this_thread.message = self._group, waits
+        try:
+            return super().wait(timeout)
+        finally:
+            _this_thread.message = None
 
 
 class _Several(Work):

@@ -9,14 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from tilework.comm import long_waits
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
 
 #: Seconds that closing waits for the operation in flight to notice.
 _CLOSE_SECONDS = 5.0
-#: Seconds between looks of a thread that waits for an operation in flight.
-_LOOK_SECONDS = 0.1
 
 
 class PythonEngine(ABC):
@@ -91,9 +88,12 @@ class PythonEngine(ABC):
             self.check_open()
         return self._enqueue(operation, number)
 
+    def is_owner(self) -> bool:
+        return threading.current_thread() is self.owner
+
     def _note_wait(self, number: int, name: str = "") -> None:
         """Note the operation that the calling thread waits in, if it is the rank's own; 0: none."""
-        if threading.current_thread() is self.owner:
+        if self.is_owner():
             self._waits_in = number
             if number:
                 self.publish_wait(number, name)
@@ -102,7 +102,7 @@ class PythonEngine(ABC):
         """Let the other ranks see that this one's own thread waits in an operation."""
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
-        if threading.current_thread() is not self.owner or not self._waits_in:
+        if not self.is_owner() or not self._waits_in:
             return None
         return self._waits_in, [rank for rank in range(self.size) if rank != self.rank]
 
@@ -222,14 +222,11 @@ class _OwnCompletion(PythonCompletion):
     def wait(self, timeout: float) -> bool:
         if timeout >= 0 or self.done():
             return super().wait(timeout)
-        begun = time.monotonic()
         self._begin()
         try:
-            while not super().wait(_LOOK_SECONDS):
-                long_waits.look(begun)
+            return super().wait(timeout)
         finally:
             self._end()
-        return True
 
 
 def poll(ready: Callable[[], bool], seconds: float) -> bool:

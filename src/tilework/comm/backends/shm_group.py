@@ -179,8 +179,11 @@ class ShmEngine:
             return ()
         return [(rank, number, f"operation {entered[rank]}") for rank, number in waits]
 
+    def is_owner(self) -> bool:
+        return threading.get_ident() == self._owner
+
     def waiting(self) -> tuple[int, Sequence[int]] | None:
-        if threading.get_ident() != self._owner:
+        if not self.is_owner():
             return None
         try:
             number = self.group.last_wait()

@@ -141,9 +141,9 @@ class _ReceiveCompletion(PythonCompletion):
         self._deadline = deadline
 
     def wait(self, timeout: float) -> bool:
-        limit = math.inf if timeout < 0 else time.monotonic() + timeout
-        until = min(limit, self._deadline)
         begun = time.monotonic()
+        limit = math.inf if timeout < 0 else begun + timeout
+        until = min(limit, self._deadline)
         while not super().wait(min(_LOOK_SECONDS, max(until - time.monotonic(), 0.0))):
             if time.monotonic() >= limit:
                 return False
