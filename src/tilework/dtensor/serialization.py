@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm.world import get_world_size
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -64,9 +65,18 @@ def spec_of_saved(
     Collective over all ranks if the mesh is not there yet.
 
     Raises:
+        RuntimeError: The world has fewer ranks than the mesh needs.
         ValueError: The local tensor is that of another coordinate of the mesh.
     """
     placements = [_KINDS[kind](*arguments) for kind, arguments in layout[0]]
+    ranks = mesh[2]
+    if max(ranks) >= get_world_size():
+        raise RuntimeError(
+            f"this is part of a tensor of shape {list(layout[1])} that was saved on a mesh of ranks "
+            f"{list(ranks)}, and the mesh should not be bigger than this job's world of "
+            f"{get_world_size()}: load it in a job of {max(ranks) + 1} ranks, or save with "
+            f"tilework.checkpoint, which loads into any world, or save full_tensor()"
+        )
     device_mesh: DeviceMesh = find_or_make(*mesh)
     spec = spec_of(device_mesh, placements, layout[1], layout[2])
     here = device_mesh.get_coordinate()

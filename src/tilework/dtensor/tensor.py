@@ -259,10 +259,11 @@ class DTensor(DTensorBase):
             ValueError: Placements do not fit, or it is another mesh.
         """
         source = self._spec
-        if isinstance(device_mesh, (list, tuple)):
+        if isinstance(device_mesh, (list, tuple, Placement)):
+            placements = [device_mesh] if isinstance(device_mesh, Placement) else list(device_mesh)
             raise TypeError(
                 f"redistribute() takes placements after the mesh, or by name: "
-                f"redistribute(placements={list(device_mesh)})"
+                f"redistribute(placements={placements})"
             )
         if placements is not None:
             placements = placements_in(placements)
