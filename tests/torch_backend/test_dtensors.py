@@ -173,6 +173,14 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: dist.all_reduce(torch.ones(2), cast(Any, torch_dist.ReduceOp.MAX))): [
         "ReduceOp.MAX"
     ],
+    (lambda x, y, m: torch_dist.all_reduce(torch.ones(2), cast(Any, dist.ReduceOp.MAX))): [
+        "of tilework's",
+        "torch.distributed.ReduceOp.MAX",
+    ],
+    (lambda x, y, m: torch_dist.all_reduce(torch.ones(2), group=m.get_group())): [
+        "tilework",
+        "new_group",
+    ],
     (lambda x, y, m: dist.all_reduce(x)): ["DTensor", "to_local"],
     (lambda x, y, m: dist.all_reduce(y)): ["DTensor", "to_local"],
     (lambda x, y, m: T.distribute_tensor(x, m.to_torch(), [T.Shard(0)])): ["tilework", "to_torch"],

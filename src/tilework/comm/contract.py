@@ -260,6 +260,11 @@ class ProcessGroup:
         """The backend's name."""
         return self.getBackendName()
 
+    def check_options(self, opts: object) -> None:
+        """Raise TypeError for options that are not this library's: torch's own code has them."""
+        if not isinstance(opts, Options):
+            raise TypeError(f"{self!r} is {_OURS}")
+
     def __bool__(self) -> bool:
         refuse_torch_caller(self, _OURS)
         return True

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from tilework.layout.torch_callers import called_by_torch
+
 
 class RedOpType(enum.Enum):
     """The names of the reductions."""
@@ -39,6 +41,14 @@ class RedOpType(enum.Enum):
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        if called_by_torch():  # which shows what it does not take
+            return (
+                f"<ReduceOp.{self.name} of tilework's: torch.distributed's functions take "
+                f"torch.distributed.ReduceOp.{self.name}>"
+            )
+        return super().__repr__()
 
 
 class _ReduceOpMeta(type):

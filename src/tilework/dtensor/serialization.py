@@ -72,8 +72,8 @@ def spec_of_saved(
     ranks = mesh[2]
     if max(ranks) >= get_world_size():
         raise RuntimeError(
-            f"this is part of a tensor of shape {list(layout[1])} that was saved on a mesh of ranks "
-            f"{list(ranks)}, and the mesh should not be bigger than this job's world of "
+            f"this is part of a tensor of shape {list(layout[1])} that was saved on a mesh of "
+            f"ranks {list(ranks)}, and the mesh should not be bigger than this job's world of "
             f"{get_world_size()}: load it in a job of {max(ranks) + 1} ranks, or save with "
             f"tilework.checkpoint, which loads into any world, or save full_tensor()"
         )

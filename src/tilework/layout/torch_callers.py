@@ -18,6 +18,15 @@ def refuse_torch_caller(what: object, instead: str) -> None:
         what: The object that was given to torch's function.
         instead: The sentence's rest: whose it is, and what torch takes instead.
     """
-    caller: str = sys._getframe(2).f_globals.get("__name__", "")
-    if caller.startswith(_CALLERS):
+    if called_by_torch(2):
         raise TypeError(f"{what!r} is {instead}")
+
+
+def called_by_torch(depth: int = 1) -> bool:
+    """True if the function that calls this was called by torch.distributed's own code.
+
+    Args:
+        depth: The number of calls between that code and this function, but for this one's.
+    """
+    caller: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return caller.startswith(_CALLERS)

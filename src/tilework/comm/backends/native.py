@@ -283,6 +283,7 @@ class NativeGroup(ProcessGroup):
 
     def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
         """Run or submit it; ``outputs`` are the user's tensors that it fills."""
+        self.check_options(opts)
         self._check_devices(operation.inputs)
         self._check_devices(operation.outputs)
         check_overlaps(operation, self._rank, self._size)
