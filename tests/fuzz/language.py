@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.op_checks import Layout, distributed
+from tests.fuzz import modules
 from tilework.dtensor import DTensor
 from tilework.dtensor.dispatch.results import replicated
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -67,6 +70,7 @@ class Run:
     def __post_init__(self) -> None:
         self.names |= {
             "torch": torch,
+            "functional": torch.nn.functional,
             "leaf": self.leaf,
             "data": self.data,
             "index": self.index,
@@ -76,6 +80,12 @@ class Run:
             "watch": self.watch,
             "recomputed": self.recomputed,
             "gradient": self.gradient,
+            "descend": self.descend,
+            "after": self.after,
+            "own": Own.apply,
+            "copied": copy.deepcopy,
+            "pickled": pickled,
+            "module": self.module,
         }
 
     def execute(self, statement: str) -> None:
@@ -145,12 +155,40 @@ class Run:
         """The function's result, which is computed anew in backward."""
         return checkpoint(function, *args, use_reentrant=reentrant)
 
-    def gradient(self, of: Tensor, to: Tensor) -> Tensor:
+    def gradient(self, of: Tensor, to: Tensor, create_graph: bool = False) -> Tensor:
         """The gradient of a tensor's sum by another tensor; zeros if there is none."""
-        (grad,) = torch.autograd.grad(of.sum(), [to], retain_graph=True, allow_unused=True)
+        (grad,) = torch.autograd.grad(
+            of.sum(), [to], retain_graph=True, allow_unused=True, create_graph=create_graph
+        )
         if grad is None:
             grad = torch.zeros_like(to)
         return grad.clone(memory_format=torch.contiguous_format)
+
+    def descend(self, *tensors: Tensor) -> None:
+        """A backward pass from the sum of each tensor, whose graph is kept."""
+        for tensor in tensors:
+            tensor.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+    def after(self, leaf: Tensor, name: str) -> None:
+        """Note the gradient of a leaf whenever it was accumulated into."""
+
+        def note(tensor: Tensor) -> None:
+            before = sum(known.startswith(f"{name}, after") for known in self.seen)
+            assert tensor.grad is not None
+            self.seen[f"{name}, after {before}"] = tensor.grad.detach().clone()
+
+        leaf.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def module(self, name: str, kind: str, x: Tensor, seed: int, placements: str) -> Tensor:
+        """What a module of this kind gives of a tensor; its parameters are leaves."""
+        module = modules.made(kind, int(x.shape[-1]))
+        for number, parameter in enumerate(module.parameters()):
+            parameter.data.copy_(values(tuple(parameter.shape), seed + number) / 4)
+        if self.mesh is not None:
+            modules.distribute(module, self.mesh, placements_of(placements))
+        self.leaves |= {f"{name}.{each}": its for each, its in module.named_parameters()}
+        result: Tensor = module(x)
+        return result
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -167,6 +205,30 @@ class Run:
                 )
         if roots:
             torch.autograd.backward(roots, grads)
+
+
+def pickled(tensor: Tensor) -> Any:
+    """A tensor that was saved and loaded in the same world."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    # Saved is what it shows: where a view lies in other memory has no meaning afterwards.
+    return torch.load(file).clone(memory_format=torch.contiguous_format)
+
+
+class Own(torch.autograd.Function):
+    """A user's own Function, which saves what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result: Tensor = grad * x * 3
+        return result
 
 
 def hash_of(name: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz import habits
 from tilework.dtensor.propagation.strides import is_dense
 
 Tensors = Mapping[str, Tensor]
@@ -392,11 +393,11 @@ def _watch(c: Chooser) -> str:
 
 _VALUES: Sequence[tuple[Callable[[Chooser], str], float]] = (
     *((_view, 9), (_index, 5), (_index_by_tensors, 2), (_pieces, 2), (_compute, 6), (_join, 2)),
-    *((_scatter, 1), (_move, 2), (_gradient, 1)),
+    *((_scatter, 1), (_move, 2), (_gradient, 1), (habits.read, 13)),
 )
 _WRITES: Sequence[tuple[Callable[[Chooser], str], float]] = (
     *((_write, 7), (_write_item, 4), (_write_list, 2), (_write_out, 2), (_write_local, 1)),
-    *((_become_view, 1), (_watch, 1), (_detach, 0.3), (_resize, 0.3)),
+    *((_become_view, 1), (_watch, 1), (_detach, 0.3), (_resize, 0.3), (habits.write, 9)),
 )
 _MODES = ("with torch.no_grad():", "with torch.inference_mode():", "with torch.enable_grad():")
 
@@ -413,7 +414,7 @@ def statement(c: Chooser) -> str:
     text: str = kind(c)
     if makes:
         text = f"{c.new} = {text}"
-    moded = kind not in (_become_view, _gradient) and not text.startswith("with ")
+    moded = kind not in (_become_view, _gradient) and not text.startswith(("with ", "for "))
     if moded and c.rng.random() < 0.22:
         mode = _MODES[0] if makes or c.rng.random() < 0.5 else c.of(*_MODES)
         text = f"{mode} {text}"

@@ -106,6 +106,24 @@ def test_what_goes_wrong_is_made_short() -> None:
         "write_local(v0[-1].data, -1.0)",
         "v0 = leaf('v0', (1, 6), 99, 'R')\nv1 = torch.cat([v0, v0], 0)\n"
         "v2 = recomputed(lambda a: (a * 2).sin() + a, v1, reentrant=True)\nv1.detach_()",
+        # What one rank has no part of, and what does nothing.
+        "v0 = leaf('v0', (2, 1, 2), 56, 'S1')\n"
+        "v1 = torch.nn.functional.batch_norm(v0, None, None, training=True)",
+        "v0 = leaf('v0', (6,), 49, 'S0')\nv1 = v0.unbind(-1)[0]\n"
+        "torch.nn.functional.dropout(v0, 0.5, training=False, inplace=True)\n"
+        "torch.nn.functional.dropout(v1, 0.5, training=False, inplace=True)",
+        "v0 = data((0, 4), 59, 'S1')\nv1 = v0.scatter(1, torch.tensor([]), -1.5)",
+        "v0 = leaf('v0', (4, 4), 38, 'S1')\nv1 = leaf('v1', (), 44, 'PM')\n"
+        "v2 = torch.broadcast_tensors(v0, v1)[0]",
+        "v0 = leaf('v0', (1, 6), 50, 'PM')\n"
+        "with torch.no_grad(): v1 = torch.einsum('...ij->...ji', v0)\n"
+        "write_local(v0[:].detach(), 0.25)",
+        "v0 = leaf('v0', (0, 4), 43, 'S0')\nv1 = leaf('v1', (4, 4), 8, 'P')\n"
+        "with torch.inference_mode(): torch.sum(v1, -2, out=v0)",
+        "v0 = data((4, 6), 41, 'S1')\nv1 = torch.nn.functional.group_norm(v0, 1)\nv1.detach_()",
+        "v0 = leaf('v0', (1,), 52, 'PA')\nv0.register_hook(lambda grad: grad.clamp(-1, 1))",
+        "v0 = leaf('v0', (3,), 58, 'S0')\nv1 = v0.expand([2, 3])\nv0.data = v0.data * 2\n"
+        "v2 = v1.swapaxes(0, 1) * 3",
         # Gradients, partial along one axis, of what became a mean along another: see MESHES.
         "v0 = leaf('v0', (1,), 36, 'R S0')\nv1 = data((4, 2), 48, 'S1 PA')\nv1.add_(v0)",
     ],
@@ -143,6 +161,8 @@ def test_programs_that_went_wrong_once(program: str) -> None:
         "next(iter(v1))[0].fill_(2.0)",
         "torch._foreach_mul_([v1.split(1)[0]], 2.0)",
         "v2.split(1)[0].add_(v1[:1])",
+        "torch.clamp(v2, -1, 1, out=v2[0])",
+        "v2[0].rot90(3, (-1, 0))",
     ],
 )
 def test_what_torch_refuses_is_refused_on_all_ranks(text: str) -> None:

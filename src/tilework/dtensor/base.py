@@ -8,6 +8,7 @@ code above it tests ``x.__class__ is DTensor``; code below it, which cannot name
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -150,6 +151,8 @@ class Place(NamedTuple):
 
     local: Tensor
     spec: DTensorSpec
+    #: Autograd's number of the write that took the tensor from there.
+    left: float = math.inf
 
 
 #: The tensor that a view was made of; the layout that it had then, which forms in place such as

@@ -122,6 +122,11 @@ class Decomposition(OpCall):
     run: Callable[..., Any]
 
 
+def unchanged(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """The first argument, as the result of a call that does nothing; to be decomposed into."""
+    return input
+
+
 #: The result of a rule; None: the call has to be computed on gathered tensors.
 RuleResult = OpCall | None
 #: Called with the arguments of an operator, each tensor as an :class:`Arg`.

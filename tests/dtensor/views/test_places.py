@@ -130,3 +130,49 @@ def test_functions_that_took_it_at_two_places_in_a_chain_are_refused() -> None:
             c.sum()
 
     run_ranks(2, on_rank)
+
+
+class Squared(torch.autograd.Function):
+    """A user's own, which saves what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result: Tensor = grad * x * 2
+        return result
+
+
+def test_gradients_of_gradients_of_partial_tensors_are_refused() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(X.clone(), mesh, [Shard(0)]).requires_grad_()
+        y = Squared.apply(x.sum(0))  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match=r"redistribute\(\) it to"):
+            torch.autograd.grad((y * y).sum(), [x], create_graph=True)
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_gradients_go_through_functions(dim: int) -> None:
+    def run(x: Tensor) -> Tensor:
+        y = Squared.apply(x * 2)  # type: ignore[no-untyped-call]
+        (grad,) = torch.autograd.grad((y * y).sum(), [x], create_graph=True)
+        (grad * grad).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return x.grad
+
+    wanted = run(X.clone().requires_grad_())
+
+    def on_rank(rank: int) -> Any:
+        x: Any = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
+        result: Any = run(x.requires_grad_())
+        return result.full_tensor()
+
+    for got in run_ranks(2, on_rank):
+        torch.testing.assert_close(got, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.places import same_place
 from tilework.layout import Placement
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
@@ -187,22 +189,34 @@ def become_view(
     return become(tensor, result)
 
 
-def set_data(tensor: DTensorBase, value: Tensor) -> None:
-    """Give the tensor the memory and layout of another, as ``tensor.data = value`` does."""
+def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
+    """Give the tensor the memory and layout of another, as ``tensor.data = value`` does.
+
+    Args:
+        tensor: The tensor.
+        value: The other.
+        is_new: True if nothing else will show its memory.
+    """
     if not isinstance(value, DTensorBase):
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
         )
     if tensor._anchor is not None:  # views go on to show the memory that they were made of
         anchor, tensor._anchor = tensor._anchor, None
-        anchor._local_tensor, anchor._viewed = tensor._local_tensor.detach(), tensor._viewed
+        local = tensor._local_tensor
+        anchor._local_tensor = same_place(local) if local.requires_grad else local.detach()
+        anchor._viewed = tensor._viewed
         anchor._writes = tensor._writes
     digest = digest_of(value)
-    tensor._local_tensor.data = local_of(value).data
+    shown = local_of(value).data
+    if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
+        with torch.inference_mode(False):
+            shown = shown.clone()
+    tensor._local_tensor.data = shown
     tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
     tensor._view_of, tensor._viewed, tensor._made = None, None, None
     note_write(tensor, digest)
-    if memory_of(value) is not tensor:
+    if not is_new and memory_of(value) is not tensor:
         copied_views.share_memory(tensor, value)
     with _WithoutInterception():
         _base.data.__set__(tensor, value)
@@ -325,7 +339,8 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     if tensor._became is not None:
         return register_hook(tensor._became[0], _changed_hook(hook, tensor._became[1]))
     local: Any = in_graph(tensor)
-    known, is_leaf = tensor._spec.grad_spec, local.is_leaf
+    shown, is_leaf = tensor._spec, local.is_leaf
+    known = shown.grad_spec
 
     def called(grad: Tensor) -> Tensor | None:
         # What a leaf is by now, as its gradient; else what the tensor was.
@@ -334,12 +349,14 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
         result = hook(wrap_as(type(tensor), grad, spec, digest))
         if result is None:
             return None
-        if spec.partial_axes:
+        if spec.partial_axes and not (is_leaf or shown.reduce_op == "avg"):
             raise NotImplementedError(
                 f"a hook on a tensor that lies as {list(tensor.placements)} cannot change its "
                 f"gradient, of which each rank has a share: redistribute() the tensor first"
             )
-        return local_as(result, spec, "what a hook returns")
+        whole = local_as(result, spec.dual, "what a hook returns")
+        shares = math.prod(spec.mesh.shape[axis] for axis in spec.partial_axes)
+        return whole if shares == 1 else whole / shares
 
     return local.register_hook(called)
 

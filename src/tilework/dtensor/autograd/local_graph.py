@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,40 +113,53 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
+        specs = [ctx.spec, *[place.spec for place in ctx.leaves.values()]]
+        if torch.is_grad_enabled() and any(spec.partial_axes for spec in specs):
             raise RuntimeError(
-                "a gradient of a gradient through your own autograd.Function on DTensors: write "
-                "the Function on local tensors (to_local, from_local), where torch can do it"
+                f"a gradient of a gradient through your own autograd.Function, of which a tensor "
+                f"is partial ({[list(spec.placements) for spec in specs]}): redistribute() it to "
+                f"Replicate() or Shard() before the call"
             )
-        with _WithoutInterception():
-            for leaf in ctx.leaves:  # one that has left the graph since gets its gradient, too
-                _base.requires_grad_(leaf)
+        root = wrap_as(type(ctx.tensor), grad, ctx.spec.grad_spec)
         changed = [leaf for leaf, place in ctx.leaves.items() if leaf._spec is not place.spec]
         for leaf in changed:
             _show(leaf, ctx.leaves[leaf])
-        # Not torch.autograd.grad: reentrant checkpoints want gradients to be accumulated.
-        torch.autograd.Variable._execution_engine.run_backward(
-            (ctx.tensor,),
-            (wrap_as(type(ctx.tensor), grad, ctx.spec.grad_spec),),
-            True,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
         with _WithoutInterception():
-            leaf_grads = [_grad_of(leaf) for leaf in ctx.leaves]
+            for leaf in ctx.leaves:  # one that has left the graph since gets its gradient, too
+                _base.requires_grad_(leaf)
+        try:
+            leaf_grads = _passed(ctx.tensor, root, list(ctx.leaves))
+        finally:
             for leaf in ctx.leaves:
-                _base.grad.__set__(leaf, None)
-        for leaf in ctx.leaves:
-            mirror_requires_grad(leaf)
-        for leaf in changed:
-            _show(leaf, Place(leaf._local_tensor, leaf._spec))
+                mirror_requires_grad(leaf)
+            for leaf in changed:
+                _show(leaf, Place(leaf._local_tensor, leaf._spec))
         grads = [
             None if grad is None else local_as(grad, place.spec.grad_spec, "the gradient")
             for grad, place in zip(leaf_grads, ctx.leaves.values(), strict=True)
         ]
         return None, None, None, *grads
+
+
+def _passed(
+    tensor: DTensorBase, root: DTensorBase, leaves: Sequence[DTensorBase]
+) -> Sequence[Tensor | None]:
+    """Gradients of the leaves of the wrappers' graph, from that of a result in it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    if torch.is_grad_enabled():  # to be differentiated further
+        grads: Sequence[Tensor | None] = engine.run_backward(
+            (tensor,), (root,), True, True, tuple(leaves), allow_unreachable=True
+        )
+        return grads
+    # Reentrant checkpoints want gradients to be accumulated.
+    engine.run_backward(
+        (tensor,), (root,), True, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    with _WithoutInterception():
+        accumulated = [_grad_of(leaf) for leaf in leaves]
+        for leaf in leaves:
+            _base.grad.__set__(leaf, None)
+    return accumulated
 
 
 def _show(tensor: DTensorBase, place: Place) -> None:

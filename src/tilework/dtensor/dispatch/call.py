@@ -73,6 +73,7 @@ from tilework.dtensor.views import copied_views
 from tilework.mesh.device_mesh import check_device_is_there
 from tilework.tiled import torch_init
 from tilework.tiled.op_names import canonical_name
+from tilework.tiled.op_rules import unchanged
 from tilework.tiled.op_table import Handler, OpEntry, find
 
 try:
@@ -97,6 +98,8 @@ _FOR_THE_CORE = {
 }
 #: Operators that in place leave nothing of the values before.
 _OVERWRITE = frozenset({"copy", "fill", "zero"})
+#: Operators that do nothing unless their third argument says that it is training.
+_TRAINED = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
 #: Operators that may take a tensor to another kind of device.
 _TO_DEVICES = frozenset({"to", "cuda", "xpu", "type", "zeros_like", "ones_like", "empty_like"})
 #: A mesh that has cached so many shardings forgets all.
@@ -173,8 +176,11 @@ class Operator:
         if not self.in_place:
             return fast
         name, title = self.name, self._title
+        trained = name in _TRAINED
 
         def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+            if trained and not (args[2] if len(args) > 2 else kwargs.get("train", True)):
+                return args[0]
             if args and is_window(name, args[0], args):
                 return write_in_memory(title, func, args, kwargs)
             return fast(func, args, kwargs)
@@ -477,6 +483,8 @@ def _composed_in_place(
 ) -> Any:
     """Compute anew what an operator writes to its first argument, and write it."""
     target = args[0]
+    if composed is unchanged:
+        return target
     # What is kept for its gradient must not be what is then written to.
     kept = target.clone() if target.requires_grad and _grad_enabled() else target
     result = composed(kept, *args[1:], **kwargs)

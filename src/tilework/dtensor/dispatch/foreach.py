@@ -13,6 +13,7 @@ from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.overlapping import is_window
 from tilework.dtensor.propagation.propagation import refuse_to_write
+from tilework.dtensor.propagation.strides import strides_like
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
@@ -54,7 +55,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 copied_views.wrote(tensor)
         return None
     return [
-        tensor if spec is None else wrap(tensor, spec)
+        tensor if spec is None else wrap(tensor, spec.with_strides(strides_like(spec)))
         for tensor, spec in zip(result, layouts, strict=True)
     ]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
+from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.overlapping import check_apart, is_window
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import OpSharding, refuse_to_write
@@ -77,11 +78,23 @@ def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[D
 
 def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
     """A result, its tensors with the digest of the call that made it; operands keep theirs."""
-    for number, tensor in enumerate(tensors_in(result)):
+    tensors = tensors_in(result)
+    if len(tensors) == 1 and isinstance(tensors[0], DTensor):
+        _own_its_memory(tensors[0], operands)
+    for number, tensor in enumerate(tensors):
         is_new = not any(tensor is operand for operand in operands)
         if is_new and isinstance(tensor, DTensor) and not (tensor._made or tensor._family):
             tensor._digest = hash((digest, number))
     return result
+
+
+def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
+    """Let a result be no view of what only the computation had, which torch's would not be."""
+    if tensor._viewed is None or tensor._view_of is not None:
+        return
+    owner = memory_of(tensor)
+    if not any(isinstance(each, DTensor) and memory_of(each) is owner for each in operands):
+        tensor._digest, tensor._made, tensor._viewed = digest_of(tensor), None, None
 
 
 def show_base(result: Any, base: Tensor) -> None:
@@ -189,10 +202,17 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*args, **kwargs)
     inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
     for target, value in zip(tensors_in(out), tensors_in(result), strict=False):
-        if target.shape == value.shape:  # else it gets memory of its own
-            for tensor in inputs:
-                if tensor is not target and isinstance(target, DTensor):
-                    check_apart(name, target, tensor)
+        for tensor in inputs:
+            if tensor is target or not isinstance(target, DTensor):
+                continue
+            if target.shape == value.shape:
+                check_apart(name, target, tensor)
+            elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
+                raise RuntimeError(
+                    f"{name} with out= of shape {list(target.shape)}, which would be resized for "
+                    f"a result of shape {list(value.shape)}, but is a view of memory that is also "
+                    f"read: pass a tensor of its own as out="
+                )
     if isinstance(out, Tensor):
         write_out(out, result, name)
         return out
@@ -220,7 +240,7 @@ def write_out(out: Any, value: Any, name: str) -> None:
             f"but one of the arguments requires grad"
         )
     if out.shape != value.shape:
-        gradients.set_data(out, _laid_out_like(out, value).to(out.dtype))
+        gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
         return
     if out._view_of is not None:
         copied_views.refresh(out)

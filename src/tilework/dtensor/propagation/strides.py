@@ -255,6 +255,14 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
     return 0 not in shape
 
 
+def strides_like(spec: DTensorSpec) -> Ints:
+    """The strides of a new tensor that is like one of a layout: its own, if it is dense."""
+    if is_dense(spec.shape, spec.strides):
+        return spec.strides
+    shown = torch.empty_strided(spec.shape, spec.strides, device="meta")
+    return tuple(torch.empty_like(shown).stride())
+
+
 def _is_row_major(shape: Ints, strides: Ints) -> bool:
     return 0 in shape or _fills(shape, strides, range(len(shape))[::-1])
 

@@ -253,7 +253,7 @@ class _Normalized(torch.autograd.Function):
             partial = rows.layout(Partial(), tuple(sums.shape))
             of = gradient_of(rows.of, partial, sums)
             sums = redistribute_local(sums, partial, partial.dual, of=of)
-        of_bias, of_weight = torch.split(sums, x.shape[1])
+        of_bias, of_weight = sums[: x.shape[1]], sums[x.shape[1] :]
         if weight is not None:
             scale = scale * weight
         means = [rows.view(each / max(1, rows.count)) for each in (of_bias, of_weight)]

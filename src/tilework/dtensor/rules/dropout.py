@@ -14,7 +14,7 @@ from tilework.dtensor.random.philox import Bernoulli
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Replicate, Shard
-from tilework.tiled.op_rules import Decomposition, RuleResult
+from tilework.tiled.op_rules import Decomposition, RuleResult, unchanged
 from tilework.tiled.op_table import dtensor_rule
 
 #: SELU's limit far below zero, negated; see the paper on self-normalising networks.
@@ -56,8 +56,6 @@ def _check(input: DTensor, p: float, features: bool) -> None:
 
 def _dropout(features: bool) -> Callable[..., Tensor]:
     def run(input: DTensor, p: float, train: bool) -> Tensor:
-        if not train or p == 0:
-            return input
         _check(input, p, features)
         value = 1 / (1 - p) if p < 1 else 0.0
         return input * dropout_mask(input, p, value, features)
@@ -69,8 +67,6 @@ def _alpha_dropout(features: bool) -> Callable[..., Tensor]:
     """The function of alpha dropout, which keeps the mean and the variance of SELU's results."""
 
     def run(input: DTensor, p: float, train: bool) -> Tensor:
-        if not train or p == 0:
-            return input
         _check(input, p, features)
         if p == 1:
             return input * 0
@@ -92,9 +88,10 @@ def _native_dropout(input: DTensor, p: float, train: bool | None) -> tuple[Tenso
 
 def _register(name: str, run: Callable[..., Any], **facts: Any) -> None:
     def answer(input: Any, p: float, train: bool | None) -> RuleResult:
-        return Decomposition(run)
+        idle = not (train and p) and name != "native_dropout"
+        return Decomposition(unchanged if idle else run)
 
-    dtensor_rule(name, values_matter=False, **facts)(answer)
+    dtensor_rule(name, **facts)(answer)
 
 
 _register("dropout", _dropout(features=False))

@@ -78,6 +78,8 @@ def _write_with_spare_place(
 
 def _scatter_in_place(name: str) -> Callable[..., None]:
     def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not index.numel():  # of whatever shape
+            return
         if input.dim() == 0:
             input, index = input.view(1), index.reshape(1)
         region = narrow_to(input, index, dim)

@@ -244,7 +244,7 @@ def refresh(tensor: DTensorBase) -> None:
             view.value = anew
         view.note()
     if tensor._local_tensor is not view.value:
-        keep_place(tensor)
+        keep_place(tensor, written=True)
         tensor._local_tensor, tensor._aliases = view.value, None
 
 

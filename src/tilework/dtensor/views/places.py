@@ -12,18 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place
+from tilework.dtensor.base import DTensorBase, Place, memory_of
 
 _use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
-def keep_place(tensor: DTensorBase) -> None:
-    """Keep the place of a tensor that is about to leave it, if C++ has it in a graph. Local."""
+def keep_place(tensor: DTensorBase, written: bool = False) -> None:
+    """Keep the place of a tensor that leaves it, if C++ has it in a graph. Local.
+
+    Args:
+        tensor: The tensor.
+        written: True if what it shows has been written to before; False: it is about to be.
+    """
     local = tensor._local_tensor
     if local.requires_grad and _use_count(tensor) > 1:
-        with torch.inference_mode(False), torch.enable_grad():
-            place: Tensor = _Place.apply(local)  # type: ignore[no-untyped-call]
-        tensor._places = (*tensor._places, Place(place, tensor._spec))
+        place = same_place(local)
+        left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
+        tensor._places = (*tensor._places, Place(place, tensor._spec, left))
+
+
+def same_place(local: Tensor) -> Tensor:
+    """A further local tensor of the same memory, which leads to the same place in the graph."""
+    with torch.inference_mode(False), torch.enable_grad():
+        place: Tensor = _Place.apply(local)  # type: ignore[no-untyped-call]
+    return place
+
+
+def _last_write(tensor: DTensorBase) -> int:
+    """Autograd's number of the last write in the graph to what a tensor shows; or of its making."""
+    node = memory_of(tensor)._local_tensor.grad_fn
+    return 0 if node is None else int(node._sequence_nr())
 
 
 def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
@@ -39,9 +57,9 @@ def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
     """
     number = node._sequence_nr()
     for place in tensor._places:
-        if place.local.grad_fn._sequence_nr() > number:  # type: ignore[union-attr]
+        if place.left > number:
             return place
-    if local.grad_fn is not None and local.grad_fn._sequence_nr() > number:
+    if _last_write(tensor) > number:
         raise RuntimeError(
             f"a view of the same memory as {tensor!r} was written to between the call of "
             f"{node.name()}, which took it, and the first use of what that returned: pass a "

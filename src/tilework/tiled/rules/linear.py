@@ -19,7 +19,7 @@ from tilework.tiled.factors import (
     dim_factors,
     factors_of,
 )
-from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, MakeRun, RuleResult, local_call
 from tilework.tiled.op_table import rule
 from tilework.tiled.pattern_rules import match_pattern, pattern_rule
 
@@ -240,6 +240,9 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
     factors = _factors(names, tensors)
     if factors is None or not factors.keys() >= set(result):
         return None
+    if len(names) == 1 and len(result) == len(names[0]) == len(set(result)):
+        dims = [names[0].index(name) for name in result]
+        return Decomposition(lambda equation, *operands: _only(operands).permute(dims))
     dims_of_each = [
         dim_factors([
             factors[name] if factors[name].size == size else None
@@ -248,6 +251,12 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
         for names_of_dims, tensor in zip(names, tensors, strict=True)
     ]  # fmt: skip
     return _multilinear(tensors, dims_of_each, dim_factors([factors[name] for name in result]))
+
+
+def _only(operands: Any) -> Tensor:
+    """The tensor that was passed by itself or in a sequence."""
+    tensor: Tensor = operands[0] if isinstance(operands[0], Tensor) else operands[0][0]
+    return tensor
 
 
 def _names(word: str, width: int) -> Names:

@@ -205,7 +205,8 @@ def _broadcast_tensors(*tensors: Any) -> RuleResult:
     def compute(*tensors: Any) -> tuple[Tensor, ...]:
         given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
         shape = common_shape(*[tensor.shape for tensor in given])
-        return tuple([tensor.expand(shape) for tensor in given])
+        # torch returns one that has the shape as it is.
+        return tuple([x if x.shape == shape else x.expand(shape) for x in given])
 
     given = tensors if isinstance(tensors[0], Arg) else tensors[0]
     try:
@@ -299,6 +300,6 @@ def _rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> RuleResult:
                 return input.flip(a).transpose(a, b)
         return input.clone()
 
-    if len(set(dims)) != 2:
-        return None
+    if len({range(input.ndim)[dim] for dim in dims if -input.ndim <= dim < input.ndim}) != 2:
+        return None  # which torch refuses
     return Decomposition(compute)
