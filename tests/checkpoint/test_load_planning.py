@@ -135,3 +135,16 @@ def test_every_rank_gets_all_that_it_wants(
                         shared = [block.intersection(need.box) for _, block in blocks]
                         got.extend(each for each in shared if each is not None)
         check_boxes(box.sizes, [each.relative_to(box) for each in got])
+
+
+def test_layers_that_are_alike_are_planned_as_if_alone() -> None:
+    rows, columns = sharded((4096, 1024), 0, 4), sharded((4096, 1024), 1, 4)
+    tensors = [saved((4096, 1024), rows), saved((4096, 1024), [whole_box((4096, 1024))])]
+    wants = [wanted(tensor, boxes) for tensor in tensors for boxes in (rows, columns)]
+    wants.append(Wanted(tensors[0], ((whole_box((4096, 1024)), (0, 1, 2, 3)),)))
+    together = plan_load([*wants, *wants], range(4), 1, 1 << 20, splits=True)
+    for number in range(2 * len(wants)):
+        alone = plan_load([wants[number % len(wants)]], range(4), 1, 1 << 20, splits=True)
+        for kind in ("reads", "split", "shared"):
+            own = [each for each in getattr(together, kind) if each.tensor == number]
+            assert [each[1:] for each in own] == [each[1:] for each in getattr(alone, kind)]

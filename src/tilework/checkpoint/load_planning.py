@@ -122,13 +122,14 @@ def plan_load(
     """
     plan = LoadPlan(units={each: [] for each in host})
     loads = dict.fromkeys(host, 0)
-    here = frozenset(host)
+    uses = _Uses(frozenset(host), splits)
     for number, each in enumerate(wanted):
         itemsize = each.saved.torch_dtype.itemsize
-        for part, needs in _needs_by_part(each, here):
-            if not _is_direct(part, needs, itemsize):
-                split = splits and _can_split(part, needs, itemsize)
-                (plan.split if split else plan.shared).append(SharedPart(number, part, needs))
+        for at, needs, way in uses.of(each):
+            part = each.saved.parts[at]
+            if way != "direct":
+                together = plan.split if way == "split" else plan.shared
+                together.append(SharedPart(number, part, needs))
                 continue
             for need in needs:
                 if rank in need.ranks:
@@ -144,7 +145,38 @@ def plan_load(
     return plan
 
 
-def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[Part, list[Need]]]:
+class _Uses:
+    """The parts of tensors that a host needs some of. Models have the same layers many times.
+
+    Args:
+        host: The ranks of the host.
+        splits: As for :func:`plan_load`.
+    """
+
+    def __init__(self, host: frozenset[int], splits: bool) -> None:
+        self._host, self._splits = host, splits
+        self._known: dict[object, list[tuple[int, list[Need], str]]] = {}
+
+    def of(self, wanted: Wanted) -> list[tuple[int, list[Need], str]]:
+        """The number of each part, the needs, and the way: direct, split or shared."""
+        parts, itemsize = wanted.saved.parts, wanted.saved.torch_dtype.itemsize
+        boxes = tuple([(part.box.offsets, part.box.sizes) for part in parts])
+        key = (itemsize, boxes, wanted.tiles)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = [
+                (at, needs, self._way(parts[at], needs, itemsize))
+                for at, needs in _needs_by_part(wanted, self._host)
+            ]
+        return known
+
+    def _way(self, part: Part, needs: Sequence[Need], itemsize: int) -> str:
+        if _is_direct(part, needs, itemsize):
+            return "direct"
+        return "split" if self._splits and _can_split(part, needs, itemsize) else "shared"
+
+
+def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[int, list[Need]]]:
     parts = wanted.saved.parts
     tiles = [
         (number, box, tuple([rank for rank in ranks if rank in host]))
@@ -168,7 +200,7 @@ def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[Part,
             if shared is not None:
                 needs.setdefault(at, []).append(Need(shared, number, ranks))
     for at in sorted(needs):
-        yield parts[at], needs[at]
+        yield at, needs[at]
 
 
 def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
