@@ -272,6 +272,8 @@ def details(rank: Rank) -> None:
         shared = backend.allocate_tensor(6, dtype=torch.int64, device=torch.device("cpu")).fill_(1)
         dist.all_reduce(shared)
         assert shared.tolist() == [N] * 6
+        with pytest.raises(RuntimeError, match="moves cpu tensors, got one on cuda"):
+            group._get_backend(torch.device("cuda"))
         with pytest.raises(RuntimeError, match="not safe to split"):  # as on Gloo
             dist.split_group(split_ranks=[[0, 1, 2]])
     dist.set_debug_level(dist.DebugLevel.OFF)

@@ -355,7 +355,11 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type == "cpu":
             return self
-        return self._devices.group_for(self, torch.device(device))._get_backend(device)
+        try:
+            return self._devices.group_for(self, torch.device(device))._get_backend(device)
+        except ValueError as error:
+            # torch looks for devices that a group may lack, and goes on after this class alone.
+            raise RuntimeError(str(error)) from None
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """True if :meth:`allocate_tensor` has memory for it: on the CPU."""
