@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
@@ -45,6 +47,9 @@ _FORMER_NAMES = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
+_LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
+#: So many that are done stay at most, until C++ has asked for their future or waited.
+_KEPT_WORKS = 64
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
@@ -59,7 +64,7 @@ def _on_cpu(operation: _Operation) -> _Operation:
             return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
         tensor = _first_tensor(args)
         if tensor is None or tensor.is_cpu:
-            return operation(self, *args, **kwargs)
+            return self._kept(operation(self, *args, **kwargs))
         elsewhere = self._devices.group_for(self, tensor.device)
         known = name if hasattr(elsewhere, name) else _FORMER_NAMES[name]
         return getattr(elsewhere, known)(*args, **kwargs)
@@ -111,6 +116,20 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._group = _make_group(self._world, request, options)
         self._devices = OtherDevices(self, request.store, request.timeout, options)
         self._block: list[AnyWork] | None = None
+        self._handed_out: deque[AnyWork] = deque()
+
+    def _kept(self, result: Any) -> Any:
+        """The result of an operation, kept alive where torch's C++ code would lose its methods.
+
+        Up to torch 2.6 the C++ caller of an operation does not hold the Python part of its Work,
+        and waits without end for one that is gone.
+        """
+        if _LOSES_WORKS and isinstance(result, _c10d.Work):
+            works = self._handed_out
+            works.append(result)
+            while len(works) > _KEPT_WORKS and works[0].is_completed():
+                works.popleft()
+        return result
 
     @property
     def tilework_record(self) -> GroupRecord:
