@@ -22,6 +22,10 @@ from tests.chaos.life_plan import AFTER_ALL, LIMITS, LOSSES, PHASES, Life
 Say = Callable[[Any], None]
 
 
+#: The file by which a victim tells that it has come to the last call for which others need it.
+LAST_CALL = "last-call"
+
+
 @dataclass(frozen=True)
 class Entered:
     """Said by the victim, when it enters its phase."""
@@ -109,6 +113,8 @@ class Stages:
         for _ in range(5):
             work = dist.all_reduce(x, async_op=True)
             work.get_future().then(lambda future: time.sleep(0.005)).wait()
+        if self.rank == self.life.victim:
+            (self.folder / LAST_CALL).touch()
         dist.barrier()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.chaos.expected import NOTICE_SECONDS
 from tests.chaos.life_plan import AFTER_ALL, LIMITS, LOSSES, Life
-from tests.chaos.life_program import Entered, Lived, live
+from tests.chaos.life_program import LAST_CALL, Entered, Lived, live
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 
 _CLONE_NEWPID = 0x2000_0000
@@ -39,6 +39,8 @@ class LifeOutcome:
     life: Life
     reports: dict[int, Lived] = field(default_factory=dict)
     struck: float | None = None
+    #: True if the victim had done its part for all others before it was struck.
+    came_to_last_call: bool = False
     trouble: str = ""
 
     def notices(self) -> dict[int, float]:
@@ -75,8 +77,8 @@ class LifeOutcome:
             yield f"rank {rank} raised {report.kind} in {report.phase}: {report.text}"
         if rank == life.victim or life.fault in (*LIMITS, "none", "stop"):
             return
-        ended_before = life.victim in self.reports  # before it was struck
-        if life.phase not in AFTER_ALL and not report.kind and not ended_before:
+        is_needed = not self.came_to_last_call and life.victim not in self.reports
+        if life.phase not in AFTER_ALL and not report.kind and is_needed:
             yield f"rank {rank} did not notice anything"
         if report.kind == "PeerLostError" and life.victim not in report.ranks:
             yield f"rank {rank} names {report.ranks}: {report.text}"
@@ -133,6 +135,7 @@ class Lives:
                 self._launch(life, folder, outcome)
         except Exception:
             outcome.trouble = traceback.format_exc()
+        outcome.came_to_last_call = (folder / LAST_CALL).exists()
         shutil.rmtree(folder)
         if not outcome.trouble and Holdings.now().descriptors > before.descriptors:
             outcome.trouble = f"the driver held {before} before and {Holdings.now()} afterwards"
