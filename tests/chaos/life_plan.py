@@ -39,6 +39,8 @@ LOSSES = ("kill", "exec", "exit")
 LAUNCHERS = ("tilework run", "torchrun", "mpirun", "bare")
 CONDITIONS = ("plain", "plain", "pid namespace", "strangers")
 STORES = ("file", "tcp")
+#: Far longer than a loss may go unnoticed.
+LONGEST_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class Life:
         """Seconds that a rank waits for others, where nothing tells it that it waits in vain."""
         if self.fault == "stop":
             return 1.0
-        return 2.0 if self.phase in BEFORE_ALL else 20.0
+        return 2.0 if self.phase in BEFORE_ALL else LONGEST_SECONDS
+
+    def limit_in(self, phase: str) -> float:
+        """The same, in one phase: ranks must get to that of the fault, however busy the machine."""
+        is_earlier = PHASES.index(phase) < PHASES.index(self.phase)
+        return LONGEST_SECONDS if is_earlier else self.limit
 
     @property
     def is_noticed(self) -> bool:

@@ -68,8 +68,8 @@ class Stages:
         import tilework.distributed as dist
         from tilework.mesh import init_device_mesh
 
-        limit = timedelta(seconds=self.life.limit)
-        x = torch.ones(5000)
+        limit, x = timedelta(seconds=self.life.limit_in(phase)), torch.ones(5000)
+        self._limit_groups(dist, limit)
         if phase == "rendezvous" and self.forked:
             self.store = self._make_store(dist, limit)
         elif phase == "bring-up" and self.forked:
@@ -95,6 +95,14 @@ class Stages:
             self._call_back(dist, x)
         elif phase == "destroy":
             self.close()
+
+    def _limit_groups(self, dist: Any, limit: timedelta) -> None:
+        """Give the groups that there are the time that the victim's phase has."""
+        default = [dist.group.WORLD] if dist.is_initialized() else []
+        for group in [*default, *self.groups]:
+            group.set_timeout(limit)
+        if self.store is not None:
+            self.store.set_timeout(limit)
 
     def _make_store(self, dist: Any, limit: timedelta) -> Any:
         if self.life.store == "file":

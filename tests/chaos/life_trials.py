@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.expected import NOTICE_SECONDS
-from tests.chaos.life_plan import AFTER_ALL, LIMITS, LOSSES, Life
+from tests.chaos.life_plan import AFTER_ALL, LIMITS, LONGEST_SECONDS, LOSSES, Life
 from tests.chaos.life_program import LAST_CALL, Entered, Lived, live
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 
@@ -30,6 +30,10 @@ _CLONE_NEWPID = 0x2000_0000
 LAUNCHED_SECONDS = 90.0
 #: From a rank's end to that of all processes that a launcher has started.
 ENDING_SECONDS = 15.0
+
+
+class TrialError(Exception):
+    """A trial did not come as far as its fault."""
 
 
 @dataclass
@@ -57,15 +61,18 @@ class LifeOutcome:
         """Everything that is not as it must be."""
         if self.trouble:
             return [self.trouble]
-        most = NOTICE_SECONDS + (0.0 if self.life.is_noticed else self.life.limit)
         found = [
             f"rank {rank} noticed after {seconds:.2f} s"
             for rank, seconds in self.notices().items()
-            if seconds > most
+            if seconds > self.longest(self.reports[rank].phase)
         ]
         for rank, report in self.reports.items():
             found += self._wrong(rank, report)
         return found
+
+    def longest(self, phase: str) -> float:
+        """Seconds after which a rank in a phase must have noticed."""
+        return NOTICE_SECONDS + (0.0 if self.life.is_noticed else self.life.limit_in(phase))
 
     def _wrong(self, rank: int, report: Lived) -> Iterator[str]:
         life = self.life
@@ -160,10 +167,12 @@ class Lives:
                             rank.kill()
 
     def _play(self, life: Life, ranks: ForkedRanks, outcome: LifeOutcome) -> None:
-        entered = ranks[life.victim].hear()
+        entered = ranks[life.victim].hear(LONGEST_SECONDS)
+        if not isinstance(entered, Entered):
+            raise TrialError(f"the victim did not come to its phase: {entered}")
         strike(life, entered, outcome)
         ended = life.fault in LOSSES
-        patience = 2 * life.limit + 10
+        patience = 2 * LONGEST_SECONDS + 10
         for number, rank in enumerate(ranks):
             if number != life.victim:
                 outcome.reports[number] = rank.hear(patience)
@@ -181,6 +190,18 @@ class Lives:
 
     # -- launched ranks ------------------------------------------------------------------
 
+    def _entered(self, life: Life, folder: Path, deadline: float) -> Entered:
+        entered, lived = (folder / f"{what}-{life.victim}" for what in ("Entered", "Lived"))
+        while not entered.exists():
+            if lived.exists() and not entered.exists():
+                report = pickle.loads(lived.read_bytes())
+                raise TrialError(f"the victim did not come to its phase: {report}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing was said in {entered.name}")
+            time.sleep(0.005)
+        told: Entered = pickle.loads(entered.read_bytes())
+        return told
+
     def _launch(self, life: Life, folder: Path, outcome: LifeOutcome) -> None:
         (folder / "life").write_bytes(pickle.dumps(life))
         mark = f"TILEWORK_CHAOS={folder}"
@@ -196,7 +217,7 @@ class Lives:
         ]
         deadline = time.monotonic() + LAUNCHED_SECONDS
         try:
-            entered: Entered = said(folder / f"Entered-{life.victim}", deadline)
+            entered = self._entered(life, folder, deadline)
             strike(life, entered, outcome)
             if life.fault == "stop":
                 time.sleep(life.limit + 1)
@@ -267,15 +288,6 @@ def live_in_namespace(life: Life, rank: int, say: Say, folder: Path, port: int) 
 
 def renumbered(what: Any, number: int) -> Any:
     return Entered(number, what.when) if isinstance(what, Entered) else what
-
-
-def said(path: Path, deadline: float) -> Any:
-    """What a launched rank has said, once it is there."""
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"nothing was said in {path.name}")
-        time.sleep(0.005)
-    return pickle.loads(path.read_bytes())
 
 
 def commands(life: Life, folder: Path) -> list[tuple[list[str], dict[str, str]]]:

@@ -69,6 +69,8 @@ class GroupWait:
         #: By rank: since when it has waited in which operation.
         self._stuck: dict[int, tuple[str, float]] = {}
         self._notice = LateNotice(self._begun)
+        #: True once the store did not take what this rank had to say.
+        self._is_cut_off = False
         #: Where they meet, while they do: by their positions in ``ranks``.
         self.barrier: Barrier | None = None
 
@@ -111,8 +113,10 @@ class GroupWait:
             kind = _LATE
         ranks = list(getattr(error, "ranks", ())) or [self.me]
         record = json.dumps({"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error)})
-        with contextlib.suppress(DistError):
+        try:
             return self._error_of(self.store.compare_set("failed", "", record))
+        except DistError:
+            self._is_cut_off = True
         return None
 
     def part(self) -> None:
@@ -121,6 +125,8 @@ class GroupWait:
         Rank 0, with which the store may go, stays until the others have heard of it, or a moment:
         else they would take it for the one that was lost.
         """
+        if self._is_cut_off:
+            return
         with contextlib.suppress(DistError):
             self.store.append("heard", f"{self.me} ")
             if self.me != 0 or self.watch is None:

@@ -21,7 +21,7 @@ GRACE_SECONDS: Final = 5.0
 #: The same for all requests of a task: a share of its time, but so many seconds at least.
 _GRACE_SHARE, _LEAST_GRACE_SECONDS = 0.5, 1.0
 #: Seconds that a request is given though its task's time is up: the server may well be there.
-_LAST_SECONDS: Final = 0.25
+_LAST_SECONDS: Final = 0.1
 
 #: When the task of this context has to have its answers (time.monotonic()).
 _end: ContextVar[float | None] = ContextVar("tilework_answer_limit", default=None)
@@ -31,8 +31,7 @@ _end: ContextVar[float | None] = ContextVar("tilework_answer_limit", default=Non
 def answers_within(limit: timedelta) -> Iterator[None]:
     """Give servers of stores this time, and a little more, for all requests made in here.
 
-    A server that has answered in time is not affected, however long the waits for keys are. Where
-    one of these is in another, the shorter counts.
+    Waits for keys end then, too. Where one of these is in another, the shorter counts.
     """
     seconds = checks.seconds(limit)
     grace = min(GRACE_SECONDS, max(_LEAST_GRACE_SECONDS, _GRACE_SHARE * seconds))
@@ -44,15 +43,13 @@ def answers_within(limit: timedelta) -> Iterator[None]:
         _end.reset(token)
 
 
-def answer_seconds(wait_seconds: float, waits: bool = False) -> float:
-    """The seconds after which a request counts as not answered.
-
-    Args:
-        wait_seconds: The time that the request itself may take.
-        waits: True if the server does nothing but wait for so long, where it must.
-    """
+def left_seconds(seconds: float) -> float:
+    """The part of a wait that this context's task has time for."""
     end = _end.get()
-    if end is None:
-        return wait_seconds + GRACE_SECONDS
-    least = _LAST_SECONDS + (wait_seconds if waits else 0.0)
-    return min(wait_seconds + GRACE_SECONDS, max(least, end - time.monotonic()))
+    return seconds if end is None else min(seconds, max(0.0, end - time.monotonic()))
+
+
+def answer_seconds(wait_seconds: float) -> float:
+    """The seconds after which a request that may take so long itself counts as not answered."""
+    alone = wait_seconds + GRACE_SECONDS
+    return min(alone, left_seconds(alone) + _LAST_SECONDS)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.store import checks, wire
 from tilework.store.address import Address
+from tilework.store.answer_limit import left_seconds
 from tilework.store.checks import Deadline
 from tilework.store.contract import Data, Store
 from tilework.store.late_notice import KeyWait
@@ -55,7 +56,7 @@ class RemoteStore(Store):
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """``get`` for several keys, in as few messages as they fit into, under one timeout."""
-        limit = self._wait_seconds(timeout)
+        limit = left_seconds(self._wait_seconds(timeout))
         deadline = Deadline(limit)
         values: list[bytes] = []
         for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
@@ -83,7 +84,7 @@ class RemoteStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` exist at once (with very many keys: batch after batch)."""
-        limit = self._wait_seconds(timeout)
+        limit = left_seconds(self._wait_seconds(timeout))
         deadline = Deadline(limit)
         for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
             self._ask_waiting(Code.WAIT, batch, keys, limit, deadline)

@@ -170,7 +170,7 @@ class Pool:
         Raises DistNetworkError; StoreTimeoutError if none came.
         """
         channel = self._take(wait_seconds)
-        patience = answer_seconds(wait_seconds, waits is not None)
+        patience = answer_seconds(wait_seconds)
         try:
             answer = channel.ask(request, patience, waits)
         except BaseException as error:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from tilework.errors import StoreTimeoutError
 from tilework.store import PrefixStore, Store
+from tilework.store.answer_limit import left_seconds
 
 T = TypeVar("T")
 #: Seconds between looks whether waiting is futile, from the first to the longest.
@@ -41,7 +42,7 @@ class WatchedStore(PrefixStore):
         self._check()
 
     def _retry(self, ask: Callable[[timedelta], T], timeout: timedelta | None) -> T:
-        limit = (self.timeout if timeout is None else timeout).total_seconds()
+        limit = left_seconds((self.timeout if timeout is None else timeout).total_seconds())
         deadline, look = time.monotonic() + limit, _FIRST_LOOK
         while True:
             left = deadline - time.monotonic()
