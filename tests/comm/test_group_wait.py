@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import cast
 
 import pytest
 
+from tilework.comm import groups
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.group_wait import GroupWait
 from tilework.comm.rank_watch import RankWatch
 from tilework.errors import (
+    CollectiveMismatchError,
     DistBackendError,
     DistNetworkError,
     DistStoreError,
@@ -130,3 +133,24 @@ def test_a_master_that_gave_up_is_not_taken_for_lost() -> None:
         master._give_up(error, 1)
         with pytest.raises(DistStoreError, match="has given up: Timeout: rank 2 did not come"):
             look(wait)
+
+
+def test_another_process_of_the_same_rank_is_heard() -> None:
+    store = HashStore()
+    waits = [GroupWait("g", 1, (0, 1), store) for _ in range(2)]
+    waits[0].fail(CollectiveMismatchError("two are rank 1", ranks=[1]))
+    with pytest.raises(CollectiveMismatchError, match="rank 1 says: two are rank 1"):
+        look(waits[1])
+    look(waits[0])
+
+
+def test_what_ranks_disagree_on_is_told_before_one_ends() -> None:
+    wait = GroupWait("g", 0, (0, 1), HashStore())
+
+    def disagree() -> None:
+        raise CollectiveMismatchError("two are rank 1", ranks=[1])
+
+    with pytest.raises(CollectiveMismatchError):
+        groups._agree(wait, "something", timedelta(seconds=30), disagree)
+    with pytest.raises(CollectiveMismatchError, match="rank 0 says: two are rank 1"):
+        look(GroupWait("g", 1, (0, 1), wait.store))

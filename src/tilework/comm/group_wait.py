@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class GroupWait:
         #: By rank: since when it has waited in which operation.
         self._stuck: dict[int, tuple[str, float]] = {}
         self._notice = LateNotice(self._begun)
+        #: Apart from another process that claims the same rank.
+        self._name = os.urandom(8).hex()
         #: True once the store did not take what this rank had to say.
         self._is_cut_off = False
         #: Where they meet, while they do: by their positions in ``ranks``.
@@ -112,7 +115,8 @@ class GroupWait:
         if isinstance(error, DistStoreError):  # its time was up: those who came later hear why
             kind = _LATE
         ranks = list(getattr(error, "ranks", ())) or [self.me]
-        record = json.dumps({"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error)})
+        told = {"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error), "by": self._name}
+        record = json.dumps(told)
         try:
             return self._error_of(self.store.compare_set("failed", "", record))
         except DistError:
@@ -177,7 +181,7 @@ class GroupWait:
     def _error_of(self, record: bytes) -> DistError | None:
         """The error that another rank told of; None where it was this one."""
         told = json.loads(record)
-        if told["rank"] == self.me:
+        if told["by"] == self._name:
             return None
         text = f"rank {self.me}: group {self.name!r} is not made: rank {told['rank']} says: "
         if told["kind"] == _LATE:

@@ -33,7 +33,6 @@ from tilework.errors import (
     CollectiveMismatchError,
     DistError,
     DistNetworkError,
-    DistStoreError,
     StoreTimeoutError,
 )
 from tilework.rendezvous import rendezvous
@@ -449,11 +448,8 @@ def _agree(
             raise wait.explain(error) from error
         except StoreTimeoutError:  # the server does not answer: nobody can be told
             raise
-        except DistStoreError as error:
-            wait.fail(error)
-            wait.part()
-            raise
-        except DistError:
+        except DistError as error:
+            wait.fail(error)  # unless another was first
             wait.part()
             raise
         except MEANS_ERRORS as error:
