@@ -128,6 +128,14 @@ WRITING: dict[str, Case] = {
     "index_copy_": (lambda x, s: x.clone().index_copy_(1, PAIR, s), (A, A[:, 3:5])),
     "index_fill": (lambda x: x.index_fill(0, PAIR, 2.5), (A,)),
     "index_fill_": (lambda x, v: x.clone().index_fill_(1, PAIR, v), (A, POINT)),
+    "index_fill, some twice": (
+        lambda x, v: x.index_fill(0, torch.tensor([1, 1, 0, -1]) % x.shape[0], v),
+        (A, POINT),
+    ),
+    "put of none to a point": (
+        lambda x, v: x.put(torch.tensor([], dtype=torch.long), v[:0].flatten()),
+        (POINT, A),
+    ),
     "index_fill of a point": (lambda x: x.index_fill(0, torch.tensor([0]), 2.5), (POINT,)),
     "index_put": (lambda x, v: x.index_put((PAIR,), v), (A, A[:2] * 2)),
     "index_put adds": (

@@ -160,7 +160,8 @@ def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = F
         places.insert(0, numbers % size)
         numbers = numbers // size
     if not places:
-        input.copy_(source.reshape(-1)[-1] if not accumulate else input + source.sum())
+        sums = accumulate or not source.numel()
+        input.copy_(input + source.sum() if sums else source.reshape(-1)[-1])
         return
     put_at_(input, places, source.reshape(-1), accumulate)
 
@@ -229,8 +230,19 @@ def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> None:
-    value = value if isinstance(value, Tensor) else torch.tensor(value)
-    _write_along_dim(input, dim, index, value.to(input.dtype), False)
+    """Fill places along a dim, of which the index may have some more than once.
+
+    Its gradient counts each place once, as that of a mask does, unlike that of an index.
+    """
+    if input.dim() == 0:
+        input = input.view(1)
+    mesh = on_mesh(input, index, value)._spec.mesh
+    none = torch.zeros(input.shape[dim], dtype=torch.bool, device=input.device)
+    mask, true = replicated(none, mesh), replicated(none.new_ones(()), mesh)
+    put_at_(mask, [index.reshape(-1)], true, False)
+    shape = [1] * input.dim()
+    shape[dim] = -1
+    input.masked_fill_(mask.view(shape), value)
 
 
 def _index_reduce(
