@@ -1,4 +1,4 @@
-"""``docs/operators.md``: which operators run on cut tensors, and which gather them."""
+"""``docs/operators.md``: which operators run on sharded tensors, and which gather them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HEAD = """\
 
 DTensor takes all operators. Most run on each rank's part of the tensors, or are composed of
 operators that do. For the others the tensors are gathered: the result is right, but every rank
-gets all of the bytes, and a `GatherWarning` tells so once. Which is which was found by calling
+gets all of the bytes, and a `GatherWarning` says so once. Which is which was found by calling
 each of the {count} operators of the database that torch has for its own tests with its sample
 arguments, in each of its forms (function, method, in place, `out=`), on meshes of 2 and of 2 x 2
-ranks, cut along the first dim, the last, and at random.
+ranks, sharded along the first dim, the last, and at random.
 
 {never} operators were never gathered (a dim that an operator needs whole is, but not the others),
 {partly} for some calls, {always} always; {none} have no samples that can be called here.
@@ -38,8 +38,7 @@ whose channels lie innermost.
 
 def read(document: Path = DOCUMENT) -> dict[str, str]:
     """What the document says of each operator."""
-    rows = [line.split("|") for line in document.read_text().splitlines() if line.startswith("| `")]
-    return {row[1].strip().strip("`"): row[3].strip() for row in rows}
+    return {name: what for name, _, what in _rows(document)}
 
 
 def write(
@@ -49,17 +48,29 @@ def write(
     calls: dict[str, list[bool]] = defaultdict(list)
     for one in found:
         calls[one["operator"]].append(bool(one.get("gathered")))
-    told = {name: _describe(calls[name]) for name in names}
-    counts = Counter(told.values())
-    text = _HEAD.format(
-        count=len(names),
+    document.write_text(_text([(name, len(calls[name]), _describe(calls[name])) for name in names]))
+
+
+def written_again(document: Path = DOCUMENT) -> str:
+    """The text that would be written if calls came to what the document's table says."""
+    return _text(_rows(document))
+
+
+def _rows(document: Path) -> list[tuple[str, int, str]]:
+    rows = [line.split("|") for line in document.read_text().splitlines() if line.startswith("| `")]
+    return [(row[1].strip().strip("`"), int(row[2]), row[3].strip()) for row in rows]
+
+
+def _text(rows: Sequence[tuple[str, int, str]]) -> str:
+    counts = Counter(what for _, _, what in rows)
+    head = _HEAD.format(
+        count=len(rows),
         never=counts[NEVER],
         partly=counts[PARTLY],
         always=counts[ALWAYS],
         none=counts[NOT_CALLED],
     )
-    rows = [f"| `{name}` | {len(calls[name])} | {what} |\n" for name, what in told.items()]
-    document.write_text(text + "".join(rows))
+    return head + "".join(f"| `{name}` | {count} | {what} |\n" for name, count, what in rows)
 
 
 def _describe(gathered: Sequence[bool]) -> str:

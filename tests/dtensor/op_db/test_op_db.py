@@ -42,3 +42,7 @@ def test_operators_of_torchs_database_give_what_plain_tensors_give(part: int) ->
 
 def test_the_table_of_operators_has_each_of_them() -> None:
     assert sorted(table.read()) == [named(info) for info in operators()]
+
+
+def test_the_table_of_operators_is_as_its_program_writes_it() -> None:
+    assert table.DOCUMENT.read_text() == table.written_again()
