@@ -31,8 +31,8 @@ _TIMEOUT = timedelta(seconds=20)
 #: Numbers above this are not compared with: rounding would decide.
 _MOST = 1e6
 
-#: Writes that torch does not count, and an operator that keeps what it took without counting.
-_COUNTED_BY_NONE = re.compile(r"\.data|inference_mode|set_|kron")
+#: Writes that torch does not count.
+_COUNTED_BY_NONE = re.compile(r"\.data|inference_mode|set_")
 
 
 @dataclass
