@@ -1,6 +1,9 @@
 // For ThreadSanitizer, which identifies memory by its address: ranks that are threads of one process
 // map a segment at one address, so that their accesses count as accesses to the same memory.
 // Linked with --wrap=mmap and --wrap=munmap.
+//
+// What is mapped at a fixed address stays there: that is no segment, and the next mapping may take its
+// place without munmap(), of which this would not hear.
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -28,7 +31,7 @@ int __real_munmap(void*, size_t);
 
 void* __wrap_mmap(void* hint, size_t bytes, int protection, int flags, int fd, off_t offset) {
   struct stat status;
-  if (!(flags & MAP_SHARED) || fstat(fd, &status) != 0)
+  if (!(flags & MAP_SHARED) || (flags & MAP_FIXED) || fstat(fd, &status) != 0)
     return __real_mmap(hint, bytes, protection, flags, fd, offset);
   std::lock_guard<std::mutex> lock(mutex);
   Mapping& mapping = mappings[{status.st_dev, status.st_ino, offset}];
