@@ -31,6 +31,7 @@ from tilework.dtensor import (
     local_map,
     module_from_torch,
     module_to_torch,
+    verify,
     zeros,
 )
 from tilework.parallel import (
@@ -164,6 +165,17 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: distribute_tensor(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
     (lambda x, y, m: DTensor.from_local(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
     (lambda x, y, m: y.add_(x)): ["torch.distributed", "from_torch"],
+    (lambda x, y, m: verify({"weight": y})): ["weight", "torch.distributed", "from_torch"],
+    (lambda x, y, m: nn.utils.get_total_norm([x, y])): [
+        "_NormPartial",
+        "torch.distrib",
+        "to_torch",
+    ],
+    (lambda x, y, m: nn.utils.get_total_norm([y, x])): [
+        "_NormPartial",
+        "torch.distrib",
+        "to_torch",
+    ],
     (lambda x, y, m: DTensor.from_torch(VALUES)): ["from_torch", "Tensor"],
     (lambda x, y, m: DeviceMesh.from_torch(VALUES)): ["from_torch"],
     (lambda x, y, m: distribute_tensor(VALUES, m, [cast(Any, _StridedShard(0, split_factor=2))])): [
@@ -225,6 +237,9 @@ def keep(rank: Rank, folder: Path) -> None:
     with rank.joined():
         theirs = init_device_mesh("cpu", (2,))
         group = cast(Any, torch_dist.group.WORLD)
+        x = distribute_tensor(VALUES, DeviceMesh.from_torch(theirs), [Shard(0)])
+        with pytest.raises(checkpoint.CheckpointException, match=r"module_to_torch\(model\)"):
+            checkpoint.save({"x": x}, checkpoint_id=folder / "ours by torch")
         y = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)])
         tilework_checkpoint.save({"y": y}, folder, group=group)
         z = torch_tensor.zeros(7, 2, device_mesh=theirs, placements=[torch_tensor.Shard(1)])

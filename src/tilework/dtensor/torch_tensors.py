@@ -85,10 +85,7 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
         ValueError: It splits dims otherwise than placements here can.
     """
     mesh = DeviceMesh.from_torch(tensor.device_mesh)
-    placements = [
-        Shard(each.dim) if type(each).__name__ == "_StridedShard" else native_placement(each)
-        for each in tensor.placements
-    ]
+    placements = [_native(each, tensor) for each in tensor.placements]
     strided = [
         axis
         for axis, each in enumerate(tensor.placements)
@@ -114,6 +111,21 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
             f"{list(spec.local_shape)}: torch's DTensor was made of uneven parts"
         )
     return spec
+
+
+def _native(placement: Any, tensor: Any) -> Placement:
+    name = type(placement).__name__
+    if name == "_StridedShard":
+        return Shard(placement.dim)
+    if name == "_NormPartial":
+        raise TypeError(
+            f"a norm of a DTensor of torch.distributed.tensor's lies as {list(tensor.placements)}, "
+            f"which tilework has no placement for: redistribute() it to torch's Replicate() before "
+            f"it meets DTensors of tilework's; or make gradients of both libraries one library's "
+            f"before norms of them are taken, in the same memory: module_from_torch(model) and "
+            f"DTensor.from_torch(tensor) tilework's, module_to_torch(model) and to_torch() torch's"
+        )
+    return native_placement(placement)  # type: ignore[no-any-return]
 
 
 def local_from_torch(tensor: Any) -> Tensor:

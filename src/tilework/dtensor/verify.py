@@ -26,6 +26,7 @@ from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial
 from tilework.mesh import DeviceMesh
@@ -72,6 +73,7 @@ def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -
     Raises:
         CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. It names the
             tensor and the ranks.
+        TypeError: It is no tensor, or a DTensor of torch.distributed.tensor's.
 
     Example:
         >>> import torch
@@ -110,6 +112,7 @@ def _named_tensors(what: Any) -> Named:
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"verify() compares tensors, got {type(tensor).__name__} as {name!r}")
+        refuse_torch_dtensor(tensor, f"verify() of {name!r}")
     return _with_gradients([(name, x) for name, x in named if isinstance(x, DTensor)])
 
 

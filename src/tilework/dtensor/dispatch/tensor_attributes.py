@@ -205,7 +205,9 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
         )
     raise TypeError(
         f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
-        f"it plain with full_tensor(), or take this rank's part with to_local()"
+        f"it plain with full_tensor(), or take this rank's part with to_local(); for what torch "
+        f"does with DTensors (torch.distributed.checkpoint, for one) make it torch's, in the same "
+        f"memory, with to_torch(), or all of a model with module_to_torch(model)"
     )
 
 
