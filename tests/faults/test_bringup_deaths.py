@@ -137,9 +137,9 @@ LAUNCHED = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
-folder, at_once = Path(sys.argv[1]), sys.argv[2] == "at once"
+folder, at_once, victim = Path(sys.argv[1]), sys.argv[2] == "at once", int(sys.argv[3])
 rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-if rank == 1:
+if rank == victim:
     while not (at_once or (folder / "imported").exists()):
         time.sleep(0.01)
     sys.exit(0)
@@ -148,22 +148,33 @@ import tilework.distributed as dist
 try:
     dist.init_process_group(timeout=timedelta(minutes=2))
 except dist.PeerLostError as error:
-    (folder / "0").write_text(str(error.ranks))
+    (folder / "survivor").write_text(str(error.ranks))
 """
 
 
-@pytest.mark.parametrize("launcher", ["tilework run", "mpirun", "bare"])
-def test_a_launched_rank_that_ends_in_order_without_coming(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "victim"),
+    [
+        *(("tilework run", 1), ("mpirun", 1), ("bare", 1), ("torchrun", 1)),
+        *(("tilework run --tcp", 1), ("tilework run --tcp", 0)),  # rank 0 serves the store there
+    ],
+)
+def test_a_launched_rank_that_ends_in_order_without_coming(
+    launcher: str, victim: int, tmp_path: Path
+) -> None:
     """No launcher takes an exit status of 0 for a failure, so none ends the others."""
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun")
     (tmp_path / "program.py").write_text(LAUNCHED)
     # Without a launcher's word it must be there when the other one first looks.
-    moment = "at once" if launcher == "tilework run" else "once seen"
-    rank = [str(tmp_path / "program.py"), str(tmp_path), moment]
+    moment = "at once" if launcher.startswith("tilework run") else "once seen"
+    rank = [str(tmp_path / "program.py"), str(tmp_path), moment, str(victim)]
     python = [sys.executable]
+    both = ["--nproc-per-node=2"]
     commands = {
         "tilework run": [[*python, "-m", "tilework", "run", "-n", "2", *rank]],
+        "tilework run --tcp": [[*python, "-m", "tilework", "run", "--tcp", "-n", "2", *rank]],
+        "torchrun": [[*python, "-m", "torch.distributed.run", "--standalone", *both, *rank]],
         "mpirun": [["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *python, *rank]],
         "bare": [[*python, *rank]] * 2,
     }[launcher]
@@ -179,7 +190,51 @@ def test_a_launched_rank_that_ends_in_order_without_coming(launcher: str, tmp_pa
         for process in processes:
             process.kill()
             process.wait()
-    assert (tmp_path / "0").read_text() == "(1,)"
+    assert (tmp_path / "survivor").read_text() == f"({victim},)"
+
+
+SPAWNED = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import tilework.distributed as dist
+from tilework.launch import spawn
+
+def main(rank, folder, port, phase):
+    place = dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    if port:
+        os.environ.update(place)
+    try:
+        if phase == "making" and rank == 1:
+            from tilework.comm import group_plan
+            group_plan.make_backend = lambda *args: os._exit(0)
+        dist.init_process_group(timeout=timedelta(minutes=2))
+        if phase == "new_group" and rank == 1:
+            os._exit(0)
+        dist.new_group()
+    except dist.PeerLostError as error:
+        (Path(folder) / "survivor").write_text(str(error.ranks))
+
+if __name__ == "__main__":
+    spawner, *arguments = sys.argv[1:]
+    if spawner == "tilework":
+        spawn(main, tuple(arguments), 2, start="fork")
+    else:
+        from torch.multiprocessing.spawn import start_processes
+        start_processes(main, arguments, 2, start_method="fork")
+"""
+
+
+@pytest.mark.parametrize("phase", ["making", "new_group"])
+@pytest.mark.parametrize("spawner", ["tilework", "torch"])
+def test_a_spawned_rank_that_ends_in_order(spawner: str, phase: str, tmp_path: Path) -> None:
+    """Neither spawner takes that for a failure."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNED)
+    port = str(unused_port()) if spawner == "torch" else ""
+    command = [sys.executable, str(program), spawner, str(tmp_path), port, phase]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "survivor").read_text() == "(1,)"
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -50,7 +50,8 @@ class RankWatch:
         self._lost: set[int] = set()
         here = f"{rank} {store.attendant or '-'} {identity}\n"
         self._revoke = self._store.leave_will(_GONE, f"{rank} ", (_WHO, here))
-        self._ended_ranks, self._siblings = EndedRanks(store), Siblings.of(rank, size)
+        self._ended_ranks = EndedRanks.at_launcher(rank, size) or EndedRanks(store)
+        self._siblings = Siblings.of(rank, size)
         self._next_look = 0.0
         self._doubted_since = 0.0
         #: Those of which at least one has ended, though nobody knows which.

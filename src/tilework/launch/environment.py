@@ -11,11 +11,19 @@ from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
 from tilework.cores import THREAD_VARIABLES, threads_per_rank
 from tilework.launch.nodes import NodePlace
 from tilework.launch.settings import LaunchSettings
+from tilework.rendezvous.ended_ranks import ENDS_VARIABLE
 
 #: What another launcher may have left behind; a rank must not take it for its own.
 _FOREIGN: Final = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
-    *("TILEWORK_STORE", "TILEWORK_MASTER", "TILEWORK_SECRET", REJOIN_VARIABLE, MIN_RANKS_VARIABLE),
+    *(
+        "TILEWORK_STORE",
+        "TILEWORK_MASTER",
+        "TILEWORK_SECRET",
+        ENDS_VARIABLE,
+        REJOIN_VARIABLE,
+        MIN_RANKS_VARIABLE,
+    ),
 )
 
 
@@ -30,6 +38,8 @@ class Rendezvous:
     serves at ``master``."""
     master: tuple[str, int] | None = None
     """Host and port that rank 0 is to listen on; None without TCP."""
+    ends: str | None = None
+    """Where the launcher tells who has ended, if rank 0 serves: as ``store``."""
 
 
 def rank_environment(
@@ -67,6 +77,8 @@ def rank_environment(
         own["MASTER_ADDR"], own["MASTER_PORT"] = rendezvous.master[0], str(rendezvous.master[1])
         if rendezvous.store is not None:  # tilework's own ranks meet there all the same
             own["TILEWORK_MASTER"] = f"{rendezvous.master[0]}:{rendezvous.master[1]}"
+    if rendezvous.ends is not None:
+        own[ENDS_VARIABLE] = rendezvous.ends
     if settings.backend is not None:
         own["TILEWORK_BACKEND"] = settings.backend
     if settings.timeout is not None:

@@ -193,12 +193,13 @@ class Job:
     def _note_end(self, rank: RankProcess) -> None:
         """Tell ranks that wait for one that has ended, should there be any."""
         rendezvous = self._rendezvous
-        if rendezvous is None or rendezvous.store is None or len(self._ranks) < 2:
+        place = None if rendezvous is None else rendezvous.store or rendezvous.ends
+        if rendezvous is None or place is None or len(self._ranks) < 2:
             return
         with contextlib.suppress(DistError):
             if self._store is None:
                 secret = bytes.fromhex(rendezvous.secret) or None
-                self._store = launcher_store(rendezvous.store, _STORE_TIMEOUT, secret)
+                self._store = launcher_store(place, _STORE_TIMEOUT, secret)
             EndedRanks(self._store).add(rank.rank)
 
     def _restart(self, rank: RankProcess) -> None:
@@ -242,14 +243,14 @@ class Job:
         master = None
         if self._settings.master_port is not None:
             master = "127.0.0.1", self._settings.master_port or _free_port()
-            if not self._settings.outlives_ranks:
-                return Rendezvous(secret.hex(), master=master)
         if sys.platform == "linux":
             address = f"@tilework-{secrets.token_hex(8)}"
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="tilework-"))  # 0700
             address = str(self._folder / "store")
         self._server = StoreServer.listen_unix(address, secret)
+        if master is not None and not self._settings.outlives_ranks:
+            return Rendezvous(secret.hex(), master=master, ends=f"unix:{address}")
         return Rendezvous(secret.hex(), f"unix:{address}", master)
 
     def _starter(self, rendezvous: Rendezvous) -> Starter:

@@ -1,13 +1,25 @@
 """The launcher's word, in the job's store, on the ranks whose processes have ended.
 
+Where rank 0 serves that store, the launcher has one of its own for this: rank 0 may be the one that
+has ended, and what listens at its port may be torch's.
+
 Without torch: the launcher writes it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Collection
+from datetime import timedelta
 
-from tilework.store import PrefixStore, Store
+from tilework.errors import DistError
+from tilework.store import PrefixStore, Store, UnixStore
+
+#: Where the launcher tells it, unless in the job's store.
+ENDS_VARIABLE = "TILEWORK_ENDED_RANKS"
+#: The launcher is on this host, and lives as long as its ranks.
+_TIMEOUT = timedelta(seconds=5)
 
 _KEY = "tilework/ended-ranks"
 
@@ -23,6 +35,22 @@ class EndedRanks:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         self._store = store
+
+    @classmethod
+    def at_launcher(cls, rank: int, size: int) -> EndedRanks | None:
+        """Those that the launcher of this process tells at a place of its own.
+
+        None if there is no such place, or if this process was started as another rank.
+        """
+        environment = os.environ
+        address = environment.get(ENDS_VARIABLE, "").removeprefix("unix:")
+        started = environment.get("RANK"), environment.get("WORLD_SIZE")
+        if not address or started != (str(rank), str(size)):
+            return None
+        with contextlib.suppress(DistError, OSError, ValueError):
+            secret = bytes.fromhex(environment.get("TILEWORK_SECRET", "")) or None
+            return cls(UnixStore(address, timeout=_TIMEOUT, secret=secret))
+        return None
 
     def add(self, rank: int) -> None:
         """Say that a rank's process has ended."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import AbstractContextManager
 
-from tilework.errors import PeerLostError
+from tilework.errors import DistError, PeerLostError
+from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.place import Place
 from tilework.rendezvous.siblings import Siblings
 from tilework.store.late_notice import LateNotice
@@ -24,6 +26,8 @@ class ServerWait:
         self._where = f"at {where}" if where else "of this job"
         self._others = [rank for rank in range(place.world_size) if rank != place.rank]
         self._siblings = Siblings.of(place.rank, place.world_size)
+        # Now: while it connects to the store, it can connect to no other.
+        self._launcher = EndedRanks.at_launcher(place.rank, place.world_size)
         self._notice = LateNotice(time.monotonic())
 
     def during(self) -> AbstractContextManager[None]:
@@ -32,6 +36,9 @@ class ServerWait:
 
     def _meanwhile(self, reason: str) -> None:
         ended = self._siblings.ended(self._others) if self._siblings else set()
+        if self._launcher is not None:
+            with contextlib.suppress(DistError):
+                ended |= self._launcher.among(self._others)
         if ended:
             raise PeerLostError(
                 f"rank {self._rank}: lost rank {', '.join(map(str, sorted(ended)))} before the "
