@@ -125,12 +125,12 @@ class carrying:
 def named(title: str) -> str:
     """An operation's title, with what it is for: the outermost operator, the innermost tensor."""
     operator, tensor, purpose = "", None, _carried.purpose
-    if purpose is None:
-        return title
     while purpose is not None:
         operator = purpose[0] or operator
         tensor = purpose[1] if tensor is None else tensor
         purpose = purpose[2]
+    if not (operator or digest()) and tensor is None:
+        return title
     what = "" if tensor is None else f" {tensor}"
     return f"{title} for {operator or 'an operator'} {OF_A_DTENSOR}{what}"
 
