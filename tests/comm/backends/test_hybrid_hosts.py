@@ -138,6 +138,32 @@ def test_killing_a_rank_is_noticed_on_every_host(hosts: Hosts, victim: int) -> N
             assert when - died < 2.5
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "send", "recv"])
+def test_killing_a_rank_within_a_transfer_is_noticed(hosts: Hosts, operation: str) -> None:
+    # On this link it takes seconds. Gloo wakes nobody who waits for what is half there.
+    def story(rank: int, say: Say) -> None:
+        with joined(hosts, (0, 1), rank):
+            tensor = torch.ones(40_000_000)
+            sends = rank == (operation == "send")
+            dist.barrier()
+            say("ready")
+            try:
+                if operation == "all_reduce":
+                    dist.all_reduce(tensor)
+                else:
+                    (dist.send if sends else dist.recv)(tensor, 1 - rank)
+            except dist.DistBackendError as error:
+                say((type(error), error.ranks))
+            os._exit(0)
+
+    with ForkedRanks(2, story) as ranks:
+        for rank in ranks:
+            assert rank.hear() == "ready"
+        time.sleep(0.7)
+        ranks[1].kill(signal.SIGKILL)
+        assert ranks[0].hear() == (dist.PeerLostError, (1,))
+
+
 def test_a_rank_that_does_not_come_is_named_on_every_host(hosts: Hosts, tmp_path: Path) -> None:
     def body(rank: int) -> tuple[str, tuple[int, ...]] | None:
         group = inside(dist.new_group(timeout=timedelta(seconds=1)))

@@ -33,6 +33,7 @@ from tilework.comm.backends.engine_protocol import (
 from tilework.comm.backends.hybrid_hosts import Hosts
 from tilework.comm.backends.hybrid_point_to_point import PointToPoint
 from tilework.comm.backends.hybrid_steps import STEPS
+from tilework.comm.backends.hybrid_waits import TransferWaits
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import disagreement, header_length, header_of
 from tilework.comm.backends.python_engine import PythonEngine, poll
@@ -46,6 +47,8 @@ LOOK_SECONDS = 0.05
 #: Seconds that a rank which fails waits for other hosts to report why, or who is missing there.
 _ASK_SECONDS = 0.3
 _MISSING_SECONDS = 0.15
+#: Seconds that a transfer has to end by itself after its connection was ended.
+_GRACE_SECONDS = 0.2
 #: A rank whose leader waits for other hosts leaves it to the leader to give up first.
 _LEADER_SECONDS = 1.5
 #: Gloo's tags: collectives use one, messages one each from the next on.
@@ -88,6 +91,11 @@ class HybridEngine(PythonEngine):
         self._last = "nothing yet"
         #: The transfers of the running operation.
         self._in_flight: list[_Transfers] = []
+        #: Held while connections of Gloo are ended: two that do so at once may leave some.
+        self._ending = threading.Lock()
+        #: When they were ended first.
+        self._ended_at: float | None = None
+        self._waits = TransferWaits()
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
         #: The number and the name of the last operation that the rank's own thread waited in.
@@ -242,6 +250,17 @@ class HybridEngine(PythonEngine):
             return self._why(error, peer)
         return None
 
+    def await_transfer(self, wait: Callable[[], object], peer: int) -> FaultArgs | None:
+        """The fault of a wait for Gloo's transfer to or from ``peer``; None if it succeeded."""
+        return self.attempt(partial(self._waits.run, wait, partial(self._is_gone, peer)), peer)
+
+    def _is_gone(self, peer: int) -> bool:
+        """True if what connects this rank with another has ended a while ago."""
+        now, died = time.monotonic(), self._died.get(peer)
+        if died is not None and now - died > 2 * _ASK_SECONDS:
+            return True
+        return self._ended_at is not None and now - self._ended_at > _GRACE_SECONDS
+
     def _why(self, error: RuntimeError, peer: int) -> FaultArgs:
         poll(lambda: self.closed or self.aborted() is not None, 2 * _ASK_SECONDS)
         try:
@@ -293,7 +312,9 @@ class HybridEngine(PythonEngine):
         )
         if why is not None:
             raise Fault(*why)
-        return TorchCompletion(works.pop(), memory, timeout, partial(self.attempt, peer=rank))
+        return TorchCompletion(
+            works.pop(), memory, timeout, partial(self.await_transfer, peer=rank)
+        )
 
     def group_fault(self, completion: Completion) -> FaultArgs | None:
         fault = completion.fault()
@@ -393,14 +414,19 @@ class HybridEngine(PythonEngine):
 
     def interrupt(self) -> None:
         self._control.wake()
-        if self._backend is not None:
-            end_connections(self._backend, self.rank, self.size)
+        backend = self._backend
+        if backend is not None:
+            with self._ending:
+                end_connections(backend, self.rank, self.size)
+            if self._ended_at is None:
+                self._ended_at = time.monotonic()
 
     def release(self) -> None:
         self._control.send_all(FrameKind.GOODBYE)
         self.interrupt()
         self._shm.close()
         self._messages.end_receives()
+        self._waits.close()
         self._control.close()
         for line in self._leaders.values():
             line.close()
@@ -426,6 +452,11 @@ def _read(line: socket.socket, memory: memoryview) -> int:
     if not count:  # the other end is gone, which the control channel notices
         time.sleep(LOOK_SECONDS)
     return count
+
+
+def _wait(work: Any, memory: Tensor, limit: timedelta) -> None:
+    """Wait in Gloo, which may touch the memory meanwhile."""
+    work.wait(limit)
 
 
 class _Transfers:
@@ -469,9 +500,9 @@ class _Transfers:
         return self._engine.attempt(begin, rank)
 
     def _end(self, transfer: tuple[int, Any, Tensor]) -> FaultArgs | None:
-        rank, work, _ = transfer
+        rank, work, memory = transfer
         limit = timedelta(seconds=self._engine.left_seconds())
-        return self._engine.attempt(partial(work.wait, limit), rank)
+        return self._engine.await_transfer(partial(_wait, work, memory, limit), rank)
 
     def _raise(self, why: FaultArgs | None) -> None:
         if why is not None:
