@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-
-import pytest
+import weakref
+from functools import partial
 
 from tilework.comm.backends.hybrid_waits import TransferWaits
 
@@ -14,15 +15,16 @@ def never() -> bool:
 
 
 def test_returns_and_raises_as_the_wait_does() -> None:
-    waits, done, before = TransferWaits(), [], threading.active_count()
+    before = threading.active_count()
+    waits, done = TransferWaits(), []
     for i in range(3):
         waits.run(lambda i=i: done.append(i), never)  # type: ignore[misc]
 
     def fail() -> None:
         raise RuntimeError("as Gloo")
 
-    with pytest.raises(RuntimeError, match="as Gloo"):
-        waits.run(fail, never)
+    error = waits.run(fail, never)
+    assert str(error) == "as Gloo"
     assert done == [0, 1, 2]
     assert threading.active_count() <= before + 1  # the thread is used again
     waits.close()
@@ -35,9 +37,8 @@ def test_a_wait_that_nobody_ends_is_left() -> None:
         end.wait()
         done.set()
 
-    with pytest.raises(RuntimeError, match="ended within a message"):
-        waits.run(wait, lambda: True)
-    waits.run(lambda: None, never)
+    assert "ended within a message" in str(waits.run(wait, lambda: True))
+    assert waits.run(lambda: None, never) is None
     end.set()
     assert done.wait(30)
     waits.close()
@@ -50,4 +51,26 @@ def test_several_wait_at_a_time() -> None:
     waits.run(lambda: both.wait(30), never)
     thread.join(30)
     assert not thread.is_alive()
+    waits.close()
+
+
+def test_errors_hold_nothing_of_the_wait() -> None:
+    class Held:
+        pass
+
+    waits, held = TransferWaits(), Held()
+    seen = weakref.ref(held)
+
+    def fail(held: Held) -> None:
+        raise RuntimeError("as Gloo")
+
+    gc.disable()  # a cycle would keep it until the next collection
+    try:
+        error = waits.run(partial(fail, held), never)
+        del held
+        waits.run(lambda: None, never)  # the thread has let go of the last one
+        assert seen() is None
+    finally:
+        gc.enable()
+    assert error is not None
     waits.close()

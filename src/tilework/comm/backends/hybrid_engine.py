@@ -252,7 +252,8 @@ class HybridEngine(PythonEngine):
 
     def await_transfer(self, wait: Callable[[], object], peer: int) -> FaultArgs | None:
         """The fault of a wait for Gloo's transfer to or from ``peer``; None if it succeeded."""
-        return self.attempt(partial(self._waits.run, wait, partial(self._is_gone, peer)), peer)
+        error = self._waits.run(wait, partial(self._is_gone, peer))
+        return None if error is None else self._why(error, peer)
 
     def _is_gone(self, peer: int) -> bool:
         """True if what connects this rank with another has ended a while ago."""

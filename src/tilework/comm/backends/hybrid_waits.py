@@ -23,47 +23,55 @@ class TransferWaits:
     """Threads that wait in Gloo, for one or several others at a time."""
 
     def __init__(self) -> None:
-        self._idle: list[_Tasks] = []
+        self._idle = [_started()]
         self._is_closed = False
 
-    def run(self, wait: Callable[[], object], is_gone: Callable[[], bool]) -> None:
+    def run(self, wait: Callable[[], object], is_gone: Callable[[], bool]) -> RuntimeError | None:
         """Block until ``wait()`` has returned, or the connection is gone.
 
         Args:
             wait: A wait of Gloo's. It keeps what Gloo uses alive, also when nobody waits for it.
             is_gone: True if it cannot be expected to return any more.
 
-        Raises:
-            RuntimeError: What ``wait`` raised; or the connection is gone.
+        Returns:
+            What ``wait`` raised, or that the connection is gone; None if it succeeded. It is not
+            raised: a traceback would hold torch's objects, and they Gloo's connections.
         """
         try:
             tasks = self._idle.pop()
         except IndexError:
-            tasks = SimpleQueue()
-            threading.Thread(
-                target=_serve, args=(tasks,), name="tilework-transfer", daemon=True
-            ).start()
+            tasks = _started()
         outcome: _Outcome = SimpleQueue()
         tasks.put((wait, outcome))
-        while True:
-            try:
-                error = outcome.get(timeout=_LOOK_SECONDS)
-                break
-            except Empty:
-                if is_gone():
-                    tasks.put(None)  # once it comes back, if ever
-                    raise RuntimeError("the connection ended within a message") from None
-        self._idle.append(tasks)
-        if self._is_closed:
-            self.close()
-        if error is not None:
-            raise error
+        ended = False
+        try:
+            while not ended:
+                try:
+                    error = outcome.get(timeout=_LOOK_SECONDS)
+                    ended = True
+                except Empty:
+                    if is_gone():
+                        return RuntimeError("the connection ended within a message")
+        finally:
+            if ended and not self._is_closed:
+                self._idle.append(tasks)
+            else:
+                tasks.put(None)  # it ends when it comes back, if ever
+        return error
 
     def close(self) -> None:
         """End the threads that are idle; others end when they are."""
         self._is_closed = True
         while self._idle:
             self._idle.pop().put(None)
+
+
+def _started() -> _Tasks:
+    """The tasks of a new thread."""
+    tasks: _Tasks = SimpleQueue()
+    thread = threading.Thread(target=_serve, args=(tasks,), name="tilework-transfer", daemon=True)
+    thread.start()
+    return tasks
 
 
 def _serve(tasks: _Tasks) -> None:
@@ -73,7 +81,6 @@ def _serve(tasks: _Tasks) -> None:
         try:
             wait()
         except RuntimeError as failure:
-            # Its traceback would hold torch's objects, and they Gloo's connections.
             error = failure.with_traceback(None)
         del task, wait
         outcome.put(error)

@@ -119,7 +119,11 @@ class PythonEngine(ABC):
             if self._worker is None:
                 name = f"tilework-engine-{self.rank}"
                 self._worker = threading.Thread(target=self._work, name=name, daemon=True)
-                self._worker.start()
+                try:
+                    self._worker.start()
+                except KeyError as error:
+                    # CPython's start() hides behind it what a signal's handler raised within it.
+                    raise (error.__context__ or error) from None
         self._queue.put((operation, completion))
         return completion
 
