@@ -44,6 +44,7 @@ Times = dict[str, dict[str, float]]
 #: The most that the sampled mode may cost; and where comparing, or hashing a plain tensor, is a
 #: fixed cost beside next to nothing.
 GOAL, FIXED = 1.03, 1.1
+PLAIN = torch.randn(8, 8)
 OPERATORS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "add": lambda x, y, w: x + y,
     "times a number": lambda x, y, w: x * 2.0,
@@ -53,7 +54,6 @@ OPERATORS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "mm": lambda x, y, w: x @ w,
     "plain operand": lambda x, y, w: x + PLAIN,
 }
-PLAIN = torch.randn(8, 8)
 
 
 def cases(mesh: ours.DeviceMesh, rows: int) -> dict[str, Callable[[], object]]:
