@@ -15,6 +15,7 @@ from tests.chaos.plan import Trial
 from tests.chaos.rank_program import RankProgram, Restart, Setting, settled, sum_after_restart
 from tests.faults.forked_ranks import Holdings
 from tilework.comm.world import World, own_world
+from tilework.rendezvous.liveness import process_identity
 
 ENDING_SECONDS = 40.0
 
@@ -26,6 +27,7 @@ class Threads:
         self._setting = setting
 
     def __enter__(self) -> Threads:
+        process_identity()  # makes the process's mark, which it holds from then on
         return self
 
     def __exit__(self, *_: object) -> None:
