@@ -17,6 +17,7 @@
 #include "calibration.h"
 #include "copy.h"
 #include "crc32.h"
+#include "fast_function.h"
 #include "fast_path.h"
 #include "file_reader.h"
 #include "memory_hold.h"
@@ -172,6 +173,8 @@ void bind_fast_path(nb::module_& m) {
       .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "flight"_a,
            "timeout"_a, "on_failure"_a)
       .def_rw("timeout", &FastPath::timeout);
+  m.def("fast_function", &make_fast_function, "function"_a, "inputs"_a, "outputs"_a);
+  m.def("register_world", &set_world_types, "variable"_a, "world_type"_a, "group_type"_a);
 }
 
 void bind_flight_ring(nb::module_& m) {
@@ -228,6 +231,7 @@ void bind_wait_history(nb::module_& m) {
       .def("avoids_yields", &WaitHistory::avoids_yields, "now"_a)
       .def("record_yield", &WaitHistory::record_yield, "now"_a, "ns"_a)
       .def("record_yields", &WaitHistory::record_yields, "now"_a, "in_vain"_a)
+      .def("should_look", &WaitHistory::should_look)
       .def("should_move", &WaitHistory::should_move, "now"_a);
 }
 
@@ -449,6 +453,8 @@ void bind_files(nb::module_& m) {
           copy_streaming(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
       },
       "copies"_a);
+  m.def("start_writeback", start_writeback, "fd"_a, "offset"_a, "nbytes"_a,
+        nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace
@@ -505,6 +511,19 @@ NB_MODULE(_core, m) {
         return set_tensor_types(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
       },
       "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "reductions"_a, "in_library"_a);
+  m.def(
+      "set_tensor_layout",
+      [](size_t impl, size_t flags, uint64_t negative, size_t counter, size_t number) {
+        set_tensor_layout({impl, flags, negative, counter, number});
+      },
+      "impl"_a, "flags"_a, "negative"_a, "counter"_a, "number"_a);
+  m.def("is_negative", [](nb::handle tensor) { return is_negative(tensor.ptr()); }, "tensor"_a);
+  m.def(
+      "bump_version",
+      [](nb::handle tensor) {
+        if (!bump_versions(tensor.ptr())) throw nb::python_error();
+      },
+      "tensor"_a);
   m.def("set_core_limit", [](uint32_t cores) { core_limit().store(cores); }, "cores"_a);
   m.def("set_profiled", &set_profiled, "profiled"_a);
   m.def("set_long_wait", &set_long_wait, "fn"_a.none(), "seconds"_a);

@@ -3,7 +3,8 @@
 // for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009). The last 16 bytes go by tables.
 //
 // copy_crc32() stores each register that it has loaded: the products take no time beside a copy that
-// waits for memory.
+// waits for memory. Between runs of a share a register is moved past the gap by the same product, with
+// another constant.
 #include "crc32.h"
 
 #include <algorithm>
@@ -24,6 +25,14 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0xEDB88320;
 constexpr size_t kSlices = 8;
+
+/// Runs to copy, of a multiple of 64 bytes each, to whole lines.
+struct RunsToCopy {
+  unsigned char* to;
+  int64_t to_apart;
+  const unsigned char* from;
+  size_t apart, run, count;
+};
 
 using Tables = std::array<std::array<uint32_t, 256>, kSlices>;
 
@@ -146,6 +155,18 @@ TILEWORK_VPCLMUL inline void store_wide(unsigned char* to, __m512i value) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
 }
 
+/// The state after what 64 bytes stand for and what follows them.
+TILEWORK_VPCLMUL uint32_t finished_wide(__m512i value, const unsigned char* data, size_t bytes) {
+  // By way of memory: g++ 12 warns of its own _mm512_extracti32x4_epi32.
+  unsigned char last[64];
+  _mm512_storeu_si512(last, value);
+  __m128i parts[4];
+  for (int i = 0; i < 4; ++i) parts[i] = load(last + 16 * i);
+  const __m128i sum = _mm_xor_si128(_mm_xor_si128(moved(parts[0], kBy384), moved(parts[1], kBy256)),
+                                    _mm_xor_si128(moved(parts[2], kBy128), parts[3]));
+  return finished(sum, data, bytes);
+}
+
 /// Of 256 bytes at least. What is not a whole block of 256 bytes is not stored.
 template <bool kCopied>
 TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, uint32_t state,
@@ -167,15 +188,47 @@ TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, ui
     }
   }
   for (int i = 1; i < 4; ++i) lanes[i] = moved_wide(lanes[i - 1], by512, lanes[i]);
-  // By way of memory: g++ 12 warns of its own _mm512_extracti32x4_epi32.
-  unsigned char last[64];
-  _mm512_storeu_si512(last, lanes[3]);
-  __m128i parts[4];
-  for (int i = 0; i < 4; ++i) parts[i] = load(last + 16 * i);
-  const __m128i value =
-      _mm_xor_si128(_mm_xor_si128(moved(parts[0], kBy384), moved(parts[1], kBy256)),
-                    _mm_xor_si128(moved(parts[2], kBy128), parts[3]));
-  return finished(value, data, bytes);
+  return finished_wide(lanes[3], data, bytes);
+}
+
+/// One register is enough here: memory takes longer than its products do.
+TILEWORK_VPCLMUL uint32_t runs_by_vpclmul(const RunsToCopy& runs, const long long* across,
+                                          uint32_t state) {
+  const __m512i within = wide_constant(kBy512), past_gap = wide_constant(across);
+  __m512i register_ = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<long long>(state));
+  const unsigned char* from = runs.from;
+  unsigned char* to = runs.to;
+  for (size_t k = 0; k < runs.count; ++k, from += runs.apart, to += runs.to_apart)
+    for (size_t at = 0; at < runs.run; at += 64) {
+      const __m512i next = load_wide(from + at);
+      __builtin_prefetch(from + at + runs.apart);
+      store_wide(to + at, next);
+      if (k == 0 && at == 0)
+        register_ = _mm512_xor_si512(register_, next);
+      else
+        register_ = moved_wide(register_, at == 0 ? past_gap : within, next);
+    }
+  return finished_wide(register_, nullptr, 0);
+}
+
+TILEWORK_PCLMUL uint32_t runs_by_pclmul(const RunsToCopy& runs, const long long* across,
+                                        uint32_t state) {
+  __m128i lanes[4] = {_mm_cvtsi32_si128(static_cast<int>(state)), _mm_setzero_si128(),
+                      _mm_setzero_si128(), _mm_setzero_si128()};
+  const unsigned char* from = runs.from;
+  unsigned char* to = runs.to;
+  for (size_t k = 0; k < runs.count; ++k, from += runs.apart, to += runs.to_apart)
+    for (size_t at = 0; at < runs.run; at += 64) {
+      __m128i line[4];
+      __builtin_prefetch(from + at + runs.apart);
+      load_line(from + at, to + at, line);
+      const bool first = k == 0 && at == 0;
+      const long long* by = at == 0 ? across : kBy512;
+      for (int i = 0; i < 4; ++i)
+        lanes[i] = _mm_xor_si128(first ? lanes[i] : moved(lanes[i], by), line[i]);
+    }
+  for (int i = 1; i < 4; ++i) lanes[i] = _mm_xor_si128(moved(lanes[i - 1], kBy128), lanes[i]);
+  return finished(lanes[3], nullptr, 0);
 }
 
 bool has_pclmul() { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
@@ -201,7 +254,22 @@ uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t b
   return by_words(data, bytes, state);
 }
 
+bool folds_runs() {
+  static const bool folds = has_pclmul();
+  return folds;
+}
+
+/// `across` moves a register past a gap and 64 bytes.
+uint32_t advanced_by_runs(const RunsToCopy& runs, const long long* across, uint32_t state) {
+  static const bool folds_wide = has_vpclmul();
+  return folds_wide ? runs_by_vpclmul(runs, across, state) : runs_by_pclmul(runs, across, state);
+}
+
 #else
+
+bool folds_runs() { return false; }
+
+uint32_t advanced_by_runs(const RunsToCopy&, const long long*, uint32_t state) { return state; }
 
 /// In pieces that are still in the nearest cache when they are copied.
 uint32_t advanced_copying(unsigned char* to, const unsigned char* data, size_t bytes,
@@ -291,6 +359,28 @@ void Crc32Share::add(const void* data, size_t bytes) {
 void Crc32Share::copy(void* to, const void* data, size_t bytes, size_t ahead) {
   close_gap();
   state_ = copied(to, data, bytes, state_, ahead);
+}
+
+void Crc32Share::copy_runs(void* to, int64_t to_apart, const void* data, size_t apart, size_t run,
+                           size_t count) {
+  auto* target = static_cast<unsigned char*>(to);
+  const auto* source = static_cast<const unsigned char*>(data);
+  const auto places = reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(to_apart) | run;
+  if (places % 64 == 0 && count > 1 && folds_runs()) {
+    close_gap();
+    if (apart - run != known_apart_) {
+      known_apart_ = apart - run;
+      known_across_[0] = static_cast<long long>(factor_of(known_apart_ + 64 + 4)) << 1;
+      known_across_[1] = static_cast<long long>(factor_of(known_apart_ + 64 - 4)) << 1;
+    }
+    const RunsToCopy runs = {target, to_apart, source, apart, run, count};
+    state_ = advanced_by_runs(runs, known_across_, state_);
+    return;
+  }
+  for (size_t k = 0; k < count; ++k, source += apart, target += to_apart) {
+    if (k > 0) skip(apart - run);
+    copy(target, source, run, apart);
+  }
 }
 
 uint32_t Crc32Share::value() {

@@ -22,8 +22,14 @@ class Crc32Share {
   void add(const void* data, size_t bytes);
   /// As add() and copy_crc32(); what lies `ahead` bytes behind is fetched meanwhile, if it is not 0.
   void copy(void* to, const void* data, size_t bytes, size_t ahead);
+  /// As copy() and skip() by turns: `count` runs of `run` bytes, which are `apart` bytes apart in the
+  /// data and `to_apart` bytes in memory. Ends with the last run.
+  void copy_runs(void* to, int64_t to_apart, const void* data, size_t apart, size_t run,
+                 size_t count);
   /// The share, if the data end here.
   uint32_t value();
+  /// Begin with other data.
+  void restart() { state_ = 0, gap_ = 0; }
 
  private:
   void close_gap();
@@ -33,6 +39,9 @@ class Crc32Share {
   /// The last gap that was closed, and the factor for it.
   size_t known_gap_ = 0;
   uint32_t known_factor_ = 0;
+  /// The gap between the last runs, and what moves a register past it and 64 bytes.
+  size_t known_apart_ = ~size_t{0};
+  long long known_across_[2] = {0, 0};
 };
 
 }  // namespace tilework

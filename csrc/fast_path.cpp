@@ -59,6 +59,10 @@ bool find(PyObject* const* table, size_t count, PyObject* object, unsigned& inde
 /// The tensors of one side of an operation.
 class Operands {
  public:
+  Operands() {}  // few_ stays as it is
+  Operands(const Operands&) = delete;
+  Operands& operator=(const Operands&) = delete;
+
   /// Read the tensors; false if the operation does not take them, or not as they are.
   bool read(nb::handle tensors, bool as_list, int expected, nb::handle rows, bool strided) {
     if (tensors.is_none()) return expected == 0;
@@ -171,7 +175,9 @@ class Operands {
   }
 
   nb::object kept_;  // the tensors of a list
-  Buffer few_[kFew];
+  union {
+    Buffer few_[kFew];
+  };
   std::vector<Buffer> many_;  // all of them, if more than kFew
   int size_ = 0;
   bool alike_ = true;  // so far
@@ -302,12 +308,23 @@ void FastPath::run_recorded(Act&& act, Slot&& slot, Fail&& fail) {
   flight_.end(slot());
 }
 
+int find_form(const std::string& name) {
+  for (size_t i = 0; i < kFormCount; ++i)
+    if (name == kForms[i].name) return static_cast<int>(i);
+  return -1;
+}
+
 bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
                    int root, nb::handle in_rows, nb::handle out_rows) {
-  unsigned which, reduction = 0;
-  if (!find(names().forms, kFormCount, name.ptr(), which) ||
-      profiled.load(std::memory_order_relaxed))
-    return false;
+  unsigned which;
+  return find(names().forms, kFormCount, name.ptr(), which) &&
+         run_form(which, name, inputs, outputs, reduce_op, root, in_rows, out_rows);
+}
+
+bool FastPath::run_form(unsigned which, nb::handle name, nb::handle inputs, nb::handle outputs,
+                        nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows) {
+  unsigned reduction = 0;
+  if (profiled.load(std::memory_order_relaxed)) return false;
   if (!reduce_op.is_none() && !find(names().reductions, kReduceOps, reduce_op.ptr(), reduction))
     return false;
   const OpForm& form = kForms[which];
@@ -320,14 +337,19 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
   operation.provenance = thread_provenance();
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
-  Operands in, out;
+  Operands in, others;
   const bool strided = only_moves(form.kind);
   if (!in.read(inputs, form.input_list, expected.inputs, in_rows, strided)) return false;
-  if (elementwise(form.kind) && inputs.ptr() == outputs.ptr())
-    out = in;
-  else if (!out.read(outputs, form.output_list, expected.outputs, out_rows, strided))
+  const bool in_place = elementwise(form.kind) && inputs.ptr() == outputs.ptr();
+  if (!in_place && !others.read(outputs, form.output_list, expected.outputs, out_rows, strided))
     return false;
+  const Operands& out = in_place ? in : others;
   if ((in.count > 0 && out.count > 0 && in.dtype != out.dtype) || !out.disjoint()) return false;
+  if (form.kind == OpKind::kAllToAll && !form.input_list) {
+    const int64_t size = group_.core().size();
+    if (in_rows.is_none() && in.shape.dims > 0 && in.shape.sizes[0] % size != 0) return false;
+    if (out_rows.is_none() && out.shape.dims > 0 && out.shape.sizes[0] % size != 0) return false;
+  }
   operation.dtype = in.count > 0 ? in.dtype : out.dtype;
   operation.inputs = in.view();
   operation.outputs = out.view();

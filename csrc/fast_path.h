@@ -20,11 +20,16 @@ class FastPath {
   /// refused.
   bool run(nb::handle operation, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
            int root, nb::handle in_rows, nb::handle out_rows);
+  /// The same by the number of its form; `operation` still names it.
+  bool run_form(unsigned form, nb::handle operation, nb::handle inputs, nb::handle outputs,
+                nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows);
 
   /// True: sent. False: refused. With `at_once`, what would have to wait is refused.
   bool send(nb::handle tensor, int dst, int64_t tag, bool at_once);
   /// The source rank; -2: refused.
   int recv(nb::handle tensor, int src, int64_t tag, bool at_once);
+
+  int rank() const { return group_.core().rank(); }
 
   double timeout;
 
@@ -39,6 +44,9 @@ class FastPath {
   FlightRing& flight_;
   nb::object on_failure_;
 };
+
+/// The number of the form of a public operation; -1 if the fast path has none of this name.
+int find_form(const std::string& name);
 
 /// Set the objects that stand for the reductions: {object: name}.
 void set_reduce_op_objects(const nb::dict& names);

@@ -175,6 +175,14 @@ struct FileReader::Walk {
     while (!over() && next() < end) {
       const size_t bytes = std::min(end, run_end()) - next();
       const char* from = source + (next() - begin);
+      const size_t count = collects && apart > 0 ? whole_runs(end) : 0;
+      if (count > 1) {
+        share_until_next().copy_runs(to, runs.to.back(), from, apart, runs.run, count);
+        index.back() += count - 1, at += (count - 1) * apart;
+        to += static_cast<int64_t>(count - 1) * runs.to.back();
+        take(runs.run);
+        continue;
+      }
       if (collects)
         share_until_next().copy(to + done, from, bytes, bytes > kPiece / 4 ? 0 : apart);
       else if (bytes < kStreamedRun)
@@ -183,6 +191,12 @@ struct FileReader::Walk {
         copy_run(to + done, from, bytes, apart);
       take(bytes);
     }
+  }
+
+  /// The runs that follow each other at the same distance, and end before `end`.
+  size_t whole_runs(size_t end) const {
+    if (done > 0 || run_end() > end) return 0;
+    return std::min(runs.counts.back() - index.back(), (end - run_end()) / runs.from.back() + 1);
   }
 
   /// The share, once bytes up to the next wanted one count in others. The next run's are added to it.
@@ -242,7 +256,7 @@ struct FileReader::Walk {
     if (collects) {
       share.skip(end - passed);
       part.shares[chunk] = share.value();
-      share = Crc32Share(), passed = end;
+      share.restart(), passed = end;
       return true;
     }
     if (part.checked[chunk] && crc != part.checksums[chunk]) {
@@ -407,6 +421,14 @@ ReadOutcome FileReader::read(int fd, const ChunkedPart& part, const Runs& runs, 
     begin += bytes;
   }
   return walk.outcome;
+}
+
+void start_writeback(int fd, int64_t offset, int64_t bytes) {
+#if defined(SYNC_FILE_RANGE_WRITE)
+  (void)sync_file_range(fd, offset, bytes, SYNC_FILE_RANGE_WRITE);
+#else
+  (void)fd, (void)offset, (void)bytes;
+#endif
 }
 
 }  // namespace tilework

@@ -80,4 +80,7 @@ class FileReader {
   char* bounce_ = nullptr;
 };
 
+/// Have the system begin to bring bytes of a file to the disk; hints may fail. The flush tells errors.
+void start_writeback(int fd, int64_t offset, int64_t bytes);
+
 }  // namespace tilework

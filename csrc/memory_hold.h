@@ -41,7 +41,7 @@ class MemoryHold {
 
  private:
   struct Held {
-    uintptr_t storage, data, context;  // context 0: not held
+    uintptr_t storage, data, context;
   };
   std::vector<Held> held_;
   nanobind::object owners_;

@@ -53,17 +53,36 @@ int RankContext::cores() {
   return count;
 }
 
-/// Move this thread to a core without a rank of the group, if it is time to; true if it moved. The
-/// thread may run wherever it might before: only the kernel's choice is made anew.
-bool RankContext::leave_core() {
-  if (size > known_cores.load(std::memory_order_relaxed)) return false;
-  if (!history.should_move(now_ns())) return false;
-  uint64_t taken[kCoreWords] = {};
+/// Move this thread to a core with at least two ranks fewer, if it is time to; true if it moved. Of the
+/// ranks on a core the last one leaves it. The thread may run wherever it might before: only the
+/// kernel's choice is made anew. The kernel itself is slow to part three ranks on one core from one on
+/// another, as all of them are always runnable and yield all the time.
+bool RankContext::leave_core(uint32_t here) {
+  constexpr uint32_t kCores = kCoreWords * 64;
+  const int known = known_cores.load(std::memory_order_relaxed);
+  if (known == 0 || here > kCores) return false;
+  const RankControl& own = segment.control(rank);
+  uint64_t usable[kCoreWords];
+  int count = 0;
+  if (size > known && !history.should_look()) return false;
+  for (int i = 0; i < kCoreWords; ++i)
+    count += __builtin_popcountll(usable[i] = own.cores[i].load(std::memory_order_relaxed));
+  if (size > known && known < count) return false;  // it is time that they lack, not cores
+  uint16_t ranks[kCores] = {};
   for (int peer = 0; peer < size; ++peer) {
-    const uint32_t core = segment.control(peer).core.load(std::memory_order_relaxed) - 1;
-    if (core < kCoreWords * 64) taken[core / 64] |= uint64_t{1} << core % 64;
+    const uint32_t core = segment.control(peer).core.load(std::memory_order_relaxed);
+    if (core == here && peer > rank) return false;
+    if (core != 0 && core <= kCores) ++ranks[core - 1];
   }
-  return tilework::leave_cores(taken);
+  int fewest = ranks[here - 1];
+  for (int i = 0; i < kCoreWords; ++i)
+    for (uint64_t bits = usable[i]; bits != 0; bits &= bits - 1)
+      fewest = std::min<int>(fewest, ranks[64 * i + __builtin_ctzll(bits)]);
+  if (fewest + 2 > ranks[here - 1] || !history.should_move(now_ns())) return false;
+  uint64_t fuller[kCoreWords] = {};
+  for (uint32_t core = 0; core < kCores; ++core)
+    if (ranks[core] > fewest) fuller[core / 64] |= uint64_t{1} << core % 64;
+  return leave_cores(fuller);
 }
 
 std::optional<Abort> RankContext::aborted() const {

@@ -54,8 +54,8 @@ struct RankContext {
   }
 
   /// True if a rank of [first, last) that `awaited` accepts was last seen on `core`, on which this
-  /// thread runs. Tells the others so. Where each rank can have a core, the later of two ranks that
-  /// stay on one leaves it.
+  /// thread runs. Tells the others so. The last rank of a core that has stayed fuller than
+  /// another one leaves it.
   template <class Awaited>
   bool shares_core(int core, int first, int last, Awaited&& awaited) {
     const uint32_t here = static_cast<uint32_t>(core + 1);
@@ -63,7 +63,7 @@ struct RankContext {
     for (int peer = first; here != 0 && peer < last; ++peer)
       if (peer != rank && segment.control(peer).core.load(std::memory_order_relaxed) == here &&
           awaited(peer))
-        return peer > rank || !leave_core();
+        return peer > rank || !leave_core(here);
     return false;
   }
 
@@ -79,7 +79,7 @@ struct RankContext {
   std::atomic<uint64_t> operations{0}, bytes{0}, sleeps{0};
 
  private:
-  bool leave_core();
+  bool leave_core(uint32_t here);
 };
 
 }  // namespace tilework

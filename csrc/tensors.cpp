@@ -2,6 +2,8 @@
 
 #include <nanobind/ndarray.h>
 
+#include <atomic>
+
 namespace tilework {
 namespace {
 
@@ -22,6 +24,22 @@ struct Torch {
   PyObject *tensor_type, *parameter_type, *increment_version, *is_neg;
   int (*borrow)(PyObject*, dltensor*) = nullptr;
 } torch;
+
+TensorLayout layout{};
+
+template <class T>
+T* at(uintptr_t object, size_t offset) {
+  return reinterpret_cast<T*>(object + offset);
+}
+
+uintptr_t impl_of(PyObject* tensor) {
+  return *at<uintptr_t>(reinterpret_cast<uintptr_t>(tensor), layout.impl);
+}
+
+bool is_plain_tensor(PyObject* object) {
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == torch.tensor_type || type == torch.parameter_type;
+}
 
 /// The dtype of a DLPack type code and number of bits; kBytes if the contract has no such dtype.
 DType dtype_of(nanobind::dlpack::dtype type) {
@@ -90,8 +108,7 @@ bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type,
 }
 
 bool view_tensor(PyObject* object, TensorView& view, bool strided) {
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  if (!torch.borrow || (type != torch.tensor_type && type != torch.parameter_type)) return false;
+  if (!torch.borrow || !is_plain_tensor(object)) return false;
   dltensor tensor;
   if (torch.borrow(object, &tensor) != 0) {
     PyErr_Clear();
@@ -101,13 +118,30 @@ bool view_tensor(PyObject* object, TensorView& view, bool strided) {
   if (tensor.device.device_type != nanobind::device::cpu::value || view.dtype == DType::kBytes ||
       !read_layout(tensor, view) || !(strided || view.buffer.dense()))
     return false;
-  PyObject* negative = PyObject_CallOneArg(torch.is_neg, object);
+  return !is_negative(object);
+}
+
+void set_tensor_layout(const TensorLayout& given) { layout = given; }
+
+bool is_negative(PyObject* tensor) {
+  if (layout.negative != 0 && is_plain_tensor(tensor))
+    return (*at<uint64_t>(impl_of(tensor), layout.flags) & layout.negative) != 0;
+  PyObject* const answer = torch.is_neg ? PyObject_CallOneArg(torch.is_neg, tensor) : nullptr;
   PyErr_Clear();
-  Py_XDECREF(negative);
-  return negative == Py_False;
+  Py_XDECREF(answer);
+  return answer != Py_False;
 }
 
 bool bump_versions(PyObject* tensors) {
+  if (layout.negative != 0 && is_plain_tensor(tensors))
+    if (uintptr_t counter = *at<uintptr_t>(impl_of(tensors), layout.counter)) {
+      at<std::atomic<uint32_t>>(counter, layout.number)->fetch_add(1);
+      return true;
+    }
+  if (!torch.increment_version) {
+    PyErr_SetString(PyExc_RuntimeError, "torch is not registered");
+    return false;
+  }
   const bool several = PyList_Check(tensors) || PyTuple_Check(tensors);
   PyObject* written = several ? Py_NewRef(tensors) : PyTuple_Pack(1, tensors);
   PyObject* none = written ? PyObject_CallOneArg(torch.increment_version, written) : nullptr;

@@ -39,6 +39,20 @@ struct TensorView {
 /// Set torch's types and its exchange table; once per process. False if this torch has no table.
 bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
+/// Places in torch's tensors, found out by comm/backends/tensor_layout.py; offsets in bytes.
+struct TensorLayout {
+  size_t impl;        // in the Python object: the address of the object behind it
+  size_t flags;       // there: the word with the bit
+  uint64_t negative;  // that says that values are to be negated when read; 0: nothing is known
+  size_t counter;     // there: the address of the version counter
+  size_t number;      // in that: the number
+};
+/// Have the functions below look there; where nothing is known they ask torch.
+void set_tensor_layout(const TensorLayout& layout);
+
+/// True if the values of a tensor (of the exact types) are to be negated when they are read.
+bool is_negative(PyObject* tensor);
+
 /// True if `object` is such a tensor, dense unless `strided` is true. Never leaves an exception set.
 /// False for complex tensors, which count as pairs of reals in some operations.
 bool view_tensor(PyObject* object, TensorView& view, bool strided = false);

@@ -63,13 +63,17 @@ class WaitHistory {
 
   /// Learn from a yield that ended at `now` and took `ns`. A peer that answers at all does so in
   /// microseconds; a program that computes keeps the core for a time slice, since the kernel holds it
-  /// against whoever yields. Sleep serves better for a while; then yields are tried again, the later
-  /// the more often they were in vain.
+  /// against whoever yields. If that happens again soon, sleep serves better for a while; then yields
+  /// are tried again, the later the more often they were in vain.
   void record_yield(int64_t now, int64_t ns) {
-    if (ns >= kCostlyYield)
-      avoid_yields(now);
-    else if (now - sleep_until_.load(std::memory_order_relaxed) > kLongestRetry)
+    if (ns >= kCostlyYield) {
+      const int64_t retry = retry_ns_.load(std::memory_order_relaxed);
+      const int64_t soon = retry > kRetry ? 2 * retry : kRareYields * ns;
+      const int64_t last = costly_at_.exchange(now, std::memory_order_relaxed);
+      if (now - ns - last < soon) avoid_yields(now);
+    } else if (now - sleep_until_.load(std::memory_order_relaxed) > kLongestRetry) {
       retry_ns_.store(kRetry, std::memory_order_relaxed);
+    }
   }
 
   /// Learn whether the yields of a wait, which ended at `now`, let a peer on this core run. They do not
@@ -80,9 +84,16 @@ class WaitHistory {
     if (count == kVainWaits) avoid_yields(now);
   }
 
-  /// Learn that at `now` this rank shares its core with one that it waits for, though there is a core for
-  /// each. True if it has for so long that it should move to another, the later the more often it has
-  /// come back.
+  /// True once in many calls: how a wait of a rank that always shares its core comes to look whether the
+  /// ranks are spread evenly.
+  bool should_look() {
+    const int looks = looks_.load(std::memory_order_relaxed) + 1;
+    looks_.store(looks % kLooks, std::memory_order_relaxed);
+    return looks == kLooks;
+  }
+
+  /// Learn that at `now` this rank shares its core with more others than it would another one. True if
+  /// it has for so long that it should move there, the later the more often it has come back.
   bool should_move(int64_t now) {
     const int64_t last = shared_at_.exchange(now, std::memory_order_relaxed);
     if (now - last > kApart) shared_since_.store(now, std::memory_order_relaxed);
@@ -106,7 +117,9 @@ class WaitHistory {
   static constexpr uint32_t kMemory = 64;  // waits
   static constexpr uint32_t kRare = kOne / 16;
   static constexpr int64_t kCostlyYield = 500 * kMicrosecond;
+  static constexpr int64_t kRareYields = 8;  // a program that takes less of the time is let pass
   static constexpr int kVainWaits = 4;
+  static constexpr int kLooks = 32;
   static constexpr int64_t kApart = 5 * kMillisecond, kForgotten = 2 * kSecond;
   static constexpr int64_t kMove = kMillisecond, kLongestMove = 256 * kMillisecond;
   static constexpr int64_t kRetry = 25 * kMillisecond, kLongestRetry = 400 * kMillisecond;
@@ -118,8 +131,8 @@ class WaitHistory {
   }
 
   std::atomic<uint32_t> share_{0};
-  std::atomic<int> vain_waits_{0};
-  std::atomic<int64_t> sleep_until_{0}, retry_ns_{kRetry};
+  std::atomic<int> vain_waits_{0}, looks_{0};
+  std::atomic<int64_t> costly_at_{-kSecond}, sleep_until_{0}, retry_ns_{kRetry};
   std::atomic<int64_t> shared_at_{-kSecond}, shared_since_{0}, move_ns_{kMove};
 };
 

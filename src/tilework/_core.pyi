@@ -1,10 +1,13 @@
 """The shared-memory core: one group of ranks over one sealed memfd. See csrc/."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: Bumped whenever the segment's layout changes; ranks with another value cannot join.
 ABI: int
@@ -51,6 +54,9 @@ def crc32(address: int, nbytes: int, crc: int = 0) -> int:
 
 def copy_streamed(copies: Sequence[tuple[int, int, int]]) -> None:
     """Copy memory past the caches, with the GIL released: addresses to and from, and bytes."""
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the system begin to bring bytes of a file to the disk. A hint: no errors."""
 
 class FileReader:
     """Reads parts of files whose chunks have checksums; one thread at a time."""
@@ -106,6 +112,7 @@ class WaitHistory:
     def avoids_yields(self, now: int) -> bool: ...
     def record_yield(self, now: int, ns: int) -> None: ...
     def record_yields(self, now: int, in_vain: bool) -> None: ...
+    def should_look(self) -> bool: ...
     def should_move(self, now: int) -> bool: ...
 
 class Completion:
@@ -140,6 +147,24 @@ def register_torch(
 ) -> bool:
     """Register the torch types and functions that FastPath needs; False if this torch exports no
     DLPack exchange table. `in_library` maps a file name to True if it is not the program's own."""
+
+def set_tensor_layout(impl: int, flags: int, negative: int, counter: int, number: int) -> None:
+    """Set the places in torch's tensors that comm.backends.tensor_layout finds; zeros: none is known."""
+
+def is_negative(tensor: Tensor) -> bool:
+    """True if a tensor's values are to be negated when they are read. After register_torch only."""
+
+def bump_version(tensor: Tensor) -> None:
+    """Count up a tensor's version, for autograd. After register_torch only."""
+
+def register_world(variable: ContextVar[Any], world_type: type, group_type: type) -> None:
+    """Register where `fast_function` finds groups: the ContextVar of a rank's World, the classes of
+    Worlds (with a slot `default_group`) and of groups (`fast_path`, `group_ranks`, `global_ranks`)."""
+
+def fast_function(function: _Function, inputs: str, outputs: str) -> _Function:
+    """A public operation whose usual calls the core takes itself; the others it hands to
+    `function`, for which it stands in all respects (csrc/fast_function.h). `inputs`, `outputs`: the
+    parameters that are those, "" for none."""
 
 def set_long_wait(fn: Callable[[], None] | None, seconds: float) -> None:
     """Set the function that threads call now and then which wait for other ranks longer than

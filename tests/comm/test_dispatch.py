@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.comm.conftest import Join, Runner
+from tilework.testing import run_ranks
 
 USABLE = [name for name in ("threads", "shm", "gloo") if dist.is_backend_available(name)]
 
@@ -84,3 +86,14 @@ def test_all_to_all_single(ranks: Runner, join: Join) -> None:
         assert output.equal(torch.ones(2, 2))
 
     ranks(1, body)
+
+
+@pytest.mark.skipif("shm" not in USABLE, reason="no backend here has a fast path")
+def test_the_fast_path_has_the_groups_timeout() -> None:
+    def body(rank: int) -> list[object]:
+        group = dist.new_group([0, 1], backend="cpu:shm,cuda:threads")
+        assert isinstance(group, dist.ProcessGroup)
+        group.set_timeout(timedelta(milliseconds=60))
+        return [getattr(group.fast_path, "timeout", 0.06), type(group).__name__]
+
+    assert run_ranks(2, body, kind="threads", backend="shm") == [[0.06, "DispatchGroup"]] * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.comm.rank_watch import RankWatch
 from tilework.rendezvous.liveness import process_identity, thread_identity
-from tilework.store import FileStore, HashStore, StoreServer, UnixStore
+from tilework.store import FileStore, HashStore, PrefixStore, StoreServer, UnixStore
 
 
 def test_ranks_that_live_are_not_lost() -> None:
@@ -61,3 +61,15 @@ def test_the_roll_is_known_without_the_store() -> None:
     first.learn(second.roll())
     assert not first.ended_here(first.everyone())
     assert not RankWatch(HashStore(), 1, 2, thread_identity()).ended_here([0])
+
+
+def test_where_ranks_may_be_elsewhere_processes_here_are_not_counted(tmp_path: Path) -> None:
+    class Elsewhere(FileStore):
+        @property
+        def is_of_one_host(self) -> bool:
+            return False
+
+    here = RankWatch(FileStore(tmp_path / "here"), 0, 2, process_identity())
+    there = RankWatch(PrefixStore("of", Elsewhere(tmp_path / "there")), 0, 2, process_identity())
+    assert here._kin is not None
+    assert there._kin is None

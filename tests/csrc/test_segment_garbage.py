@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
 import resource
 import signal
+import struct
 import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -146,3 +149,54 @@ def in_a_child(seed: int) -> str:
 def test_ranks_get_through_garbage(part: int) -> None:
     for seed in range(part, 40, 4):
         assert in_a_child(seed) == "", f"seed {seed}"
+
+
+@contextlib.contextmanager
+def open_segment() -> Iterator[tuple[list[Rank], mmap.mmap]]:
+    """Two ranks, and the memory that they share."""
+    fd = _core.create_segment(2, SLOT_BYTES, NONCE)
+    ends = [_core.Group(fd, rank, 2, NONCE) for rank in range(2)]
+    with mmap.mmap(fd, _core.segment_bytes(2, SLOT_BYTES)) as memory:
+        os.close(fd)
+        yield [Rank(end, rank, 2) for rank, end in enumerate(ends)], memory
+    for end in ends:
+        end.close()
+
+
+def places_of(memory: mmap.mmap, pattern: bytes, count: int) -> list[int]:
+    """Where a pattern stands, once it stands so often."""
+    deadline, places = time.monotonic() + 20, list[int]()
+    while len(places) < count:
+        assert time.monotonic() < deadline
+        places, at = [], memory.find(pattern)
+        while at >= 0:
+            places.append(at)
+            at = memory.find(pattern, at + 1)
+    return places
+
+
+def test_a_fragment_longer_than_what_is_left_of_its_message_is_refused() -> None:
+    tag, count = 0x1234567890ABCDE, 33 * 256  # 33 KiB: a fragment of 32 KiB, and one of 1 KiB
+    with open_segment() as (ranks, memory):
+        for _ in range(2):
+            ranks[0].isend(1, torch.ones(count), tag)
+        second, _ = places_of(memory, struct.pack("=IIq", 1024, 0, tag), 2)
+        memory[second : second + 4] = struct.pack("=I", 16 * 1024)
+        room = torch.zeros(count + 8192)
+        with pytest.raises(_core.Fault):
+            ranks[1].irecv(0, room[:count], tag).wait(-1)
+        assert not room[count:].any()
+
+
+def test_a_buffer_that_goes_beyond_its_arena_is_refused() -> None:
+    with open_segment() as (ranks, memory):
+        arena = ranks[1].group.arena()
+        first, size = arena.allocate(64 * 0x1234), 16 * 1024
+        address = arena.allocate(size)
+        arguments = (_core.KINDS["broadcast"], _core.DTYPES["float32"], _core.REDUCE_OPS["none"])
+        ranks[1].group.submit(*arguments, 1, 1.0, [], [(address, size)], 5, 20.0)
+        (place,) = places_of(memory, (1 + address - first).to_bytes(8, "little"), 1)
+        arena_bytes = int.from_bytes(memory[24:32], "little")  # of its identity
+        memory[place : place + 8] = (1 + arena_bytes - size + 64).to_bytes(8, "little")
+        with pytest.raises(_core.Fault, match="beyond the arena"):
+            ranks[0].run("broadcast", [], [torch.zeros(size // 4)], root=1)

@@ -105,3 +105,16 @@ def test_a_rank_that_shares_a_core_moves_and_the_less_often_the_less_it_helps() 
 def test_a_rank_that_shares_a_core_now_and_then_stays() -> None:
     history = WaitHistory()
     assert not any(history.should_move(now) for now in range(0, SECOND, 6 * MILLISECOND))
+
+
+def test_yields_are_kept_where_another_program_runs_only_now_and_then() -> None:
+    history = WaitHistory()
+    for now in range(0, SECOND, 20 * MILLISECOND):
+        history.record_yield(now, 2 * MILLISECOND)
+        assert not history.avoids_yields(now + 1)
+
+
+def test_of_many_waits_that_share_a_core_few_look_at_the_spread_of_ranks() -> None:
+    history = WaitHistory()
+    looks = sum(history.should_look() for _ in range(1_000))
+    assert 10 <= looks <= 100

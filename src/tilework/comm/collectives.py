@@ -23,10 +23,12 @@ from torch import Tensor
 from tilework.comm import checks
 from tilework.comm.coalescing import finish, options
 from tilework.comm.contract import Work
+from tilework.comm.fast_function import fast_function
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, check_reduction
 from tilework.comm.world import AnyGroup, member
 
 
+@fast_function(inputs="tensor", outputs="tensor")
 def all_reduce(
     tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -86,6 +88,7 @@ def all_reduce_coalesced(
     return finish(pg.allreduce_coalesced(tensors, options(async_op, op)), async_op)
 
 
+@fast_function(inputs="tensor", outputs="tensor")
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -123,6 +126,7 @@ def reduce(
     return finish(pg.reduce([tensor], options(async_op, op, root)), async_op)
 
 
+@fast_function(outputs="tensor")
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -156,6 +160,7 @@ def broadcast(
     return finish(pg.broadcast([tensor], options(async_op, root=root)), async_op)
 
 
+@fast_function(inputs="tensor", outputs="tensor_list")
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -190,6 +195,7 @@ def all_gather(
     return finish(pg.allgather([list(tensor_list)], [tensor], options(async_op)), async_op)
 
 
+@fast_function(inputs="input_tensor", outputs="output_tensor")
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -271,6 +277,7 @@ def all_gather_coalesced(
     return finish(work, async_op)
 
 
+@fast_function(inputs="tensor", outputs="gather_list")
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -313,6 +320,7 @@ def gather(
     return finish(pg.gather(lists, [tensor], options(async_op, root=root)), async_op)
 
 
+@fast_function(inputs="scatter_list", outputs="tensor")
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -374,6 +382,7 @@ def _check_root_list(
         raise ValueError(f"{name} must not be given except on {root_name}: pass None")
 
 
+@fast_function(inputs="input_list", outputs="output")
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
@@ -413,6 +422,7 @@ def reduce_scatter(
     return finish(pg.reduce_scatter([output], [list(input_list)], options(async_op, op)), async_op)
 
 
+@fast_function(inputs="input", outputs="output")
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -451,6 +461,7 @@ def reduce_scatter_tensor(
     return finish(pg.reduce_scatter_tensor(output, input, options(async_op, op)), async_op)
 
 
+@fast_function(inputs="input_tensor_list", outputs="output_tensor_list")
 def all_to_all(
     output_tensor_list: list[Tensor],
     input_tensor_list: list[Tensor],
@@ -496,6 +507,7 @@ def all_to_all(
     return finish(work, async_op)
 
 
+@fast_function(inputs="input", outputs="output")
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -541,6 +553,7 @@ def all_to_all_single(
     return finish(work, async_op)
 
 
+@fast_function()
 def barrier(
     group: AnyGroup = None, async_op: bool = False, device_ids: Sequence[int] | None = None
 ) -> Work | None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -190,7 +190,28 @@ class Successors(Protocol):
     def grow(self, group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup: ...
 
 
-class ProcessGroup:
+_Kind = TypeVar("_Kind", bound="_Slots")
+
+
+class _Slots:
+    """The attributes of a group that the core reads where they lie: slots have one place in all."""
+
+    __slots__ = ("fast_path", "global_ranks", "group_ranks")
+
+    #: The fast path of blocking operations, tried before the methods of the contract.
+    fast_path: FastPath
+    #: Global rank of each group rank; set when the group is registered.
+    global_ranks: tuple[int, ...]
+    #: Group rank of each global rank; set when the group is registered.
+    group_ranks: dict[int | None, int]
+
+    def __new__(cls: type[_Kind], *args: Any, **kwargs: Any) -> _Kind:
+        self = super().__new__(cls)
+        self.fast_path = NO_FAST_PATH
+        return self
+
+
+class ProcessGroup(_Slots):
     """Ranks that run collective operations together, through one backend.
 
     Operations are collective over the group unless said otherwise: every rank of the group must
@@ -220,8 +241,6 @@ class ProcessGroup:
     #: True if it is a group of a mesh. A backend that does not always compare what ranks call does
     #: so then, since operators of DTensors communicate unseen.
     of_mesh: bool = False
-    #: The fast path of blocking operations, tried before the methods below.
-    fast_path: FastPath = NO_FAST_PATH
     #: The promises of the contract that the backend does not keep.
     lacks: ClassVar[frozenset[Capability]] = frozenset()
 
@@ -232,10 +251,8 @@ class ProcessGroup:
         self.group_name: str = ""
         #: A person's description of the group.
         self.group_desc: str = ""
-        #: Global rank of each group rank; set when the group is registered.
-        self.global_ranks: tuple[int, ...] = tuple(range(size))
-        #: Group rank of each global rank; set when the group is registered.
-        self.group_ranks: dict[int | None, int] = {rank: rank for rank in range(size)}
+        self.global_ranks = tuple(range(size))
+        self.group_ranks = {rank: rank for rank in range(size)}
         #: The ledger that outlives its ranks; set when the group is made.
         self.ledger: Ledger | None = None
         #: The maker of the groups that follow on this one; set when the group is registered.

@@ -51,7 +51,10 @@ class DispatchGroup(ProcessGroup):
         self.holds_copies = any(end.holds_copies for end in self.ends)
         super().__init__(self.ends[0].rank(), self.ends[0].size())
         self.ledger = next((end.ledger for end in self.ends if end.ledger is not None), None)
-        if by_device.get("cpu") is self.ends[0]:
+        self._take_fast_path()
+
+    def _take_fast_path(self) -> None:
+        if self.by_device.get("cpu") is self.ends[0]:
             self.fast_path = self.ends[0].fast_path  # it refuses the tensors of other devices
 
     def departed(self) -> Sequence[int]:
@@ -126,6 +129,7 @@ class DispatchGroup(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         for end in self.ends:
             end.set_timeout(timeout)
+        self._take_fast_path()  # a new one, with that timeout
 
     def abort(self, reason: str = "abort() was called") -> None:
         for end in self.ends:

@@ -204,8 +204,8 @@ class GroupWait:
             raise self._told(
                 PeerLostError(
                     f"rank {self.me}: lost one of {ranks_in_words(sorted(doubted))} while group "
-                    f"{self.name!r} was made: a process that had opened the store has ended, and "
-                    f"these have not said yet who they are",
+                    f"{self.name!r} was made: one's process has ended, and these have not said yet "
+                    f"who they are",
                     ranks=sorted(doubted),
                 )
             )
@@ -247,8 +247,12 @@ class GroupWait:
             f"for rank {rank}, which waits for rank {self.me} in {what}. Make groups, and call "
             f"operations, in the same order on every rank"
         )
-        group.abort_for("mismatch", [self.me, rank], text)
-        raise self._told(CollectiveMismatchError(text, ranks=[self.me, rank]))
+        try:
+            error = self._told(CollectiveMismatchError(text, ranks=[self.me, rank]))
+        finally:
+            # Afterwards: it ends that rank's wait, and then the rank perhaps.
+            group.abort_for("mismatch", [self.me, rank], text)
+        raise error
 
     def _told(self, error: DistBackendError) -> DistError:
         """The error that all ranks raise: this one, or that of which another has told before.

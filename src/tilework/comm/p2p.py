@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilework.comm import checks
 from tilework.comm.contract import CompletedWork, ProcessGroup, Work
+from tilework.comm.fast_function import fast_function
 from tilework.comm.world import AnyGroup, get_global_rank, member
 
 
@@ -90,6 +91,7 @@ def irecv(
     return pg.recv([tensor], peer, tag)
 
 
+@fast_function(inputs="tensor")
 def send(
     tensor: Tensor,
     dst: int | None = None,
@@ -117,6 +119,7 @@ def send(
         pg.send([tensor], peer, tag).wait()
 
 
+@fast_function(outputs="tensor")
 def recv(
     tensor: Tensor,
     src: int | None = None,

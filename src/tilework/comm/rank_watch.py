@@ -6,7 +6,8 @@ the system where they are on one host, from its will where they are not.
 
 Of a rank that ends before it has said who it is others may know: the launcher, which says so in the
 store; the store, where each rank has made one (its attendance); the system, where ranks have their
-numbers in their environment (:mod:`~tilework.rendezvous.siblings`).
+numbers in their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
+that were started together (:mod:`~tilework.rendezvous.kin`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Collection
 
 from tilework.errors import DistError, StoreTimeoutError
 from tilework.rendezvous.ended_ranks import EndedRanks
+from tilework.rendezvous.kin import Kin
 from tilework.rendezvous.liveness import has_ended
 from tilework.rendezvous.siblings import Siblings
 from tilework.store import PrefixStore, Store
@@ -52,6 +54,9 @@ class RankWatch:
         self._revoke = self._store.leave_will(_GONE, f"{rank} ", (_WHO, here))
         self._ended_ranks = EndedRanks.at_launcher(rank, size) or EndedRanks(store)
         self._siblings = Siblings.of(rank, size)
+        is_process = identity.startswith("process ")
+        # Elsewhere there may be ranks that no process here knows of.
+        self._kin = Kin.of_this_process() if is_process and store.is_of_one_host else None
         self._next_look = 0.0
         self._doubted_since = 0.0
         #: Those of which at least one has ended, though nobody knows which.
@@ -147,6 +152,12 @@ class RankWatch:
             ended |= self._ended_ranks.among(silent)
         if silent and self._siblings is not None:
             ended |= self._siblings.ended(silent)
+        if silent and self._kin is not None:
+            known = self._identities.values()
+            count = self._kin.ended(self._size, known, len(silent))
+            if 0 < count < len(silent):
+                self.doubted = frozenset(silent)
+            ended |= silent if count >= len(silent) else set()
         return ended
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:

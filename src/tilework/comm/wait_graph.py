@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tilework.comm.flight.waits import IN_A_CIRCLE
+
 #: The most records that a rank reads in one look.
 _MAX_READ = 256
 #: The most ticks that are remembered of a rank.
@@ -215,4 +217,4 @@ def describe(cycle: Sequence[WaitRecord]) -> str:
     ]
     more = len(lines) - 5
     shown = lines if more <= 0 else [*lines[:5], f"  and {more} more"]
-    return "ranks wait for each other in a circle, and none can go on:\n" + "\n".join(shown)
+    return f"ranks {IN_A_CIRCLE}, and none can go on:\n" + "\n".join(shown)

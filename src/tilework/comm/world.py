@@ -30,6 +30,11 @@ from tilework.comm.rank_watch import RankWatch
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
 StateT = TypeVar("StateT")
 
 
@@ -86,11 +91,18 @@ class GroupRecord:
     timeout: timedelta
 
 
+class _Slots:
+    """The attribute of a World that the core reads where it lies."""
+
+    __slots__ = ("default_group",)
+
+
 @dataclass(eq=False)
-class World:
+class World(_Slots):
     """A rank's groups."""
 
-    default_group: ProcessGroup | None = None
+    #: Made by a function: a default value would be in the slot's way.
+    default_group: ProcessGroup | None = field(default_factory=lambda: None)
     records: dict[ProcessGroup, GroupRecord] = field(default_factory=dict)
     #: Numbers the groups that all ranks make together.
     group_count: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -234,6 +246,8 @@ class World:
 
 _process_world = World()
 _world: ContextVar[World] = ContextVar("tilework_world", default=_process_world)
+if _core is not None:
+    _core.register_world(_world, World, ProcessGroup)
 
 
 # Those that ever had a group: who is asked for the flight records of a process.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends import hybrid_hosts, shm
+from tilework.comm.backends import hybrid_engine, hybrid_hosts, shm
 from tilework.comm.backends.hybrid import HybridGroup
 from tilework.comm.backends.hybrid_hosts import Hosts
 from tilework.testing import run_ranks
@@ -179,3 +182,30 @@ def test_lanes_are_as_many_as_the_smallest_host_has_ranks() -> None:
     assert [seen.lane for seen in hosts] == [0, 0, 1, 1, None]
     assert [seen.index for seen in hosts] == [0, 1, 0, 1, 0]
     assert hosts[2].peer(1) == 3
+
+
+def test_what_a_rank_sent_before_it_left_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda rank: rank)
+    read, late = hybrid_engine._read, threading.local()
+
+    def read_late(line: socket.socket, memory: memoryview) -> int:
+        engine = getattr(late, "engine", None)
+        if engine is None:
+            return read(line, memory)
+        late.engine = None
+        while not engine.departed():  # it has sent, and left, after this rank has found nothing
+            time.sleep(0.01)
+        return 0
+
+    monkeypatch.setattr(hybrid_engine, "_read", read_late)
+
+    def body(rank: int) -> None:
+        dist.barrier()
+        if rank == 1:
+            group = dist.get_default_group()
+            assert isinstance(group, HybridGroup)
+            late.engine = group.engine
+        dist.barrier()
+        dist.destroy_process_group()
+
+    hybrid(2, body)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 import tilework.distributed as dist
+from tests.user_functions import Squared
 from tilework.comm.functional import running
 from tilework.distributed import functional
 from tilework.distributed.functional import AsyncTensor, wait_tensor
@@ -159,21 +160,6 @@ def test_nan_is_an_extremum_and_takes_the_gradient() -> None:
 
 
 # -- results that wait -------------------------------------------------------------------------
-
-
-class Squared(torch.autograd.Function):
-    """A user's function, which sees the wrapper itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        found: Tensor = 2 * x * grad
-        return found
 
 
 def squared(y: Tensor) -> Tensor:

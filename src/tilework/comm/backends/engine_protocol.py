@@ -172,6 +172,8 @@ class Engine(Protocol):
     name: str
     #: True if it takes tensors' addresses when they are handed over; else it asks for them later.
     takes_addresses: bool
+    #: True if messages that ended have arrived: none is on its way where this rank cannot see it.
+    sees_messages: bool
 
     def run(self, operation: Operation) -> None: ...
     def submit(self, operation: Operation) -> Completion: ...
@@ -209,10 +211,6 @@ class Engine(Protocol):
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         """As that of a process group."""
-        ...
-
-    def knows_messages(self) -> bool:
-        """True if the calling thread is the rank's own, and messages that ended have arrived."""
         ...
 
     def is_owner(self) -> bool:

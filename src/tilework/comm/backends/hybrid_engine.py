@@ -167,24 +167,23 @@ class HybridEngine(PythonEngine):
         line, begun = self._leaders[host], time.monotonic()
         while memory:
             self.check_open()
+            lost = self._lost(self.hosts.ranks[host][0])
             count = _read(line, memory)
             memory = memory[count:]
+            if lost and not count:  # it was read after they had gone: what they sent came first
+                self.check_open()  # the group ended first, and then they left
+                raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
             now = time.monotonic()
-            if not count:
-                self._check_alive(self.hosts.ranks[host][0], now)
             if memory and now > self._deadline:
                 raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
 
-    def _check_alive(self, leader: int, now: float) -> None:
-        """Raise Fault if a rank that is needed is known to be gone."""
-        self.check_open()  # the group ended first, and then that rank left
-        gone = self._left | set(self._died)
+    def _lost(self, leader: int) -> list[int]:
+        """The ranks that are gone, if one of them is needed."""
+        if leader in self._left or leader in self._died:
+            return [leader]
+        now = time.monotonic()
         # Another rank that died may have done its part before.
-        lost = [leader] if leader in gone else [
-            rank for rank, when in self._died.items() if now - when > _ASK_SECONDS
-        ]  # fmt: skip
-        if lost:
-            raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
+        return [rank for rank, when in [*self._died.items()] if now - when > _ASK_SECONDS]
 
     def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
         """All missing ranks: ``here``, on this host, and those that the other hosts report."""

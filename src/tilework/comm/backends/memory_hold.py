@@ -180,9 +180,8 @@ def _is_held() -> bool:
 def _make_available() -> bool:
     if _core is None:
         return False
-    with contextlib.suppress(
-        AttributeError, RuntimeError, TypeError
-    ):  # a torch without one of these
+    # A torch without one of the names used here holds nothing.
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError):
         layout = find_layout()
         if layout is not None:
             _core.set_storage_layout(*layout)

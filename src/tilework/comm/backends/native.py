@@ -444,7 +444,7 @@ class NativeGroup(ProcessGroup):
         return self.engine.waiting()
 
     def messages_under_way(self) -> Sequence[Entry] | None:
-        if not self.engine.knows_messages():
+        if not (self.engine.sees_messages and self.engine.is_owner()):
             return None
         entries = self.flight_entries()
         return [e for e in entries if e.peer is not None and e.outcome == RUNNING]

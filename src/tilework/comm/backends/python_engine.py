@@ -26,6 +26,7 @@ class PythonEngine(ABC):
     fault_type: type[Exception] = Fault
     refusals: tuple[type[Exception], ...] = ()
     takes_addresses = False
+    sees_messages = False
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         #: The thread that made the group.
@@ -105,9 +106,6 @@ class PythonEngine(ABC):
         if not self.is_owner() or not self._waits_in:
             return None
         return self._waits_in, [rank for rank in range(self.size) if rank != self.rank]
-
-    def knows_messages(self) -> bool:
-        return False
 
     def _enqueue(self, operation: Operation, number: int) -> PythonCompletion:
         completion = _OwnCompletion(

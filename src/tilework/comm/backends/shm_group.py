@@ -23,6 +23,7 @@ from tilework.comm.backends.engine_protocol import (
     op_type,
 )
 from tilework.comm.backends.native import NativeGroup, label
+from tilework.comm.backends.tensor_layout import tell_core
 from tilework.comm.callsite import call_site, in_library
 from tilework.comm.contract import shape_of
 from tilework.comm.flight.ring import (
@@ -51,6 +52,7 @@ class ShmEngine:
     name = "shm"
     refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
     takes_addresses = True
+    sees_messages = True
 
     def __init__(self, group: _core.Group, size: int) -> None:
         self.fault_type: type[Exception] = _core.Fault
@@ -192,9 +194,6 @@ class ShmEngine:
             return None
         missing = [rank for rank, last in enumerate(entered) if last < number]
         return (number, missing) if missing else None
-
-    def knows_messages(self) -> bool:
-        return threading.get_ident() == self._owner
 
     def close(self) -> None:
         self.group.close()
@@ -342,3 +341,5 @@ _sees_tensors = _core is not None and _core.register_torch(
     {member: member.value for member in RedOpType},
     in_library,
 )
+if _sees_tensors:
+    tell_core()

@@ -157,6 +157,7 @@ class ThreadsEngine(PythonEngine):
     """A rank's end of a hub."""
 
     name = "threads"
+    sees_messages = True
 
     def __init__(self, hub: _Hub, rank: int, global_ranks: Sequence[int]) -> None:
         super().__init__(rank, global_ranks)
@@ -247,9 +248,6 @@ class ThreadsEngine(PythonEngine):
 
     def departed(self) -> Sequence[int]:
         return self.hub.lost(range(self.size))
-
-    def knows_messages(self) -> bool:
-        return threading.current_thread() is self.owner
 
     def publish_wait(self, number: int, name: str) -> None:
         self.hub.blocked[self.rank] = number

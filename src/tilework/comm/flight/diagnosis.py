@@ -10,7 +10,7 @@ from tilework.comm.flight.document import Record
 from tilework.comm.flight.history import Group, History, failed, named, stuck
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
 from tilework.comm.flight.stragglers import own_times, stragglers
-from tilework.comm.flight.waits import Wait, blocking, circles, is_send, waits
+from tilework.comm.flight.waits import IN_A_CIRCLE, Wait, blocking, circles, is_send, waits
 
 #: In the order of telling.
 Kind = Literal[
@@ -91,7 +91,7 @@ class _Telling:
             f"rank {wait.rank} waits in {wait.place}, {_call(wait.entry)}, for rank {after}"
             for wait, after in zip(ring, [*ranks[1:], ranks[0]], strict=True)
         ]
-        text = f"deadlock: {named(ranks)} wait for each other in a circle"
+        text = f"deadlock: {named(ranks)} {IN_A_CIRCLE}"
         first = ring[0]
         number = first.entry.number
         return Finding("deadlock", text, tuple(details), first.group.name, number, tuple(ranks))

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from tilework.comm.flight.history import Group, History, failed, stuck
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry
 
+#: In the error of ranks that have noticed it themselves.
+IN_A_CIRCLE = "wait for each other in a circle"
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -71,7 +74,7 @@ def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     """For each rank that cannot go on, the waits that hold it up.
 
     A rank with asynchronous operations in flight may be computing meanwhile: where its stack is
-    tells which of them, if any, it waits for.
+    tells which of them, if any, it waits for. One that gave up waiting is taken to wait still.
     """
     by_rank: dict[int, list[Wait]] = {}
     all_own: dict[int, list[Wait]] = {}
@@ -79,16 +82,21 @@ def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
         all_own.setdefault(wait.rank, []).append(wait)
     for rank, record in history.records.items():
         own = all_own.get(rank, [])
-        timed_out = [w for w in own if failed(w.entry) and "TimeoutError" in w.entry.outcome]
+        given_up = [wait for wait in own if _gave_up(wait.entry)]
         running = [wait for wait in own if wait.entry.outcome == RUNNING]
         stack = record.stacks[0] if record.stacks else None
         if stack is not None and not stack.inside:
             running = []
         elif stack is not None:
             running = [wait for wait in running if wait.entry.site in stack.frames] or running
-        if running or timed_out:
-            by_rank[rank] = running or timed_out
+        if running or given_up:
+            by_rank[rank] = running or given_up
     return by_rank
+
+
+def _gave_up(entry: Entry) -> bool:
+    why = "TimeoutError", IN_A_CIRCLE
+    return failed(entry) and any(words in entry.outcome for words in why)
 
 
 def circles(held_up: Mapping[int, Sequence[Wait]], most: int = 16) -> list[list[Wait]]:

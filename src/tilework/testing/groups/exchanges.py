@@ -124,6 +124,10 @@ class AllToAllSuite(GroupSuite):
                     dist.all_to_all_single(output, whole, [2, 2], wrong)
             with refused():
                 dist.all_to_all_single(torch.zeros(3), torch.zeros(3))
+            with refused():  # half a row each
+                dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(3, 2))
+            with refused():
+                dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(6), None, [3, 3])
             still_works(2)
 
         self.run(2, body)
