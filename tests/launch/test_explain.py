@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -124,13 +124,15 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     assert found[0].details[-1].startswith("rank 1 left no record: it is dead, stopped, or")
 
 
-def test_a_deadlock_over_two_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unasked", [(), (0, 1)], ids=["while it lasts", "once noticed"])
+def test_a_deadlock_over_two_groups(unasked: Sequence[int], tmp_path: Path) -> None:
     def story(rank: int) -> None:
         first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
         mine = first if rank == 0 else second
         dist.barrier(group=mine)
 
-    (found,) = FailingJob(tmp_path, 2, story).findings(first_is("deadlock"))
+    job = FailingJob(tmp_path, 2, story, unasked=unasked)
+    (found,) = job.findings(first_is("deadlock"))
     assert found.text == "deadlock: ranks 0 and 1 wait for each other in a circle"
     zero, one = sorted(found.details)
     assert zero.startswith("rank 0 waits in group 'group_1', operation #1, barrier at ")
@@ -138,11 +140,13 @@ def test_a_deadlock_over_two_groups(tmp_path: Path) -> None:
     assert one.startswith("rank 1 waits in group 'group_2', operation #1, barrier at ")
 
 
-def test_a_deadlock_of_receives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unasked", [(), (0, 1, 2)], ids=["while it lasts", "once noticed"])
+def test_a_deadlock_of_receives(unasked: Sequence[int], tmp_path: Path) -> None:
     def story(rank: int) -> None:
         dist.recv(torch.ones(2), (rank + 1) % 3)
 
-    (found,) = FailingJob(tmp_path, 3, story).findings(first_is("deadlock"))
+    job = FailingJob(tmp_path, 3, story, unasked=unasked)
+    (found,) = job.findings(first_is("deadlock"))
     assert found.text == "deadlock: ranks 0 to 2 wait for each other in a circle"
     assert len(found.details) == 3
 

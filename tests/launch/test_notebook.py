@@ -68,10 +68,11 @@ def test_a_last_line_without_end_is_shown(cells: list[list[dict[str, Any]]]) -> 
 
 def test_functions_typed_at_a_prompt_run_on_ranks() -> None:
     program = """
+import sys
 from tilework.launch import spawn
 word = "typed"
 def say(rank):
-    print(word, rank, flush=True)
+    sys.stdout.write(f"{word} {rank}\\n")  # in one piece: the ranks share the output
 spawn(say, nprocs=2)
 """
     done = subprocess.run(

@@ -15,6 +15,7 @@ import pytest
 from tests.store.client_process import process
 from tilework.errors import DistNetworkError, DistStoreError, StoreTimeoutError
 from tilework.store import StoreServer, TCPStore, UnixStore
+from tilework.store.address import TcpAddress, UnixAddress
 from tilework.testing.stores import Background
 
 SHORT = timedelta(seconds=0.3)
@@ -267,3 +268,11 @@ def test_names_that_are_none(address: str) -> None:
 def test_nobody_there_on_a_unix_socket(name: str) -> None:
     with pytest.raises(DistNetworkError, match=rf"^Timeout.*{name}.*0\.3 s.*launcher"):
         UnixStore(name, timeout=SHORT)
+
+
+@pytest.mark.parametrize(
+    ("host", "one_host"), [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False)]
+)
+def test_addresses_that_only_this_host_can_reach(host: str, one_host: bool) -> None:
+    assert TcpAddress(host, 1).is_of_one_host == one_host
+    assert UnixAddress("@store").is_of_one_host

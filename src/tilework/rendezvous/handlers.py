@@ -26,6 +26,7 @@ from tilework.store import (
     TCPStore,
     UnixStore,
 )
+from tilework.store.address import TcpAddress
 
 _Meeting = Iterator[tuple[Store, int, int]]
 
@@ -62,7 +63,8 @@ def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
     place = place_of(url).needed(url)
     secret = _secret() if secret is None else secret
     # Workers are not waited for: the caller's barrier does, and can name those that are missing.
-    with ServerWait(place, f"{host}:{port}").during():
+    one_host = TcpAddress(host, port).is_of_one_host
+    with ServerWait(place, f"{host}:{port}", one_host).during():
         store = TCPStore(
             host,
             port,
@@ -83,7 +85,7 @@ def unix_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -
         raise ValueError(f"expected unix:@name or unix:/path, got {url!r}")
     place = place_of(url).needed(url)
     secret = _secret() if secret is None else secret
-    with ServerWait(place, name).during():
+    with ServerWait(place, name, one_host=True).during():
         store = UnixStore(name, place.rank == 0, timeout, secret)
     yield store, place.rank, place.world_size
 
@@ -113,7 +115,9 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
     _check_launched(asked, settings)
     place = _place(asked, settings)
     secret = _secret() if secret is None else secret
-    with ServerWait(place).during():
+    master = os.environ.get("MASTER_ADDR")
+    one_host = TcpAddress(master, 0).is_of_one_host if master else False
+    with ServerWait(place, "", one_host).during():
         store = _env_store(place, settings, timeout, secret)
     yield store, place.rank, place.world_size
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -95,9 +96,32 @@ def _place() -> str:
 
 def start_time(pid: int) -> int | None:
     """Of a process that lives; None if it has ended, or waits to be reaped."""
+    status = status_of(pid)
+    return status.start_time if status is not None and status.is_alive else None
+
+
+class Status(NamedTuple):
+    """The system's entry for a process."""
+
+    #: The program's, as far as 15 letters go.
+    name: str
+    start_time: int
+    #: False where it has ended, and its parent has not asked how.
+    is_alive: bool
+
+
+def status_of(pid: int) -> Status | None:
+    """A process's status; None where there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    start, _, rest = text.rpartition(")")
+    fields = rest.split()
+    return Status(start.partition("(")[2], int(fields[19]), fields[0] not in ("Z", "X"))
+
+
+def process_of(identity: str) -> tuple[int, int] | None:
+    """A rank's process, by start time and number; None for a thread, or in another place."""
+    kind, place, pid, number = identity.split(" ")[:4]
+    return (int(number), int(pid)) if (kind, place) == ("process", _place()) else None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 
 from tilework.errors import DistError, PeerLostError
 from tilework.rendezvous.ended_ranks import EndedRanks
+from tilework.rendezvous.kin import Kin
+from tilework.rendezvous.liveness import process_identity
 from tilework.rendezvous.place import Place
 from tilework.rendezvous.siblings import Siblings
-from tilework.store.late_notice import LateNotice
+from tilework.store.late_notice import LateNotice, ranks_in_words
 from tilework.store.pool import while_connecting
 
 
@@ -19,13 +22,15 @@ class ServerWait:
 
     Args:
         where: The address, for messages; "" for that of the environment.
+        one_host: True if only processes of this host can reach it.
     """
 
-    def __init__(self, place: Place, where: str = "") -> None:
+    def __init__(self, place: Place, where: str, one_host: bool) -> None:
         self._rank = place.rank
         self._where = f"at {where}" if where else "of this job"
         self._others = [rank for rank in range(place.world_size) if rank != place.rank]
         self._siblings = Siblings.of(place.rank, place.world_size)
+        self._kin = Kin.of_this_process() if one_host else None
         # Now: while it connects to the store, it can connect to no other.
         self._launcher = EndedRanks.at_launcher(place.rank, place.world_size)
         self._notice = LateNotice(time.monotonic())
@@ -40,14 +45,22 @@ class ServerWait:
             with contextlib.suppress(DistError):
                 ended |= self._launcher.among(self._others)
         if ended:
-            raise PeerLostError(
-                f"rank {self._rank}: lost rank {', '.join(map(str, sorted(ended)))} before the "
-                f"job's ranks met: its process ended before it said who it is, or served the "
-                f"store {self._where} ({reason})",
-                ranks=sorted(ended),
-            )
+            raise self._lost(ranks_in_words(sorted(ended)), ended, reason)
+        if self._kin is not None:
+            others = self._others
+            count = self._kin.ended(len(others) + 1, [process_identity()], len(others))
+            if count:
+                which = "" if count == len(others) else "one of "
+                raise self._lost(which + ranks_in_words(others), others, reason)
         if self._notice.due(time.monotonic()):
             self._notice.tell(
                 f"rank {self._rank} waits for rank 0, which is to serve the store {self._where} "
                 f"({reason})"
             )
+
+    def _lost(self, which: str, ranks: Collection[int], reason: str) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self._rank}: lost {which} before the job's ranks met: its process ended before "
+            f"it said who it is, or served the store {self._where} ({reason})",
+            ranks=sorted(ranks),
+        )

@@ -75,7 +75,7 @@ class Siblings:
         """The ranks of which there is a process that lives."""
         parent, known = os.getppid(), self._ranks
         self._ranks = {}
-        for pid in _children(parent):
+        for pid in children(parent):
             started = start_time(pid)
             if started is None or pid == os.getpid():
                 continue
@@ -97,7 +97,8 @@ class Siblings:
         return settings.rank
 
 
-def _children(parent: int) -> Iterator[int]:
+def children(parent: int) -> Iterator[int]:
+    """The processes that it has started, those that wait to be reaped among them."""
     try:
         for thread in Path(f"/proc/{parent}/task").iterdir():
             yield from map(int, (thread / "children").read_text().split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -40,6 +41,11 @@ class Address(ABC):
     def hint(self) -> str:
         """Advice for when nobody answers here."""
 
+    @property
+    @abstractmethod
+    def is_of_one_host(self) -> bool:
+        """True if only processes of this host reach it."""
+
     def refuses(self, peer: socket.socket) -> str:
         """Why this process will not talk to who is at the other end; empty if it will."""
         return ""
@@ -71,6 +77,15 @@ class TcpAddress(Address):
             "Check that rank 0 is running and listens there, that the host name means the same "
             "machine everywhere (not 127.0.1.1 on rank 0), and that no firewall is between."
         )
+
+    @property
+    def is_of_one_host(self) -> bool:
+        """True if the host is the loopback interface."""
+        try:
+            resolved = self._resolve()
+        except (OSError, UnicodeError):
+            return False
+        return all(ipaddress.ip_address(where[0]).is_loopback for _, where in resolved)
 
     def listen(self) -> socket.socket:
         """Bind exactly the address that the host means: never all interfaces unless told so."""
@@ -158,6 +173,11 @@ class UnixAddress(Address):
     def abstract(self) -> bool:
         """True if it is a name that leaves nothing on disk."""
         return self.name.startswith("@")
+
+    @property
+    def is_of_one_host(self) -> bool:
+        """True."""
+        return True
 
     @property
     def hint(self) -> str:

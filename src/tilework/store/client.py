@@ -31,6 +31,7 @@ class RemoteStore(Store):
         super().__init__(timeout)
         self._secret = secret
         self._pool = Pool(where, secret)
+        self._is_of_one_host = where.is_of_one_host
         # Also at exit and when dropped: a forgotten store must not keep a port.
         self._finalizer = weakref.finalize(self, _close_both, self._pool.close, release)
         try:
@@ -38,6 +39,11 @@ class RemoteStore(Store):
         except BaseException:
             self._finalizer()
             raise
+
+    @property
+    def is_of_one_host(self) -> bool:
+        """True if the server's address is one that only this host can reach."""
+        return self._is_of_one_host
 
     def set(self, key: str, value: Data) -> None:
         """Store ``value`` under ``key``, replacing what was there."""

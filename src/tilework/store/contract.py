@@ -131,6 +131,11 @@ class Store(ABC):
         """This store in the attendance; "" where there is none."""
         return ""
 
+    @property
+    def is_of_one_host(self) -> bool:
+        """True if only processes of this host can reach it; False if that is not known."""
+        return False
+
     def close(self) -> None:
         """Release sockets, threads and files. Idempotent; other methods then raise."""
         self._closed = True

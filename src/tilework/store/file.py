@@ -164,6 +164,11 @@ class FileStore(Store):
         """This store's number among those on the file."""
         return str(self._log.number or "")
 
+    @property
+    def is_of_one_host(self) -> bool:
+        """True: locks on the file tell of other processes of this host only."""
+        return True
+
     def close(self) -> None:
         """Close the file; the last of ``world_size`` stores removes it. Idempotent."""
         self._finalizer()

@@ -96,6 +96,11 @@ class HashStore(Store):
         """True: only this process can reach it."""
         return True
 
+    @property
+    def is_of_one_host(self) -> bool:
+        """True: only this process can reach it."""
+        return True
+
     def __repr__(self) -> str:
         return "HashStore()"
 

@@ -95,6 +95,11 @@ class PrefixStore(Store):
         """As the underlying store."""
         return self._store.attendant
 
+    @property
+    def is_of_one_host(self) -> bool:
+        """As the underlying store."""
+        return self._store.is_of_one_host
+
     def num_keys(self) -> int:
         """The number of keys in the complete underlying store."""
         return self._open_store().num_keys()

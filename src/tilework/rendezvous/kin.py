@@ -1,0 +1,159 @@
+"""The processes that multiprocessing has started from one process: its kin, ranks perhaps.
+
+Nothing shows the rank of such a process. But where there are as many of them as ranks, each is one:
+then any that has ended, and has not said who it is, is a rank that will never come.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from tilework.rendezvous.environment import detect_environment
+from tilework.rendezvous.liveness import process_of, start_time, status_of
+from tilework.rendezvous.siblings import children
+
+#: Seconds for which one must have been gone: first where it is known which ranks these are, then
+#: where others may still come, and leave only those.
+_GONE_SECONDS, _DOUBT_SECONDS = 0.6, 1.2
+#: Looking takes at most this share of the time.
+_SHARE = 0.02
+#: What multiprocessing gives to a fresh interpreter; a forked one has its parent's command line.
+_FRESH = b"--multiprocessing-fork\0"
+#: The process that multiprocessing lets fork others.
+_FORK_SERVER = b"multiprocessing.forkserver"
+
+#: By start time, in ticks of the system, and number: in the order in which they were started.
+_Process = tuple[int, int]
+
+
+class Kin:
+    """This process and those beside it, or those that it has started itself."""
+
+    def __init__(self) -> None:
+        self._own = _process(os.getpid())
+        self._number = _own_number()
+        self._root = _process(os.getppid() if self._number else os.getpid())
+        # Where a launcher has numbered this process, those that it has started are no ranks.
+        self._has_none = not self._number and _is_launched()
+        self._command = _read(self._root, "cmdline")
+        status = status_of(self._root[1])
+        self._name = status.name if status is not None else ""
+        #: All that were ever seen, and those that lived at the last look.
+        self._seen, self._here = {self._own}, {self._own}
+        #: How many are missing, and since when; not those that have heard of it and gone, too.
+        self._missing: tuple[int, float] | None = None
+        self._next_look = 0.0
+        self.look()
+
+    @staticmethod
+    def of_this_process() -> Kin:
+        """Those of this process."""
+        global _known
+        if _known._own[0] != os.getpid():  # it was forked
+            _known = Kin()
+        return _known
+
+    def ended(self, size: int, identities: Collection[str], silent: int) -> int:
+        """The number of ranks of a job that ended before they said who they are; looks for them.
+
+        Args:
+            size: How many ranks the job has.
+            identities: Of those that have said it, this one among them.
+            silent: How many have not.
+        """
+        self.look()
+        count = self._count_missing(size, identities)
+        if not count:
+            self._missing = None
+            return 0
+        now = time.monotonic()
+        if self._missing is None or count < self._missing[0]:
+            self._missing = count, now
+        count, since = self._missing
+        patience = _GONE_SECONDS if count >= silent else _DOUBT_SECONDS
+        return count if now - since > patience else 0
+
+    def look(self) -> None:
+        """See who is there, unless that was just done."""
+        begun = time.monotonic()
+        if self._has_none or begun < self._next_look or _process(self._root[1]) != self._root:
+            return
+        self._here = {self._own, *self._living()}
+        self._seen |= self._here
+        now = time.monotonic()
+        self._next_look = now + (now - begun) / _SHARE
+
+    def _living(self) -> Iterator[_Process]:
+        """The kin that live; those that wait to be reaped count as seen."""
+        for pid in children(self._root[1]):
+            status = status_of(pid)
+            if status is None:
+                continue
+            process = status.start_time, pid
+            if not status.is_alive and status.name == self._name:
+                self._seen.add(process)
+            # One that has become another program since may come yet.
+            if status.is_alive and (process in self._seen or self._is_kin(process)):
+                yield process
+
+    def _is_kin(self, process: _Process) -> bool:
+        command = _read(process, "cmdline")
+        return command.endswith(_FRESH) or command == self._command
+
+    def _count_missing(self, size: int, identities: Collection[str]) -> int:
+        """The number of those that are gone and never came; 0 unless each must be a rank."""
+        came = {process_of(identity) for identity in identities}
+        known = self._seen | ({self._root} & came)
+        # What a rank has started need not be ranks, unless one of them is.
+        if not came <= known or (self._root == self._own and came == {self._own}):
+            return 0
+        gone = len(known - self._here - came)
+        # Those before this one that had ended when it looked for the first time.
+        unseen = max(0, self._number - sum(process <= self._own for process in self._seen))
+        if len(known) + unseen == size:
+            return gone + unseen
+        return gone if len(known) == size else 0
+
+
+def _own_number() -> int:
+    """The number that multiprocessing gave to this process when it started it; 0 if it did not.
+
+    Where it has not been imported, it did not.
+    """
+    module = sys.modules.get("multiprocessing.process")
+    starter = None if module is None else module.parent_process()
+    if module is None or starter is None:
+        return 0
+    parent = os.getppid()
+    if parent != starter.pid and _FORK_SERVER not in _read(_process(parent), "cmdline"):
+        return 0  # forked without multiprocessing, by a process that was started with it
+    identity: tuple[int, ...] = module.current_process()._identity
+    return identity[-1] if identity else 0
+
+
+def _is_launched() -> bool:
+    try:
+        return detect_environment() is not None
+    except ValueError:
+        return True
+
+
+def _process(pid: int) -> _Process:
+    """A process by its start time and number; 0 for that of one that has ended."""
+    return start_time(pid) or 0, pid
+
+
+def _read(process: _Process, what: str) -> bytes:
+    """A file of the system on a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{process[1]}/{what}").read_bytes()
+    except OSError:
+        return b""
+
+
+#: Made as early as can be: one that ends before the ranks meet has been seen then.
+_known = Kin()
