@@ -20,6 +20,21 @@ from tilework.testing import run_ranks
 MIB = 1 << 20
 
 
+def test_damage_is_found_where_the_core_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on storage that is reached by a URL."""
+    checkpoint.save({"w": numbers(8, 8)}, tmp_path)
+    monkeypatch.setattr("tilework.checkpoint.reading._core", None)
+    assert checkpoint.read(tmp_path)["w"].equal(numbers(8, 8))
+    (path,) = tmp_path.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="The file is damaged"):
+        checkpoint.read(tmp_path)
+
+
 def peak_mib() -> int:
     """The most memory that this process had since the last reset."""
     status = Path("/proc/self/status").read_text()

@@ -40,6 +40,8 @@ class PendingSave:
 
     Attributes:
         path: Where it is written to.
+        total: The bytes that this rank writes.
+        is_first: True on the rank that shows progress.
     """
 
     def __init__(self, path: str, total: int = 0, is_first: bool = True) -> None:

@@ -156,14 +156,20 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
     """
     merger, by_path = _Merger(), dict[Path, dict[Facts, list[int]]]()
     containers = merger.state.flat.containers
+    # Ranks that are alike have one description.
+    numbers_of: dict[int, list[int]] = {}
     for number, description in enumerate(descriptions):
-        _merge_containers(containers, description.containers, ranks[number])
+        numbers_of.setdefault(id(description), []).append(number)
+    for numbers in numbers_of.values():
+        description = descriptions[numbers[0]]
+        _merge_containers(containers, description.containers, ranks[numbers[0]])
         for path, facts in description.leaves.items():
-            by_path.setdefault(path, {}).setdefault(_hashable(facts), []).append(number)
+            by_path.setdefault(path, {}).setdefault(_hashable(facts), []).extend(numbers)
     for path, variants in by_path.items():
         if path in containers:
             raise ValueError(f"{dotted(path)} is a container on some ranks and a value on others")
-        found = [(descriptions[each[0]].leaves[path], each) for each in variants.values()]
+        alike = sorted(map(sorted, variants.values()))
+        found = [(descriptions[each[0]].leaves[path], each) for each in alike]
         found = _copies_as_one(path, found, descriptions, ranks)
         leaves = []
         for facts, numbers in found:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilework.checkpoint.dtypes import DTYPES, stored
@@ -175,8 +175,9 @@ def _index_of(body: Mapping[str, Any], refused: Refusal) -> Index:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, no multiple of 16")
     if not isinstance(body["meta"], dict):
         raise TypeError("meta is no object")
+    known = _KnownBoxes()
     tensors = {
-        name: _tensor_of(name, listed, files, chunk_bytes, refused)
+        name: _tensor_of(name, listed, (files, chunk_bytes, known), refused)
         for name, listed in body["tensors"].items()
     }
     _check_ranges(tensors, refused)
@@ -207,14 +208,38 @@ def _number(value: Any) -> int:
 def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise TypeError(f"{values!r} is no list of numbers")
-    return tuple(map(_number, values))
+    if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > _LARGEST):
+        return tuple(map(_number, values))  # which says what is wrong
+    return tuple(values)
+
+
+class _KnownBoxes:
+    """Boxes that were read, and shapes that they cover. Models have the same layers many times."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[object, tuple[Box, int]] = {}
+        self._covered: set[object] = set()
+
+    def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Box, int]:
+        """A box, and its volume."""
+        known = self._boxes.get((offsets, sizes))
+        if known is None:
+            box = Box(offsets, sizes)
+            known = self._boxes[offsets, sizes] = box, box.volume
+        return known
+
+    def check_cover(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+        """Raise unless boxes of this cover a shape."""
+        key = shape, tuple(map(id, boxes))  # which stay
+        if key not in self._covered:
+            check_boxes(shape, boxes)
+            self._covered.add(key)
 
 
 def _tensor_of(
     name: str,
     listed: Mapping[str, Any],
-    files: Mapping[str, SavedFile],
-    chunk_bytes: int,
+    about: tuple[Mapping[str, SavedFile], int, _KnownBoxes],
     refused: Refusal,
 ) -> SavedTensor:
     try:
@@ -224,8 +249,8 @@ def _tensor_of(
         itemsize = DTYPES[dtype].itemsize
         if len(shape) > _MOST_DIMS or math.prod(max(n, 1) for n in shape) * itemsize > _LARGEST:
             raise ValueError(f"the shape {list(shape)} is too large")
-        parts = tuple([_part_of(part, itemsize, files, chunk_bytes) for part in listed["parts"]])
-        check_boxes(shape, [part.box for part in parts])
+        parts = tuple([_part_of(part, itemsize, *about) for part in listed["parts"]])
+        about[2].check_cover(shape, [part.box for part in parts])
         layout = listed.get("layout", "")
         if not isinstance(layout, str):
             raise TypeError("layout is no string")
@@ -235,14 +260,18 @@ def _tensor_of(
 
 
 def _part_of(
-    listed: Mapping[str, Any], itemsize: int, files: Mapping[str, SavedFile], chunk_bytes: int
+    listed: Mapping[str, Any],
+    itemsize: int,
+    files: Mapping[str, SavedFile],
+    chunk_bytes: int,
+    known: _KnownBoxes,
 ) -> Part:
-    box = Box(_numbers(listed["offsets"]), _numbers(listed["sizes"]))
+    box, volume = known.box(_numbers(listed["offsets"]), _numbers(listed["sizes"]))
     file, begin, nbytes = listed["file"], _number(listed["begin"]), _number(listed["bytes"])
     if file not in files:
         raise ValueError(f"the part {box} is in {file!r}, which is not among the files")
-    if nbytes != box.volume * itemsize:
-        raise ValueError(f"the part {box} has {nbytes} bytes instead of {box.volume * itemsize}")
+    if nbytes != volume * itemsize:
+        raise ValueError(f"the part {box} has {nbytes} bytes instead of {volume * itemsize}")
     if begin + nbytes > files[file].nbytes:
         raise ValueError(
             f"the part {box} ends at byte {begin + nbytes} of {file}, which has "

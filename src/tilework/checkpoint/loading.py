@@ -26,7 +26,7 @@ from tilework.checkpoint.flat_state import (
 )
 from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
 from tilework.checkpoint.index_text import parse_index
-from tilework.checkpoint.load_planning import Need, Wanted, plan_load
+from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import parameter_names
 from tilework.checkpoint.progress import Progress
@@ -35,6 +35,7 @@ from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.sharing import read_shared
 from tilework.checkpoint.splitting import SplitReading
 from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.targets import Targets
 from tilework.checkpoint.values import decode_value
 from tilework.dtensor import DTensor
 from tilework.errors import CheckpointError
@@ -313,27 +314,24 @@ def _fill(
     chunk = reader.index.chunk_bytes
     plan = plan_load(wanted, host.all, ranks.here, chunk, splits=by_pages)
     tensors = [targets[number].tensor if number is not None else None for number in mine]
-
-    def target_of(number: int, need: Need) -> Tensor:
-        tensor = tensors[number]
-        assert tensor is not None
-        return _view(tensor, wanted[number].tiles[need.tile][0], need.box, ranks.here)
+    places = Targets(wanted, tensors, ranks.here, reader.shares_pages())
 
     def read() -> None:
         reader.check_sizes(sorted({each.part.file for each in plan.reads}))
         for each in plan.reads:
             saved = wanted[each.tensor].saved
-            reader.read_box(saved, each.part, each.need.box, target_of(each.tensor, each.need))
+            target = places.place(each.tensor, each.part, each.need)
+            reader.read_box(saved, each.part, each.need.box, target)
 
     def split() -> None:
         if host.group is not None and plan.split:
-            SplitReading(host.group, plan, wanted, reader, target_of).run()
+            SplitReading(host.group, plan, wanted, reader, places).run()
 
     def share() -> None:
         if by_pages:
-            read_shared(plan, wanted, reader, (ranks.here, target_of))
+            read_shared(plan, wanted, reader, (ranks.here, places))
         elif host.group is not None and any(plan.units.values()):
-            Exchange(host.group, wanted, reader, target_of).run(plan.units)
+            Exchange(host.group, wanted, reader, places.view).run(plan.units)
 
     _run_all((read, split, share), ranks, [tensor for tensor in tensors if tensor is not None])
 
@@ -366,37 +364,47 @@ def merge_wanted(
     """
     merged: dict[tuple[str, int, tuple[Any, ...] | None], list[int]] = {}
     mine: dict[tuple[str, int, tuple[Any, ...] | None], int] = {}
+    alike: dict[int, list[int]] = {}  # what all ask for is one list
+    lists = {id(asked): asked for asked in by_rank}
     for rank, asked in zip(ranks.all, by_rank, strict=True):
+        alike.setdefault(id(asked), []).append(rank)
+    for identity, asking in alike.items():
         times: dict[tuple[str, tuple[Any, ...] | None], int] = {}
-        for number, (name, tiles) in enumerate(asked):
+        for number, (name, tiles) in enumerate(lists[identity]):
             count = times[name, tiles] = times.get((name, tiles), 0) + 1
             key = (name, count, tiles)
-            merged.setdefault(key, []).append(rank)
-            if rank == ranks.here:
+            merged.setdefault(key, []).extend(asking)
+            if ranks.here in asking:
                 mine[key] = number
+    place = {rank: number for number, rank in enumerate(ranks.all)}
+    listed = _ListedTiles()
     wanted = []
     for (name, _, tiles), owners in merged.items():
+        owners.sort(key=place.__getitem__)
         saved = tensors[name]
-        listed: Iterable[tuple[Box, tuple[int, ...]]]
-        if tiles is None:
-            listed = [(whole_box(saved.shape), tuple(owners))]
-        else:
-            asking = set(owners)
-            listed = [
-                (Box(offsets, sizes), tuple([rank for rank in held if rank in asking]))
-                for offsets, sizes, held in tiles
-            ]
-        wanted.append(Wanted(saved, tuple(listed)))
+        wanted.append(Wanted(saved, listed.of(saved.shape, tiles, tuple(owners))))
     return wanted, [mine.get(key) for key in merged]
 
 
-def _view(tensor: Tensor, tile: Box, box: Box, rank: int) -> Tensor:
-    if isinstance(tensor, TiledTensor):
-        boxes = tensor.tiling.boxes_of(rank)
-        local = tensor.local_tiles()[boxes.index(tile)]
-    else:
-        local = tensor
-    return local.detach()[box.relative_to(tile).slices]
+class _ListedTiles:
+    """The boxes that some ranks ask for. Models have the same layers many times."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[tuple[Box, tuple[int, ...]], ...]] = {}
+
+    def of(
+        self, shape: tuple[int, ...], tiles: tuple[Any, ...] | None, owners: tuple[int, ...]
+    ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+        if tiles is None:
+            return ((whole_box(shape), owners),)
+        known = self._known.get((tiles, owners))
+        if known is None:
+            asking = set(owners)
+            known = self._known[tiles, owners] = tuple(
+                (Box(offsets, sizes), tuple([rank for rank in held if rank in asking]))
+                for offsets, sizes, held in tiles
+            )
+        return known
 
 
 def _nbytes(targets: Sequence[Target]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from tilework.checkpoint.memory import (
     runs_of,
 )
 from tilework.checkpoint.storage import FileReader, Storage
+from tilework.checkpoint.targets import Place
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
@@ -172,13 +172,17 @@ class PartReader:
         """Read what lies in a part's chunks; progress is told of ``counted`` bytes in all."""
         assert self._by_core is not None
         chunk, sums = self.index.chunk_bytes, array("I", part.crc32).tobytes()
-        with self._descriptor(part) as descriptor:
-            for at, stop in self._calls(reach, counted):
+        descriptor = self._descriptor(part)
+        for at, stop in self._calls(reach, counted):
+            try:
                 wrong = self._by_core.read(
                     descriptor, part.offset, part.nbytes, chunk, sums, checked, runs, at, stop
                 )
-                if wrong is not None:
-                    raise self.damaged(tensor, part, *wrong)
+            except OSError as error:
+                error.filename = self.storage.where(part.file)
+                raise
+            if wrong is not None:
+                raise self.damaged(tensor, part, *wrong)
 
     def _shares_by_core(
         self,
@@ -190,26 +194,24 @@ class PartReader:
     ) -> int:
         assert self._by_core is not None
         chunk, shares = self.index.chunk_bytes, 0
-        with self._descriptor(part) as descriptor:
-            for at, stop in self._calls(reach, counted):
+        descriptor = self._descriptor(part)
+        for at, stop in self._calls(reach, counted):
+            try:
                 found = self._by_core.read_shares(
                     descriptor, part.offset, part.nbytes, chunk, runs, at, stop
                 )
-                if isinstance(found, int):
-                    raise self.damaged(tensor, part, found, None)
-                shares ^= int.from_bytes(found, sys.byteorder)
+            except OSError as error:
+                error.filename = self.storage.where(part.file)
+                raise
+            if isinstance(found, int):
+                raise self.damaged(tensor, part, found, None)
+            shares ^= int.from_bytes(found, sys.byteorder)
         return shares
 
-    @contextmanager
-    def _descriptor(self, part: Part) -> Iterator[int]:
-        """The descriptor of a part's file, which errors name."""
+    def _descriptor(self, part: Part) -> int:
         descriptor = self._file(part.file).descriptor
         assert descriptor is not None
-        try:
-            yield descriptor
-        except OSError as error:
-            error.filename = self.storage.where(part.file)
-            raise
+        return descriptor
 
     def _calls(self, reach: tuple[int, int], counted: int) -> Iterator[tuple[int, int]]:
         """The ranges of chunks that calls of the core read; each is told when it is read."""
@@ -249,24 +251,24 @@ class PartReader:
             tensor=tensor.name,
         )
 
-    def read_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> None:
+    def read_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
         """Read a box of a part into a tensor of its size.
 
         Args:
             tensor: The tensor.
             part: The part.
             box: Within the part, in the full tensor's coordinates.
-            target: Overwritten; of any dtype and device.
+            target: Overwritten; of any dtype and device. Or runs, where the core reads.
 
         Raises:
             CheckpointError: What is read is damaged.
         """
-        start, stop = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
+        start, stop = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, self.all_chunks(part), (start, stop))
         self.bytes_read += stop - start
 
     def read_shared_box(
-        self, tensor: SavedTensor, part: Part, box: Box | None, target: Tensor | None, own: bytes
+        self, tensor: SavedTensor, part: Part, box: Box | None, target: Place | None, own: bytes
     ) -> None:
         """Read a box of a part of which ranks check some chunks each, and check the own ones.
 
@@ -284,7 +286,7 @@ class PartReader:
         first, last = own.find(1), own.rfind(1)
         ranges = [(first * chunk, min((last + 1) * chunk, part.nbytes))] if first >= 0 else []
         if box is not None:
-            ranges.append(self._chunks_of(part, box, tensor.torch_dtype.itemsize))
+            ranges.append(self._reach(tensor, part, box, target))
         if not ranges:
             return
         reach = (min(start for start, _ in ranges), max(stop for _, stop in ranges))
@@ -297,7 +299,7 @@ class PartReader:
         tail = len(own) * chunk - part.nbytes
         self.bytes_read += own.count(1) * chunk - (tail if own.endswith(b"\1") else 0)
 
-    def read_split_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> int:
+    def read_split_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> int:
         """Read a box of a part of which other ranks read the rest, and check nothing.
 
         Returns:
@@ -306,7 +308,10 @@ class PartReader:
         Raises:
             CheckpointError: The file ends.
         """
-        reach = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
+        reach = self._reach(tensor, part, box, target)
+        if isinstance(target, tuple):
+            counted = box.volume * tensor.torch_dtype.itemsize
+            return self._shares_by_core(tensor, part, target, reach, counted)
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
         if runs is not None:
             return self._shares_by_core(tensor, part, runs, reach, target.nbytes)
@@ -319,37 +324,46 @@ class PartReader:
             self._tell(box.volume * itemsize, reach, start, stop)
         return shares
 
-    def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Tensor) -> None:
+    def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
         """Read a box of a part, and check nothing. Local.
 
         Raises:
             CheckpointError: The file ends.
         """
         unchecked = bytes(chunk_count(part.nbytes, self.index.chunk_bytes))
-        reach = self._chunks_of(part, box, tensor.torch_dtype.itemsize)
+        reach = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, unchecked, reach)
 
-    def _chunks_of(self, part: Part, box: Box, itemsize: int) -> tuple[int, int]:
+    def _reach(
+        self, tensor: SavedTensor, part: Part, box: Box, target: Place | None
+    ) -> tuple[int, int]:
         """The bytes of the chunks that have some of a box."""
         chunk = self.index.chunk_bytes
-        first, last = span(part.box, box)
-        if first == last or box.empty:
-            return 0, 0
-        return (
-            first * itemsize // chunk * chunk,
-            min(-(-last * itemsize // chunk) * chunk, part.nbytes),
-        )
+        if isinstance(target, tuple):
+            _, first, run, counts, apart, _ = target
+            last = first + run
+            for count, distance in zip(counts, apart, strict=True):
+                last += (count - 1) * distance
+        else:
+            first, last = (tensor.torch_dtype.itemsize * each for each in span(part.box, box))
+            if first == last or box.empty:
+                return 0, 0
+        return first // chunk * chunk, min(-(-last // chunk) * chunk, part.nbytes)
 
     def _read_box(
         self,
         tensor: SavedTensor,
         part: Part,
         box: Box,
-        target: Tensor,
+        target: Place,
         checked: bytes,
         reach: tuple[int, int],
     ) -> None:
         if reach[0] == reach[1]:
+            return
+        if isinstance(target, tuple):
+            counted = box.volume * tensor.torch_dtype.itemsize
+            self._read_by_core(tensor, part, target, checked, reach, counted)
             return
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
         if runs is not None and self._by_core is not None:

@@ -130,22 +130,26 @@ def prepare(
     path = _Path(storage, options)
     flats: list[FlatState] = []
 
-    def describe_own() -> tuple[str, Any]:
+    def describe_own() -> Any:
         first()
         flats.append(flatten(state, Containers(state)))
         # What is partial has to be reduced before.
         described = None if has_partial(flats[0]) else _as_plain(describe(flats[0], ranks.all))
-        return path.take() if ranks.is_first else "", described
+        if ranks.is_first:
+            path.take()
+        return described
 
     try:
-        answers = ranks.gather(describe_own)
-        descriptions = [described for _, described in answers]
+        descriptions = ranks.gather(describe_own)
         if any(described is None for described in descriptions):
             settle(flats[0])
             descriptions = ranks.gather(lambda: _as_plain(describe(flats[0], ranks.all)))
-        merged = merge([_from_plain(each) for each in descriptions], ranks.all)
+        # On its own: so what is above is the same on all ranks, mostly, and is not sent.
+        token = ranks.gather(lambda: path.token)[0]
+        known = {id(each): _from_plain(each) for each in descriptions}
+        merged = merge([known[id(each)] for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
-        prefix = f"{answers[0][0]}-rank{ranks.here:05}"
+        prefix = f"{token}-rank{ranks.here:05}"
         files = plan_files(merged.tensors, written[ranks.here], prefix, options.file_bytes)
     except BaseException:
         path.release()
@@ -171,9 +175,11 @@ class _Path:
     def __init__(self, storage: Storage, options: SaveOptions) -> None:
         self._storage, self._options = storage, options
         self.release: Callable[[], None] = nothing
+        #: The mark of this save, on the rank that has the path.
+        self.token = ""
 
-    def take(self) -> str:
-        """Take the path; the mark of this save. Local."""
+    def take(self) -> None:
+        """Take the path. Local."""
         json.dumps(self._options.meta, allow_nan=False)
         self._storage.prepare()
         self.release = self._storage.lock()
@@ -183,7 +189,7 @@ class _Path:
                 f"overwrite=True",
                 file=self._storage.location,
             )
-        return secrets.token_hex(4)
+        self.token = secrets.token_hex(4)
 
 
 def remove_leftovers(storage: Storage) -> list[str]:
@@ -205,6 +211,7 @@ def remove_leftovers(storage: Storage) -> list[str]:
     left = [name for name in names if is_ours(name) and name not in used]
     for name in left:
         storage.remove(name)
+    storage.wait_for_room()  # of what earlier saves have removed, too
     return left
 
 
@@ -293,6 +300,7 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
     try:
         # Before anybody needs the room that they take.
         ranks.gather(lambda: _removed(save.storage) if ranks.is_first else 0)
+        _forget_replaced(save, ranks)
         reports = ranks.gather(
             lambda: [
                 (f.name, f.nbytes, f.header_crc32, [s.tobytes() for s in f.checksums])
@@ -317,6 +325,21 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
 
 def _removed(storage: Storage) -> int:
     return len(remove_leftovers(storage))
+
+
+def _forget_replaced(save: Save, ranks: Ranks) -> None:
+    """Let the system drop from memory this rank's share of the files that are replaced. Local.
+
+    They stay on the disk. Their pages are the ones that come next: where memory is a virtual
+    machine's, fresh ones cost more than all the rest of a save.
+    """
+    if not save.files:
+        return
+    token = save.files[0].name.partition("-")[0]
+    replaced = [name for name in save.storage.names() if _DATA_FILE.fullmatch(name)]
+    for name in replaced[ranks.number :: len(ranks.all)]:
+        if not name.startswith(token):  # another rank's, which was quick
+            save.storage.forget(name)
 
 
 def _clean(storage: Storage) -> None:

@@ -8,23 +8,19 @@ cache for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from tilework.checkpoint.format import chunk_count
-from tilework.checkpoint.load_planning import LoadPlan, Need, Wanted
+from tilework.checkpoint.load_planning import LoadPlan, Wanted
 from tilework.checkpoint.reading import PartReader
-
-#: The view of this rank's memory for a need of a tensor: of the need's box.
-TargetOf = Callable[[int, Need], Tensor]
+from tilework.checkpoint.targets import Targets
 
 
 def read_shared(
     plan: LoadPlan,
     wanted: Sequence[Wanted],
     reader: PartReader,
-    here: tuple[int, TargetOf],
+    here: tuple[int, Targets],
 ) -> None:
     """Check this rank's chunks of shared parts, and fill what it needs of all. Local.
 
@@ -32,19 +28,19 @@ def read_shared(
         plan: This rank's.
         wanted: The tensors.
         reader: Reads parts.
-        here: This rank, and what finds the memory for its needs.
+        here: This rank, and its memory.
 
     Raises:
         CheckpointError: Some of the chunks that this rank checks are damaged.
     """
-    rank, target_of = here
+    rank, targets = here
     own = _own_chunks(plan, rank, wanted, reader.index.chunk_bytes)
     for number, part, needs in plan.shared:
         tensor = wanted[number].saved
         checked = bytes(own[number, part.file, part.offset])
         boxes = [need for need in needs if rank in need.ranks]
         for need in boxes:
-            target = target_of(number, need)
+            target = targets.place(number, part, need)
             reader.read_shared_box(tensor, part, need.box, target, checked)
             checked = bytes(len(checked))
         if not boxes:

@@ -19,7 +19,7 @@ from tilework.checkpoint.format import chunk_count
 from tilework.checkpoint.load_planning import LoadPlan, SharedPart, Wanted
 from tilework.checkpoint.memory import crc32
 from tilework.checkpoint.reading import PartReader
-from tilework.checkpoint.sharing import TargetOf
+from tilework.checkpoint.targets import Targets
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import ReduceOp
@@ -34,7 +34,7 @@ class SplitReading:
         plan: This rank's.
         wanted: The tensors.
         reader: Reads parts.
-        target_of: Finds the memory for this rank's needs.
+        targets: This rank's memory.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class SplitReading:
         plan: LoadPlan,
         wanted: Sequence[Wanted],
         reader: PartReader,
-        target_of: TargetOf,
+        targets: Targets,
     ) -> None:
         self._group, self._parts, self._wanted = group, plan.split, wanted
-        self._reader, self._target_of = reader, target_of
+        self._reader, self._targets = reader, targets
         self._here = group.global_ranks[group.rank()]
 
     def run(self) -> None:
@@ -82,7 +82,7 @@ class SplitReading:
             for need in split.needs:
                 if here not in need.ranks:
                     continue
-                target = self._target_of(split.tensor, need)
+                target = self._targets.place(split.tensor, split.part, need)
                 nbytes = need.box.volume * tensor.torch_dtype.itemsize
                 counts = need.ranks[turn % len(need.ranks)] == here
                 if reader.verify and counts:

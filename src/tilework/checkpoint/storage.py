@@ -17,7 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from tilework.checkpoint.late_close import late_close
 from tilework.errors import CheckpointError
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
 
 if sys.platform != "win32":
     import fcntl
@@ -27,6 +33,10 @@ UNFINISHED = ".part"
 #: Bytes are written up to multiples of this in a file: so the system keeps them in large pages,
 #: which are mapped at no cost when the file is read.
 _BLOCK_BYTES = 4 << 20
+#: After so many bytes the system is told to bring them to the disk, while more are written.
+_WRITEBACK_BYTES = 32 << 20
+#: A removed file of so many bytes is closed beside the program: the system takes long to free it.
+_LARGE_BYTES = 16 << 20
 #: The most pieces of memory that one call takes, by POSIX at least.
 _MOST_BUFFERS = 1024 if sys.platform != "win32" else 16
 #: The file that a writer holds a lock on.
@@ -105,7 +115,15 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none."""
+        """Remove a file; nothing happens if there is none. Its room may be free a little later."""
+
+    @abstractmethod
+    def wait_for_room(self) -> None:
+        """Block until all that was removed is free."""
+
+    @abstractmethod
+    def forget(self, name: str) -> None:
+        """Let the system drop what it has of a file in memory. The file itself stays."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -211,8 +229,23 @@ class LocalStorage(Storage):
             return []
 
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            calls.unlink(self.folder / name)
+        path = self.folder / name
+        kept = _opened_if_large(path)
+        try:
+            with suppress(FileNotFoundError):
+                calls.unlink(path)
+        finally:
+            if kept is not None:
+                late_close.add(kept)
+
+    def wait_for_room(self) -> None:
+        late_close.wait()
+
+    def forget(self, name: str) -> None:
+        if (fd := _opened_if_large(self.folder / name)) is not None:
+            with suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
 
     def sync(self) -> None:
         while self._changed:
@@ -231,6 +264,19 @@ class LocalStorage(Storage):
 
     def lock(self) -> Callable[[], None]:
         return _locked(self.folder.resolve() / LOCK_NAME, self.location)
+
+
+def _opened_if_large(path: Path) -> int | None:
+    """The descriptor of a large plain file; None for all else, and where files are not kept so."""
+    if sys.platform != "linux":
+        return None
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _LARGE_BYTES:
+            return None
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
 
 
 def _sync_folder(folder: Path) -> None:
@@ -253,6 +299,8 @@ class _LocalWriter(FileWriter):
         #: What is not written yet, and how many bytes there are to the next boundary.
         self._waiting: list[memoryview] = []
         self._room = _BLOCK_BYTES
+        #: The bytes that are written, and those that the system was told of.
+        self._written = self._told = 0
 
     def write(self, memory: memoryview | bytes) -> None:
         memory = memoryview(memory)
@@ -272,10 +320,15 @@ class _LocalWriter(FileWriter):
             except OSError as error:  # as of a full disk: the system does not name the file
                 error.filename = str(self._final)
                 raise
+            self._written += done
             while waiting and done >= waiting[0].nbytes:
                 done -= waiting.pop(0).nbytes
             if done:
                 waiting[0] = waiting[0][done:]
+        # So the disk is at work while more is written, and the flush at the end has less to do.
+        if _core is not None and self._written - self._told >= _WRITEBACK_BYTES:
+            _core.start_writeback(self._fd, self._told, self._written - self._told)
+            self._told = self._written
 
     def finish(self) -> None:
         self._write_waiting()

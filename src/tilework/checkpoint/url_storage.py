@@ -57,6 +57,12 @@ class UrlStorage(Storage):
         with suppress(FileNotFoundError):
             self._files.rm_file(f"{self._folder}/{name}")
 
+    def wait_for_room(self) -> None:
+        """Nothing: a store has room."""
+
+    def forget(self, name: str) -> None:
+        """Nothing: this machine keeps nothing of the file."""
+
     def sync(self) -> None:
         """Nothing: a store keeps what it has accepted."""
 

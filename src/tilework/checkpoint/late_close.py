@@ -1,0 +1,71 @@
+"""Closing of removed files beside the program.
+
+A file whose name is gone is freed by the system when its last descriptor is closed; for a large
+one that takes a tenth of a second and more. No save need wait for it, but the next one does, which
+may need the room.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+#: More are closed at once, by the one who removes them.
+_MOST_WAITING = 64
+
+
+class LateClose:
+    """A thread that closes descriptors, while there are some."""
+
+    def __init__(self) -> None:
+        self._begin()
+        if hasattr(os, "register_at_fork"):
+            # A child has the descriptors, but no thread.
+            os.register_at_fork(after_in_child=self._begin_in_child)
+
+    def _begin(self) -> None:
+        self._waiting: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._is_at_work = False
+
+    def _begin_in_child(self) -> None:
+        waiting = self._waiting
+        self._begin()
+        for descriptor in waiting:
+            os.close(descriptor)
+
+    def add(self, descriptor: int) -> None:
+        """Have a descriptor closed. Local; hardly ever blocks."""
+        with self._changed:
+            is_full = len(self._waiting) >= _MOST_WAITING
+            if not is_full:
+                self._waiting.append(descriptor)
+            starts = not is_full and not self._is_at_work
+            self._is_at_work |= starts
+        if is_full:
+            os.close(descriptor)
+        if starts:
+            try:
+                threading.Thread(target=self._work, name="late close", daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._work()
+
+    def wait(self) -> None:
+        """Block until all are closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_at_work)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_at_work = False
+                    self._changed.notify_all()
+                    return
+                descriptor = self._waiting.popleft()
+            os.close(descriptor)
+
+
+#: That of this process.
+late_close = LateClose()

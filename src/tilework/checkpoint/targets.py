@@ -1,0 +1,70 @@
+"""Memory of one rank that is filled by a load: what is needed of a part, and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilework.checkpoint.format import Part
+from tilework.checkpoint.load_planning import Need, Wanted
+from tilework.checkpoint.memory import Runs, runs_of
+from tilework.tiled.tensor import TiledTensor
+
+#: The place of a box's elements: a tensor of its size, or runs in memory as the core takes them.
+Place = Tensor | Runs
+
+
+class Targets:
+    """The tensors that this rank fills.
+
+    Models have the same layers many times: runs are found out for one of them.
+
+    Args:
+        wanted: What is loaded, as all ranks know it.
+        tensors: This rank's tensor for each; None where it has none.
+        rank: This rank.
+        by_core: True if the core reads.
+    """
+
+    def __init__(
+        self, wanted: Sequence[Wanted], tensors: Sequence[Tensor | None], rank: int, by_core: bool
+    ) -> None:
+        self._wanted, self._tensors = wanted, tensors
+        self._rank, self._by_core = rank, by_core
+        self._tiles: dict[tuple[int, int], Tensor] = {}
+        self._runs: dict[object, Runs | None] = {}
+
+    def view(self, number: int, need: Need) -> Tensor:
+        """The memory for a need of a tensor: of the need's box."""
+        tile, local = self._wanted[number].tiles[need.tile][0], self._tile(number, need.tile)
+        return local if need.box is tile else local[need.box.relative_to(tile).slices]
+
+    def place(self, number: int, part: Part, need: Need) -> Place:
+        """Likewise, or runs of a part's bytes in it where that is possible."""
+        saved, local = self._wanted[number].saved, self._tile(number, need.tile)
+        if not self._by_core or local.device.type != "cpu" or local.dtype is not saved.torch_dtype:
+            return self.view(number, need)
+        box, tile = need.box, self._wanted[number].tiles[need.tile][0]
+        strides, address = local.stride(), local.data_ptr()
+        key = (
+            *(part.box.offsets, part.box.sizes, box.offsets, box.sizes, tile.offsets),
+            *(strides, local.dtype, local.is_conj(), local.is_neg()),
+        )
+        if key not in self._runs:
+            runs = runs_of(part.box, box, self.view(number, need))
+            self._runs[key] = runs and (runs[0] - address, *runs[1:])
+        known = self._runs[key]
+        return self.view(number, need) if known is None else (known[0] + address, *known[1:])
+
+    def _tile(self, number: int, tile: int) -> Tensor:
+        """This rank's memory of a wanted tile."""
+        known = self._tiles.get((number, tile))
+        if known is None:
+            tensor = self._tensors[number]
+            assert tensor is not None
+            if isinstance(tensor, TiledTensor):
+                boxes = tensor.tiling.boxes_of(self._rank)
+                tensor = tensor.local_tiles()[boxes.index(self._wanted[number].tiles[tile][0])]
+            known = self._tiles[number, tile] = tensor.detach()
+        return known
