@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from tilework.dtensor.dispatch.results import replicated
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
 
+_HOOK = re.compile(r"\b(v\d+)\.(?:register_hook|retain_grad)\(")
 _PLACEMENTS: dict[str, Placement] = {
     "R": Replicate(),
     "P": Partial(),
@@ -90,12 +92,22 @@ class Run:
 
     def execute(self, statement: str) -> None:
         """Run a statement."""
+        self._refuse_fatal_hook(statement)
         exec(compile(statement, statement, "exec"), self.names)
         mode, _, text = statement.partition(": ")
         name = text.partition(" = ")[0]
         if mode == "with torch.no_grad()" and name.isidentifier():
             # torch's views say then that they require a gradient, of nobody.
             self.names[name] = self.names[name].detach()
+
+    def _refuse_fatal_hook(self, statement: str) -> None:
+        """Raise where torch ends the process: at a hook on a view whose base was written to."""
+        hooked = _HOOK.search(statement)
+        if self.mesh is not None or hooked is None:
+            return
+        tensor = self.names.get(hooked[1])
+        if isinstance(tensor, Tensor) and tensor._is_view() and tensor._version:
+            raise RuntimeError("a hook on a view that has no place in the graph yet")
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the program has made."""

@@ -121,6 +121,8 @@ def _view(c: Chooser) -> str:
     if kind in _WITHOUT_ARGUMENTS:
         return f"{x}.{kind}"
     if kind == "as_strided":  # whose gradient is that of what it is made of, or of its base
+        if _has_spare_memory(c.tensors[x]):
+            raise LookupError
         x = f"{x}.detach()"
         return f"{x}.{kind}({_strided(c)})"
     if kind in _VIEWS:
@@ -129,6 +131,12 @@ def _view(c: Chooser) -> str:
     count = max(c.tensors[x].numel(), 1)
     first = c.of(*[n for n in range(1, count + 1) if count % n == 0])
     return f"{x}.{kind}({c.of([first, -1], [-1], [-1, first], sizes, [1, *sizes])})"
+
+
+def _has_spare_memory(tensor: Tensor) -> bool:
+    """True if more can be seen of its memory than anybody has written, as of losses' own."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.untyped_storage().nbytes() > base.numel() * base.element_size()
 
 
 def _shuffled(c: Chooser, x: str, dim: int) -> str:
@@ -370,6 +378,11 @@ def _refused(c: Chooser) -> str:
     """A statement of a kind that torch often refuses."""
     x = c.any()
     y = c.any()
+    # Results of einsum and tensordot are views, for torch, of what nobody else has.
+    bases = [id(t) for t in c.tensors.values()]
+    base = c.tensors[x]._base
+    if base is not None and id(base) not in bases:
+        x = y = c.any(lambda t: t._base is None or id(t._base) in bases)
     return c.text(
         f"{x}.add_({y})", f"{x}.copy_({y})", f"{x}[{basic_index(c, x)}] = {y}",
         f"{x}.view({[*reversed(c.tensors[x].shape)]})", f"{x}.mul_(2.0)", f"{x} @ {y}",

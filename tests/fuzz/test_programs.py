@@ -124,6 +124,19 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = leaf('v0', (1,), 52, 'PA')\nv0.register_hook(lambda grad: grad.clamp(-1, 1))",
         "v0 = leaf('v0', (3,), 58, 'S0')\nv1 = v0.expand([2, 3])\nv0.data = v0.data * 2\n"
         "v2 = v1.swapaxes(0, 1) * 3",
+        # What has no elements, and what is its first argument itself.
+        "v0 = leaf('v0', (0, 4), 50, 'S0')\nv1 = v0.diff(dim=-2)",
+        "v0 = leaf('v0', (0, 4), 75, 'S0')\nv1 = data((3, 0), 1, 'S0')\n"
+        "v1.masked_scatter_(v1 > 0.3, v0)",
+        "v0 = leaf('v0', (4,), 1, 'S0')\nv1 = leaf('v1', (3,), 2, 'P')\nv2 = v0 * 2\n"
+        "torch.meshgrid(v2, v1[:1], indexing='xy')[0].mul_(0.5)",
+        # A leaf with data that were made in inference mode.
+        "v0 = leaf('v0', (1,), 6, 'P')\nwith torch.inference_mode(): v0.data = v0.data.clone()\n"
+        "watch(v0, 'v0')\nv0.data = v0.data",
+        # Writes through a sibling of what was handed out; strides of stacked images.
+        "v0 = leaf('v0', (2, 2, 2), 94, 'S2')\nv1 = v0[..., 0]\nv2 = v1.squeeze()\n"
+        "write_local(v2[:0, ..., 0].detach(), 0.5)\nv2[0, :].detach().clamp_(-1.0, 1.0)",
+        "v0 = data((1, 2, 3), 75, 'S2')\nv1 = v0.mT.unsqueeze(2)\nv2 = torch.stack([v1, v1], -4)",
         # Gradients, partial along one axis, of what became a mean along another: see MESHES.
         "v0 = leaf('v0', (1,), 36, 'R S0')\nv1 = data((4, 2), 48, 'S1 PA')\nv1.add_(v0)",
     ],
@@ -163,10 +176,19 @@ def test_programs_that_went_wrong_once(program: str) -> None:
         "v2.split(1)[0].add_(v1[:1])",
         "torch.clamp(v2, -1, 1, out=v2[0])",
         "v2[0].rot90(3, (-1, 0))",
+        "v2[0].renorm_(2, 0, 1.0)",
+        "v4.mul_(2.0)",
+        "torch._foreach_mul_([v4[:2]], 2.0)",
+        "v4.t_()",
+        "v2.renorm_(2, 2, 1.0)",
+        "torch.meshgrid(v0.flatten(), v1[0, :1], indexing='ij')[0][:1].mul_(2.0)",
+        "torch.meshgrid(v1.t(), v1[0], indexing='ij')",
+        "torch.meshgrid(v1[0], v1[0].float(), indexing='ij')",
     ],
 )
 def test_what_torch_refuses_is_refused_on_all_ranks(text: str) -> None:
     lines = ["v0 = leaf('v0', (4, 3), 1, 'S0')", "v1 = v0 * 2", "v2 = data((4, 3), 2, 'S0')"]
+    lines += ["v3 = leaf('v3', (4, 3), 3, 'S1')", "v4 = v3[:, 1]", "v3.detach_()"]
     program = Program(lines, (3,), refused=text)
     assert expect(program)
     assert program.refused

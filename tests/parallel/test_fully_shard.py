@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
 from tilework.dtensor import DTensor, Shard, init_device_mesh
+from tilework.errors import CollectiveMismatchError
 from tilework.parallel import (
     ColwiseParallel,
     CPUOffloadPolicy,
@@ -525,3 +526,37 @@ def test_misuse() -> None:
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
 
     run_ranks(1, program)
+
+
+def test_copies_are_refused() -> None:
+    """Also where parameters have no memory for now, and within a module that is not sharded."""
+
+    def program(rank: int) -> None:
+        model = nn.Sequential(fully_shard(nn.Linear(2, 2)))
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(TypeError, match=r"load_state_dict\(model\.state_dict\(\)\)"):
+            copy.deepcopy(model)
+        assert copy.deepcopy(model.state_dict()).keys() == model.state_dict().keys()
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_one_rank_that_does_not_clear_its_gradients(clears: bool) -> None:
+    """Shards of another sum, which no rank sees by itself."""
+
+    def program(rank: int) -> bool:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            if clears or rank == 0 or step != 1:
+                optimizer.zero_grad()
+            model(torch.full((1, 3), rank + 1.0)).square().sum().backward()
+            try:
+                optimizer.step()
+            except CollectiveMismatchError:
+                return False
+        return True
+
+    assert run_ranks(2, program) == [clears, clears]

@@ -49,6 +49,8 @@ class DTensorBase(TiledTensor):
     _anchor: DTensorBase | None = None
     #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.
     _became: tuple[DTensorBase, Callable[[Any], Any]] | None = None
+    #: True if an operator in place made it a view of its anchor, which makes it none for torch.
+    _in_place: bool = False
     #: Copied views whose local tensors were handed out, kept by the tensor that owns the memory.
     _handed_out: list[Any] | None = None
     #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
@@ -62,12 +64,16 @@ class DTensorBase(TiledTensor):
     _content: tuple[Tensor, int, int, int] | None = None
     #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
     _family: list[ref[DTensorBase]] | None = None
-    #: Of a gradient: the backward passes that its digest knows of.
-    _passes: int = 0
+    #: Of a leaf: the backward passes when its gradient was last cleared.
+    _cleared: int = 0
+    #: Of a gradient: the digest that it was last given, and that of what was written to it.
+    _noted: tuple[int, int | None] | None = None
     #: True if it was made while gradients were off, as the results of a user's own Function are.
     _made_without_grad: bool = False
     #: Places in the graph that it has left, and a user's own Function took it at.
     _places: tuple[Place, ...] = ()
+    #: Its place in the graph, if it was given data in another layout since.
+    _origin: Origin | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -153,6 +159,25 @@ class Place(NamedTuple):
     spec: DTensorSpec
     #: Autograd's number of the write that took the tensor from there.
     left: float = math.inf
+
+
+class Origin:
+    """The place in the graph of a tensor that was given data in another layout since.
+
+    Args:
+        local: The local tensor at that place: a leaf, or what an operator made.
+        spec: The layout there.
+    """
+
+    __slots__ = ("grad", "grad_spec", "local", "node", "spec")
+
+    def __init__(self, local: Tensor, spec: DTensorSpec) -> None:
+        self.local, self.spec = local, spec
+        #: The node that takes gradients of what the tensor is now to that place.
+        self.node: Any = None
+        #: Of a leaf: the local gradient so far, and its layout.
+        self.grad: Tensor | None = None
+        self.grad_spec: DTensorSpec | None = None
 
 
 #: The tensor that a view was made of; the layout that it had then, which forms in place such as

@@ -8,6 +8,7 @@ operator of every parameter. A hook that torch calls before each optimizer's ste
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,7 +54,7 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     states[param] = state
                 continue
             local = param._local_tensor
-            if param._spec.partial_axes or not param._spec.takes_part:
+            if param._spec.partial_axes or not param._spec.takes_part or param._origin is not None:
                 return None
             params.append(local)
             if state := optimizer.state.get(param):
@@ -105,15 +106,18 @@ def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         compare_after_step(optimizer)
         return
     for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        states: list[dict[str, Any]] = []
         for param, local in zip(group["params"], local_group["params"], strict=True):
+            state: dict[str, Any] = {}
             if param is local:
                 if local in twin.state:
                     optimizer.state[param] = twin.state[local]
-                continue
-            if local_state := twin.state.get(local):
-                _wrap_states(optimizer.state[param], local_state, param, local)
+            elif local_state := twin.state.get(local):
+                state = optimizer.state[param]
+                _wrap_states(state, local_state, param, local)
+            states.append(state)
         group.update({name: value for name, value in local_group.items() if name != "params"})
-        _note_step(type(optimizer).__name__, group)
+        _note_step(type(optimizer).__name__, group, states)
     twin.param_groups, twin.state = [], defaultdict(dict)
     compare_after_step(optimizer)
 
@@ -125,11 +129,15 @@ def _wrap_states(
         known = state.get(name)
         if known is value or (known.__class__ is DTensor and known._local_tensor is value):
             continue
-        state[name] = wrap(value, param._spec) if is_per_element(name, value, local) else value
+        if is_per_element(name, value, local):
+            digest = hash((digest_of(param), _digest_of_name(name)))
+            state[name] = wrap(value, param._spec, digest)
+        else:
+            state[name] = value
 
 
-def _note_step(name: str, group: dict[str, Any]) -> None:
-    """Mix a step into the digests of the parameters that it has changed."""
+def _note_step(name: str, group: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
+    """Mix a step into the digests of the parameters that it has changed, and of their states."""
     seeds: list[Any] = [_digest_of_name(name)]
     for option, value in group.items():
         if value.__class__ in NUMBERS:
@@ -137,16 +145,22 @@ def _note_step(name: str, group: dict[str, Any]) -> None:
         elif value is not None and option != "params":
             seeds_in(value, seeds)
     step = hash(tuple(seeds))
-    for param in group["params"]:
+    mesh, passes = None, 0
+    for param, state in zip(group["params"], states, strict=True):
         if param.__class__ is not DTensor or (local := param._local_tensor.grad) is None:
             continue
+        if param._spec.mesh is not mesh:
+            mesh = param._spec.mesh
+            passes = history_of(mesh).passes
         grad = param._grad
-        if grad is not None and grad._local_tensor is local:
-            note_gradient(param, grad)
-            gradient = grad._digest  # which knows what was written to it
-        else:
-            gradient = history_of(param._spec.mesh).passes
-        note_write(param, hash((digest_of(param), gradient, step)))
+        if grad is None or grad._local_tensor is not local or grad._noted == (grad._digest, None):
+            digest = hash((digest_of(param), step, passes, param._cleared))
+        else:  # it knows what was written to it
+            digest = hash((digest_of(param), step, note_gradient(param, grad)))
+        for value in state.values():
+            if value.__class__ is DTensor:
+                value._digest = digest = hash((digest, value._digest or digest_of(value)))
+        note_write(param, digest)
 
 
 _digest_of_name = cache(stable_digest)

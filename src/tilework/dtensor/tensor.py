@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor import serialization
-from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.autograd import gradients, local_graph, origins
 from tilework.dtensor.base import DTensorBase, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.from_local import spec_from_local
 from tilework.dtensor.handlers import HANDLERS
-from tilework.dtensor.provenance.digests import digest_of, note_gradient
+from tilework.dtensor.provenance.digests import digest_of, note_cleared, note_gradient
 from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import spec_of
@@ -30,11 +30,12 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled.tensor import TiledTensor, is_called_within
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -77,8 +78,10 @@ class DTensor(DTensorBase):
         # C++ comes here below autograd: with what a user's own Function saved, and where its
         # engine adds gradients up. Elsewhere a gradient would be lost.
         if func is torch.ops.aten.detach.default:
-            return wrap(args[0]._local_tensor.detach(), args[0]._spec, args[0]._digest)
-        if torch.is_grad_enabled():
+            result = wrap(args[0]._local_tensor.detach(), args[0]._spec, args[0]._digest)
+            result._made_without_grad = True  # C++ may make a leaf of it, as of nested checkpoints
+            return result
+        if torch.is_grad_enabled() and not _takes_values(func, args):
             return super().__torch_dispatch__(func, types, args, kwargs)
         return DTensor._dispatch(func, args, kwargs or {})
 
@@ -218,6 +221,8 @@ class DTensor(DTensorBase):
         """
         if self._view_of is not None:
             copied_views.refresh(self)
+        if self._local_tensor.requires_grad:
+            keep_place(self)  # for it may be written to
         if self._viewed is not None:
             copied_views.hand_out(self)
         if grad_placements is None:
@@ -301,6 +306,10 @@ class DTensor(DTensorBase):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        if self._origin is not None:
+            if requires_grad:
+                return self
+            origins.leave_graph(self)
         local_graph.local_of(self).requires_grad_(requires_grad)
         local_graph.mirror_requires_grad(self)
         return self
@@ -315,25 +324,30 @@ class DTensor(DTensorBase):
 
     @property
     def grad(self) -> DTensor | None:
-        local = self._local_tensor.grad
+        if self._origin is not None:
+            local, spec = origins.grad_of(self)
+        else:
+            local, spec = self._local_tensor.grad, None
         if local is None:
             return None
         known = self._grad
         if known is None or known._local_tensor is not local:
-            known = self._grad = wrap(local, self._spec.grad_spec)
+            known = self._grad = wrap(local, self._spec.grad_spec if spec is None else spec)
         note_gradient(self, known)
         return known
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self._local_tensor.grad = self._grad = None
+            del self.grad
         else:
             gradients.set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        self._local_tensor.grad = self._grad = None
+        note_cleared(self)
+        self._grad = None
+        origins.set_grad_of(self, None)
 
     @property
     def data(self) -> DTensor:
@@ -376,7 +390,7 @@ class DTensor(DTensorBase):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this tensor when ``grad`` was accumulated into."""
-        local: Any = self._local_tensor
+        local: Any = local_graph.in_graph(self)
         return local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def retain_grad(self) -> None:
@@ -384,7 +398,7 @@ class DTensor(DTensorBase):
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
-        return self._local_tensor.retains_grad
+        return origins.place_in_graph(self)[0].retains_grad
 
     # -- Python's own ------------------------------------------------------------------------
 
@@ -399,7 +413,10 @@ class DTensor(DTensorBase):
             raise RuntimeError(
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
-        local = copy.deepcopy(local_graph.local_of(self), memo)
+        local = local_graph.local_of(self)
+        if self._origin is not None:
+            local = local.detach().requires_grad_()
+        local = copy.deepcopy(local, memo)
         copied = memo[id(self)] = wrap(
             local, self._spec, self._digest if self._made is None else digest_of(self)
         )
@@ -424,11 +441,21 @@ class DTensor(DTensorBase):
         self.numpy()
 
 
+def _takes_values(func: Any, args: Sequence[Any]) -> bool:
+    """True for what torch asks of a number, or of a tensor that it copies without its graph."""
+    aten = torch.ops.aten
+    if func is aten._local_scalar_dense.default:
+        return True
+    return func is aten._to_copy.default and not (
+        args[0].requires_grad or is_called_within("_functorch")
+    )
+
+
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    *("_became", "_handed_out", "_made_without_grad", "_places"),
-    *("_digest", "_made", "_written", "_content", "_family", "_passes"),
+    *("_became", "_in_place", "_handed_out", "_made_without_grad", "_places", "_origin"),
+    *("_digest", "_made", "_written", "_content", "_family", "_cleared", "_noted"),
 }
 
 

@@ -263,6 +263,25 @@ def test_checkpoints(use_reentrant: bool) -> None:
     run_ranks(2, program)
 
 
+def test_checkpoints_within_checkpoints() -> None:
+    """The inner one begins at what the outer one has saved, which C++ made a leaf."""
+    wanted = plain_grads(BLOCK, X)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        module = spread(BLOCK, mesh)
+        x = cut(X.clone().requires_grad_(), mesh, [Shard(0)])
+
+        def inner(x: Any) -> Any:
+            return checkpoint(module, x, use_reentrant=False)
+
+        checkpoint(inner, x, use_reentrant=False).pow(2).sum().backward()
+        for param, want in zip(module.parameters(), wanted, strict=True):
+            same(param.grad, want)
+
+    run_ranks(2, program)
+
+
 def test_writing_in_place_after_a_use() -> None:
     """What was computed before the write has the gradient of before."""
     weight = torch.randn(4, 6)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.dtensor.op_checks import Layout, distributed
+from tests.fuzz import programs
 from tilework.dtensor import DTensor, Partial, Shard, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
@@ -105,20 +106,16 @@ def test_the_gradient_of_a_partial_tensor_is_that_of_its_value(op: str) -> None:
     run_ranks(2, program)
 
 
-def test_a_hook_may_change_a_gradient_that_is_whole() -> None:
+def test_a_hook_may_change_a_gradient() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        for op in ("sum", "max"):
+        for op in ("sum", "avg", "max", "min"):
             x: Any = distributed(WHOLE.clone().requires_grad_(), mesh, Layout((Partial(op),)))
             y = x.clone()
             y.register_hook(lambda grad: grad * 2)
-            if op == "sum":
-                y.sum().backward()
-                assert x.grad is not None
-                assert x.grad.full_tensor().unique().tolist() == [2]
-            else:
-                with pytest.raises(NotImplementedError, match="redistribute"):
-                    y.sum().backward()
+            y.sum().backward()
+            assert x.grad is not None
+            assert x.grad.full_tensor().unique().tolist() == [2]
 
     run_ranks(2, program)
 
@@ -190,3 +187,21 @@ def test_writes_to_partial_tensors(name: str) -> None:
             check(mesh, op, graded)
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "v0 = leaf('v0', (5, 3), 43, 'PM')\nv1 = v0.chunk(2, 0)[0]\n"
+        "v1.register_hook(lambda grad: grad * 2)",
+        "v0 = leaf('v0', (5, 3), 43, 'S0')\nv1 = moved(v0, 'PM')\nv2 = v1 + 1\n"
+        "v2.register_hook(lambda grad: grad * 2)",
+        "v0 = leaf('v0', (4, 6), 11, 'PA')\nv0.register_hook(lambda grad: grad * 2)\n"
+        "v1 = gradient(v0 * v0, v0, create_graph=True)",
+        "v0 = leaf('v0', (0, 4), 95, 'PM')\nv1 = torch.cat([v0, v0], -1)\n"
+        "with torch.no_grad(): v1.register_hook(lambda grad: grad * 2)\n"
+        "v1.masked_fill_(v1.isnan(), 0.0)",
+    ],
+)
+def test_hooks_change_gradients_of_what_is_partial_otherwise_than_as_a_sum(program: str) -> None:
+    programs.compare(program)

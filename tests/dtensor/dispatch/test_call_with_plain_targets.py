@@ -188,3 +188,45 @@ def test_gradients_of_plain_and_distributed_parameters_are_clipped_together(
                 torch.testing.assert_close(value, want)
 
     run_ranks(2, program)
+
+
+def test_numbers_are_written_to_items_of_plain_tensors() -> None:
+    """As a program keeps the losses of its steps, in the graph or not."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(torch.ones(3), mesh, [Shard(0)]).requires_grad_()
+        loss: Any = (weight * 2).sum()
+        losses = torch.zeros(3)
+        losses[1] = loss.detach()
+        losses[loss.detach().long() - 4] = 7.0
+        assert losses.tolist() == [0, 6, 7]
+        kept = torch.zeros(2)
+        kept[0] = loss
+        kept.sum().backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        assert weight.grad.full_tensor().tolist() == [2, 2, 2]
+        with pytest.raises(TypeError, match="would write to a plain tensor"):
+            losses[:] = weight.detach()
+        assert losses.tolist() == [0, 6, 7]
+
+    run_ranks(2, program)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_torchs_functions_that_copy_or_ask_for_a_number() -> None:
+    values = torch.arange(6.0).view(3, 2)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(values, mesh, [Shard(0)])
+        copy: Any = torch.tensor(x, dtype=torch.float64)
+        copy.add_(1)
+        assert torch.equal(copy.full_tensor(), values.double() + 1)
+        assert torch.equal(x.full_tensor(), values)
+        row: Any = x.new_tensor(x[1])
+        assert row.to_local().tolist() == [2, 3]
+        assert torch.full((2,), x[1, 1]).tolist() == [3, 3]  # type: ignore[call-overload]
+        assert torch.scalar_tensor(x[2, 0]).item() == 4  # type: ignore[arg-type]
+
+    run_ranks(2, program)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.dtensor.sharded_values import cut, full
+from tests.fuzz.programs import compare
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -73,3 +75,12 @@ def test_operators_that_take_named_tensors_in_any_order() -> None:
         assert full(integers.half()).tolist() == [1.0, 10.0]
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("number", ["v0.mean()", "plain((), 3).requires_grad_()"])
+def test_a_number_gets_the_gradient_of_all_ranks(number: str) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 2), 59, 'S0')\nv1 = v0.detach() * 2\nv2 = {number}\n"
+        "torch._foreach_add_([v1], v2)\nv3 = torch._foreach_mul([v0], v2)[0]\n"
+        "v4 = gradient(v3, v2)"
+    )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fuzz.programs import compare
 from tilework.dtensor import distribute_tensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -100,3 +101,10 @@ def test_views_made_without_gradients_are_written_without_them(name: str, is_lea
         WRITES[name](base.detach()[1:])
 
     run_ranks(2, program)
+
+
+def test_a_triangle_is_zeroed_where_elements_repeat() -> None:
+    compare(
+        "v0 = data((2, 2, 2), 7, 'S1')\nv1 = v0.expand([2, 2, 2, 2])\n"
+        "v1.transpose(-2, 2).tril_()\nv2 = v1.triu_(1)"
+    )

@@ -273,3 +273,51 @@ def test_index_put_writes_where_torch_does() -> None:
 
     rows, columns = torch.tensor([0, 3, 1]), torch.tensor([5, 0, 2])
     check_op(put, GRID, rows, columns, torch.randn(3), most=16)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.index_add_(0, torch.tensor([1, 2]), torch.tensor(2.0)),
+        lambda x: x.index_add_(0, torch.tensor([1]), torch.tensor(2.0)),
+        lambda x: x.index_copy_(0, torch.tensor([1, 2]), torch.tensor(2.0)),
+        lambda x: x.index_copy_(0, torch.tensor([[1]]), torch.tensor([2.0])),
+        lambda x: x.put_(torch.tensor([1, 2]), torch.tensor(2.0)),
+        lambda x: x.view(2, 3).put_(torch.tensor([6]), torch.tensor([2.0])),
+        lambda x: x.view(2, 3).put_(torch.tensor([-7]), torch.tensor([2.0])),
+        lambda x: x[:0].quantile(0.5, 0),
+        lambda x: x.as_strided([3], [3]),
+        lambda x: x.sum().as_strided([2], [1]),
+    ],
+)
+def test_what_torch_refuses_is_refused(write: Callable[[Any], Any]) -> None:
+    with pytest.raises((RuntimeError, IndexError)):
+        write(torch.ones(6))
+
+    def program(rank: int) -> None:
+        for placement in (Shard(0), Replicate()):
+            x = distribute_tensor(torch.ones(6), init_device_mesh("cpu", (2,)), [placement])
+            with pytest.raises((RuntimeError, IndexError)):
+                write(x)
+
+    run_ranks(2, program)
+
+
+def test_a_number_is_copied_to_one_place() -> None:
+    check_op(lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.tensor(2.0)), LINE, most=6)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (4,), ()])
+@pytest.mark.parametrize("name", ["scatter", "scatter_add"])
+def test_what_no_element_of_is_scattered_is_in_the_graph(name: str, shape: tuple[int, ...]) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        layout = [Shard(0)] if shape else [Replicate()]
+        x, values = (distribute_tensor(torch.ones(shape), mesh, layout) for _ in range(2))
+        values.requires_grad_()
+        nowhere = distribute_tensor(torch.empty(0, dtype=torch.long), mesh, [Replicate()])
+        getattr(x, name)(0, nowhere, values).sum().backward()
+        assert values.grad is not None
+        assert torch.equal(values.grad.full_tensor(), torch.zeros(shape))
+
+    run_ranks(2, body)

@@ -366,3 +366,13 @@ def test_indices_of_extrema_count_in_the_whole_tensor() -> None:
     ties = torch.tensor([[1.0, 7, 7, 2, 0, 7], [5, 5, 1, 9, 9, 0], [7, 7, 7, 9, 0, 7]])
     check_op(lambda x: [x.max(0).indices, x.max(1).indices, x.argmax()], ties, grads=False, most=12)
     check_op(indices, GRID, grads=False, meshes=((2,), (2, 2)), most=12)
+
+
+def test_renorm_of_a_vector_is_refused() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="at least 2"):
+            x.renorm_(2, 0, 1.0)
+
+    run_ranks(2, program)

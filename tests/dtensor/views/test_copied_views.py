@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.op_checks import Layout, distributed
+from tests.fuzz import programs
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -247,3 +248,17 @@ def test_what_set_does_not_take() -> None:
 
 def _plain(tensor: Any) -> Any:
     return _full(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # A view of a view that one rank copies by itself.
+        "v0 = leaf('v0', (1, 6), 65, 'S1')\nv1 = v0.expand([2, 2, 6])\nv2 = v1[..., 0]\n"
+        "v3 = v2.view_as(v2)\nv4 = v3.mT\nv4.data.view(-1)[0] += 1",
+        # A view stays in the graph of a leaf whose dims change in place.
+        "v0 = leaf('v0', (1,), 44, 'S0')\nv1 = v0[-1]\nwith torch.no_grad(): v0.transpose_(0, 0)",
+    ],
+)
+def test_copied_views_that_were_lost_once(program: str) -> None:
+    programs.compare(program)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -82,9 +83,38 @@ def of_a_view(x: Tensor) -> Tensor:
     return b + a
 
 
+def by_a_view(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    a[:, 0].mul_(5)
+    a.view(-1)[1:3].t().mul_(3)
+    torch._foreach_mul_([a.t()[1]], 3.0)
+    a[0] = 7
+    return b + a
+
+
+def by_its_local_tensor(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    for each in (a, a[:2]):
+        (each.to_local() if isinstance(each, DTensor) else each).mul_(5)
+    return b + a + tripled(a)
+
+
+def looked_at(x: Tensor) -> Tensor:
+    a = x * 2
+    b = tripled(a)
+    if isinstance(a, DTensor):
+        a.to_local()
+    return tripled(b) + tripled(a)
+
+
 @pytest.mark.parametrize(
     "program",
-    [multiplied, multiplied_twice, detached, transposed, in_a_list, of_a_view],
+    [
+        *(multiplied, multiplied_twice, detached, transposed, in_a_list, of_a_view),
+        *(by_a_view, by_its_local_tensor, looked_at),
+    ],
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_writes_after_a_function_took_it(program: Callable[[Tensor], Tensor], dim: int) -> None:
@@ -98,12 +128,13 @@ def test_writes_after_a_function_took_it(program: Callable[[Tensor], Tensor], di
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_write_through_another_view_is_refused_not_differentiated() -> None:
+def test_a_write_to_the_base_of_a_view_is_refused_not_differentiated() -> None:
     def on_rank(rank: int) -> None:
         x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
         a = x.requires_grad_() * 2
-        b = tripled(a)
-        a[:, 0].mul_(5)
+        view = a[:, 0]
+        b = tripled(view)
+        a.mul_(5)
         with pytest.raises(RuntimeError, match=r"pass a clone\(\) to the Function"):
             b.sum()
 
@@ -130,21 +161,6 @@ def test_functions_that_took_it_at_two_places_in_a_chain_are_refused() -> None:
             c.sum()
 
     run_ranks(2, on_rank)
-
-
-class Squared(torch.autograd.Function):
-    """A user's own, which saves what it takes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        result: Tensor = grad * x * 2
-        return result
 
 
 def test_gradients_of_gradients_of_partial_tensors_are_refused() -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.expanded_grads import watching
-from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of, plain
+from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
-from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in
+from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
-from tilework.dtensor.redistribution.redistribute import counted_once, redistribute_local
+from tilework.dtensor.redistribution.adjoint import Adjoint
+from tilework.dtensor.redistribution.redistribute import (
+    counted_once,
+    pull_back,
+    redistribute_local,
+)
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.places import same_place
+from tilework.dtensor.views.places import keep_place, same_place
 from tilework.layout import Placement
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
@@ -100,9 +105,11 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
             f"a gradient has its tensor's shape, {list(tensor.shape)}, got {list(value.shape)}"
         )
     spec = tensor._spec.grad_spec
-    tensor._local_tensor.grad = local_as(value, spec, "the gradient")
-    if value._spec == spec:
-        tensor._grad = value
+    local = local_as(value, spec, "the gradient")
+    origins.set_grad_of(tensor, local)
+    if value._spec != spec:
+        value = wrap_as(type(tensor), local, spec, hash((digest_of(value), spec.digest)))
+    tensor._grad = value
 
 
 def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
@@ -111,18 +118,26 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
     tensor._aliases = tensor._grad = tensor._anchor = None
     note_write(tensor, digest_of(value))
-    with _WithoutInterception():
-        _base.data.__set__(tensor, value)
+    _show_shape(tensor)
     return tensor
+
+
+def _show_shape(tensor: DTensorBase) -> None:
+    """Have C++ see the shape that a tensor has by now."""
+    with torch.inference_mode(False):
+        shown = wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec)
+    with _WithoutInterception():
+        _base.data.__set__(tensor, shown)
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:
     """Raise if a tensor is a leaf of a graph, or a view of one: it may not be changed in place."""
     if not torch.is_grad_enabled():
         return
+    graded = tensor.requires_grad
     base: DTensorBase | None = tensor
     while base is not None:
-        if base.requires_grad and base.is_leaf:
+        if base.is_leaf and (base.requires_grad or (graded and base is not tensor)):
             which = "a leaf" if base is tensor else "a view of a leaf"
             raise RuntimeError(
                 f"{which} Variable that requires grad is being used in an in-place operation."
@@ -154,7 +169,11 @@ class _Anew(torch.autograd.Function):
 
 
 def become_view(
-    tensor: DTensorT, anchor: DTensorT, result: DTensorT, change: Callable[[Any], Any]
+    tensor: DTensorT,
+    anchor: DTensorT,
+    result: DTensorT,
+    change: Callable[[Any], Any],
+    used: bool = True,
 ) -> DTensorT:
     """Make ``tensor`` a view of its own anchor, which takes over its memory.
 
@@ -163,8 +182,9 @@ def become_view(
         anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
         result: The view.
         change: Makes the view of the anchor.
+        used: What :func:`~tilework.dtensor.autograd.origins.is_in_graph` said before.
     """
-    anchor._became = tensor._became
+    anchor._became, anchor._in_place = tensor._became, tensor._in_place
     base = anchor._local_tensor
     shares = result._local_tensor is base or result._local_tensor._is_view()
     is_place = anchor._became is not None or not base._is_view()
@@ -172,12 +192,12 @@ def become_view(
     view, shown = result._view_of, result._viewed
     if tensor.requires_grad and tensor.is_leaf:  # it stays the leaf
         local = anchor._local_tensor
-        anchor._local_tensor = local.detach()
+        anchor._local_tensor = same_place(local) if used else local.detach()
         if anchor._anchor is not None:  # as the base of what is a copy
             anchor._anchor._local_tensor = anchor._local_tensor
         if view is not None and (view.base is anchor or view.base is anchor._anchor):
             view.note()
-        local.data = result._local_tensor.data
+        local = origins.with_data(tensor, result._local_tensor.data, result._spec, used)
         result._local_tensor = local
         tensor._became = None  # hooks are on the leaf
         if view is not None and view is not copied_views.WATCHED:
@@ -185,7 +205,7 @@ def become_view(
     anchor._viewed, anchor._writes = tensor._viewed, tensor._writes
     anchor._handed_out, tensor._handed_out = tensor._handed_out, None
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
-    tensor._view_of = view
+    tensor._view_of, tensor._in_place = view, True
     return become(tensor, result)
 
 
@@ -201,10 +221,13 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
         )
+    tensor._aliases = None
+    keep_place(tensor)
+    used = origins.is_in_graph(tensor)
     if tensor._anchor is not None:  # views go on to show the memory that they were made of
         anchor, tensor._anchor = tensor._anchor, None
         local = tensor._local_tensor
-        anchor._local_tensor = same_place(local) if local.requires_grad else local.detach()
+        anchor._local_tensor = same_place(local) if used else local.detach()
         anchor._viewed = tensor._viewed
         anchor._writes = tensor._writes
     digest = digest_of(value)
@@ -212,14 +235,13 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
-    tensor._local_tensor.data = shown
-    tensor._spec, tensor._aliases, tensor._grad = value._spec, None, None
-    tensor._view_of, tensor._viewed, tensor._made = None, None, None
+    tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
+    tensor._spec, tensor._grad = value._spec, None
+    tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
     note_write(tensor, digest)
     if not is_new and memory_of(value) is not tensor:
         copied_views.share_memory(tensor, value)
-    with _WithoutInterception():
-        _base.data.__set__(tensor, value)
+    _show_shape(tensor)
 
 
 def set_memory(tensor: DTensorBase, *source: Any) -> None:
@@ -252,7 +274,8 @@ def autograd_backward(
     """``torch.autograd.backward`` where some of the tensors are DTensors."""
     outs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if inputs is not None:
-        inputs = [plain(leaf) for leaf in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        leaves = [inputs] if isinstance(inputs, Tensor) else inputs
+        inputs = [_place_of(leaf)[0] for leaf in leaves]
     grads = grad_tensors if grad_variables is None else grad_variables
     pairs = _roots(outs, grads)
     if not pairs:
@@ -339,24 +362,29 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     if tensor._became is not None:
         return register_hook(tensor._became[0], _changed_hook(hook, tensor._became[1]))
     local: Any = in_graph(tensor)
-    shown, is_leaf = tensor._spec, local.is_leaf
+    _, shown = origins.place_in_graph(tensor)
+    is_leaf = local.is_leaf
     known = shown.grad_spec
+    adjoint = Adjoint(shown, shown.dual)
+    # Each rank's share of another gradient depends on what it holds, and may be written to.
+    value = local.detach().clone() if adjoint.nonlinear and not is_leaf else None
 
     def called(grad: Tensor) -> Tensor | None:
         # What a leaf is by now, as its gradient; else what the tensor was.
-        spec = tensor._spec.grad_spec if is_leaf else known
-        digest = hash((digest_of(tensor), history_of(spec.mesh).passing))
-        result = hook(wrap_as(type(tensor), grad, spec, digest))
+        spec = origins.place_in_graph(tensor)[1].grad_spec if is_leaf else known
+        history = history_of(spec.mesh)
+        digest = hash((digest_of(tensor), history.passing))
+        seen = wrap_as(type(tensor), grad, spec, digest)
+        result = hook(seen)
         if result is None:
+            if seen._digest != digest:  # written in place
+                history.note_gradient(digest_of(seen))
             return None
-        if spec.partial_axes and not (is_leaf or shown.reduce_op == "avg"):
-            raise NotImplementedError(
-                f"a hook on a tensor that lies as {list(tensor.placements)} cannot change its "
-                f"gradient, of which each rank has a share: redistribute() the tensor first"
-            )
+        history.note_gradient(plain_or_digest(result))
+        if is_leaf:  # whatever each rank has: all ranks' add up
+            return local_as(result, spec, "what a hook returns")
         whole = local_as(result, spec.dual, "what a hook returns")
-        shares = math.prod(spec.mesh.shape[axis] for axis in spec.partial_axes)
-        return whole if shares == 1 else whole / shares
+        return pull_back(adjoint, whole, value, Moved(digest, "what a hook returns"))
 
     return local.register_hook(called)
 
@@ -397,7 +425,8 @@ def autograd_grad(
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
     roots = _roots(outs, grad_outputs)
-    locals_ = [plain(tensor) for tensor in ins]
+    places = [_place_of(tensor) for tensor in ins]
+    locals_ = [local for local, _ in places]
     with watching(locals_), _Pass(outs, grad_outputs, accumulates=False) as digest:
         grads = torch.autograd.grad(
             [root for root, _ in roots],
@@ -411,14 +440,22 @@ def autograd_grad(
     return tuple(
         wrap_as(
             type(tensor),
-            _differentiable(grad, tensor._spec),
-            tensor._spec.grad_spec,
+            _differentiable(grad, spec),
+            spec.grad_spec,
             hash((digest, digest_of(tensor))),
         )
-        if isinstance(tensor, DTensorBase) and grad is not None
+        if isinstance(tensor, DTensorBase) and grad is not None and spec is not None
         else grad
-        for tensor, grad in zip(ins, grads, strict=True)
+        for tensor, (_, spec), grad in zip(ins, places, grads, strict=True)
     )
+
+
+def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
+    """A local tensor whose gradient is a tensor's, and its layout; of a plain tensor itself."""
+    if not isinstance(tensor, DTensorBase):
+        return tensor, None
+    local_of(tensor)
+    return origins.place_in_graph(tensor)
 
 
 def _differentiable(grad: Tensor, spec: DTensorSpec) -> Tensor:

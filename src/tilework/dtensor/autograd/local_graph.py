@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, Place, wrap_as
 from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.digests import digest_of, plain_or_digest
+from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
@@ -22,6 +23,8 @@ _base: Any = torch._C.TensorBase
 _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
+_output_number = _base.output_nr.__get__
+_is_view = _base._is_view
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
@@ -35,7 +38,13 @@ def local_of(tensor: DTensorBase) -> Tensor:
 
 
 def in_graph(tensor: DTensorBase) -> Tensor:
-    """The local tensor at its place in the graph, also where no gradients are recorded."""
+    """The local tensor at its place in the graph, also where no gradients are recorded.
+
+    That of its origin, if it has one: see ``origins.py``.
+    """
+    if tensor._origin is not None:
+        local = local_of(tensor)
+        return tensor._origin.local if local.grad_fn is tensor._origin.node else local
     if not tensor._made_without_grad or torch.is_grad_enabled():
         return local_of(tensor)
     with torch.enable_grad():
@@ -46,6 +55,26 @@ def mirror_requires_grad(tensor: DTensorBase) -> None:
     """Give the wrapper the local tensor's ``requires_grad``, for a user's own Function to see."""
     with _WithoutInterception():
         if _flag_of(tensor) != tensor._local_tensor.requires_grad and _grad_fn_of(tensor) is None:
+            _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
+
+
+def mirror_in_bases(tensor: DTensorBase) -> None:
+    """Have the bases of a view that was written to show C++ that they require a gradient now."""
+    base = copied_views.base_in_graph(tensor)
+    while base is not None:
+        mirror_requires_grad(base)
+        base = copied_views.base_in_graph(base)
+
+
+def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
+    """Let C++ have a tensor for a leaf from now on, though a user's own Function made it. Local.
+
+    Its place is in the graph of local tensors, where operators in place may give it another: a
+    further Function that takes it must not pass its gradient to the first one.
+    """
+    with _WithoutInterception():
+        if _grad_fn_of(tensor) is not None and not _is_view(tensor):
+            _base.detach_(tensor)
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
@@ -63,13 +92,31 @@ def _linked(tensor: DTensorBase) -> Tensor:
     """
     with _WithoutInterception():
         node = _grad_fn_of(tensor)
+        is_made_leaf = node is None and _flag_of(tensor)
+    if is_made_leaf:  # of what a nested checkpoint has taken, where it computes anew
+        tensor._local_tensor.requires_grad_()
     if node is None:
         return tensor._local_tensor
     places = _places(node)
+    with _WithoutInterception():
+        edge = torch.autograd.graph.GradientEdge(node, _output_number(tensor))
+    result = _Result(edge, type(tensor), tensor._spec)
     tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
-        tensor._local_tensor, [tensor], places, *[place.local for place in places.values()]
+        tensor._local_tensor, result, places, *[place.local for place in places.values()]
     )
+    leave_graph_of_wrappers(tensor)
     return tensor._local_tensor
+
+
+class _Result(NamedTuple):
+    """A result of a user's own autograd.Function: its edge in the wrappers' graph, and its layout.
+
+    Operators in place may change the tensor's.
+    """
+
+    edge: torch.autograd.graph.GradientEdge
+    kind: type[DTensorBase]
+    spec: DTensorSpec
 
 
 def _places(node: Any) -> dict[DTensorBase, Place]:
@@ -102,25 +149,24 @@ class _Link(torch.autograd.Function):
     def forward(
         ctx: Any,
         local: Tensor,
-        tensor: list[DTensorBase],
+        result: _Result,
         leaves: dict[DTensorBase, Place],
         *locals_: Tensor,
     ) -> Tensor:
-        # In lists, where C++ does not take the wrappers for inputs.
-        (ctx.tensor,), ctx.leaves = tensor, leaves
-        ctx.spec = ctx.tensor._spec  # which operators in place may change
+        ctx.result, ctx.leaves = result, leaves
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        specs = [ctx.spec, *[place.spec for place in ctx.leaves.values()]]
+        result: _Result = ctx.result
+        specs = [result.spec, *[place.spec for place in ctx.leaves.values()]]
         if torch.is_grad_enabled() and any(spec.partial_axes for spec in specs):
             raise RuntimeError(
                 f"a gradient of a gradient through your own autograd.Function, of which a tensor "
                 f"is partial ({[list(spec.placements) for spec in specs]}): redistribute() it to "
                 f"Replicate() or Shard() before the call"
             )
-        root = wrap_as(type(ctx.tensor), grad, ctx.spec.grad_spec)
+        root = wrap_as(result.kind, grad, result.spec.grad_spec)
         changed = [leaf for leaf, place in ctx.leaves.items() if leaf._spec is not place.spec]
         for leaf in changed:
             _show(leaf, ctx.leaves[leaf])
@@ -128,12 +174,15 @@ class _Link(torch.autograd.Function):
             for leaf in ctx.leaves:  # one that has left the graph since gets its gradient, too
                 _base.requires_grad_(leaf)
         try:
-            leaf_grads = _passed(ctx.tensor, root, list(ctx.leaves))
+            leaf_grads = _passed(result.edge, root, list(ctx.leaves))
         finally:
             for leaf in ctx.leaves:
                 mirror_requires_grad(leaf)
             for leaf in changed:
                 _show(leaf, Place(leaf._local_tensor, leaf._spec))
+        for leaf, leaf_grad in zip(ctx.leaves, leaf_grads, strict=True):
+            if leaf_grad is not None:  # computed by a function of the program's own
+                history_of(leaf._spec.mesh).note_gradient(plain_or_digest(leaf_grad))
         grads = [
             None if grad is None else local_as(grad, place.spec.grad_spec, "the gradient")
             for grad, place in zip(leaf_grads, ctx.leaves.values(), strict=True)
@@ -142,18 +191,18 @@ class _Link(torch.autograd.Function):
 
 
 def _passed(
-    tensor: DTensorBase, root: DTensorBase, leaves: Sequence[DTensorBase]
+    edge: torch.autograd.graph.GradientEdge, root: DTensorBase, leaves: Sequence[DTensorBase]
 ) -> Sequence[Tensor | None]:
     """Gradients of the leaves of the wrappers' graph, from that of a result in it."""
     engine: Any = torch.autograd.Variable._execution_engine
     if torch.is_grad_enabled():  # to be differentiated further
         grads: Sequence[Tensor | None] = engine.run_backward(
-            (tensor,), (root,), True, True, tuple(leaves), allow_unreachable=True
+            (edge,), (root,), True, True, tuple(leaves), allow_unreachable=True
         )
         return grads
     # Reentrant checkpoints want gradients to be accumulated.
     engine.run_backward(
-        (tensor,), (root,), True, False, (), allow_unreachable=True, accumulate_grad=True
+        (edge,), (root,), True, False, (), allow_unreachable=True, accumulate_grad=True
     )
     with _WithoutInterception():
         accumulated = [_grad_of(leaf) for leaf in leaves]

@@ -35,6 +35,7 @@ from tilework.dtensor.dispatch.call_key import (
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
 from tilework.dtensor.dispatch.results import (
+    as_no_view,
     call_with_out,
     came_from,
     reduced,
@@ -336,7 +337,7 @@ class Operator:
             if sharding.view:  # which has moved what it needs
                 return self._result(sharding, sharding.run(*locals_), call)
             with moving(digest, self._title):
-                result = sharding.run(*locals_)
+                result = as_no_view(sharding.run(*locals_))
             return self._result(sharding, result, call)
         local_args, local_kwargs = with_tensors(args, kwargs, iter(locals_))
         return self._result(sharding, func(*local_args, **local_kwargs), call)
@@ -439,12 +440,15 @@ class Operator:
             spec = outputs[0] if outputs else replicated_spec(result, target._spec.mesh)
             write(target, result, spec, self.name, digest)
         note_write(target, digest)
-        if target._local_tensor.requires_grad:
+        graded = target._local_tensor.requires_grad
+        if graded:
             local_graph.mirror_requires_grad(target)
         if target._viewed is None and target._view_of is None:
             target._writes += 1
         else:
             copied_views.wrote(target)
+            if graded:
+                local_graph.mirror_in_bases(target)
         return target
 
 

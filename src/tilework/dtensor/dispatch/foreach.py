@@ -42,6 +42,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_targets(name, lists)
     is_elementwise = name in _FUSED or entry_of(_plain_name(name)).is_elementwise
     layouts = _layouts(lists) if is_elementwise else None
+    if _has_graded_numbers(args, kwargs, lists):
+        layouts = None
     if layouts is None or (name not in _FUSED and _writes_views(name, lists[0])):
         return _one_by_one(name, args, kwargs)
     result = func(
@@ -50,9 +52,10 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name.endswith("_"):
         for tensor in lists[0] if name not in _FUSED else (x for its in lists for x in its):
             if isinstance(tensor, DTensor):
+                copied_views.wrote(tensor)
                 if torch.is_grad_enabled():
                     local_graph.mirror_requires_grad(tensor)
-                copied_views.wrote(tensor)
+                    local_graph.mirror_in_bases(tensor)
         return None
     return [
         tensor if spec is None else wrap(tensor, spec.with_strides(strides_like(spec)))
@@ -85,6 +88,17 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
         for other in others:
             if other.__class__ is DTensor and other.dim():
                 refuse_to_write(name.removesuffix("_"), target)
+
+
+def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """True if a number in a tensor, whose gradient all ranks add to, is recorded in the graph."""
+    if not torch.is_grad_enabled():
+        return False
+    numbers = [
+        *(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)),
+        *(x for its in lists[1:] for x in its if x.__class__ is not DTensor),
+    ]
+    return any(number.requires_grad for number in numbers)
 
 
 def _writes_views(name: str, tensors: Sequence[Tensor]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import DTensorBase, memory_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
@@ -20,8 +21,13 @@ from tilework.dtensor.views.memory_layout import Window, window_of
 from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_table import entry_of
 
-#: torch writes one number, or by index, where elements repeat; else it refuses.
-_WRITE_REPEATED = frozenset({"fill", "zero", "masked_fill", "index_fill", "put_at", "index_put"})
+#: torch writes one number, by index, or one triangle where elements repeat; else it refuses.
+_WRITE_REPEATED = frozenset(
+    {
+        *("fill", "zero", "masked_fill", "index_fill", "put_at", "index_put"),
+        *("fill_diagonal", "tril", "triu"),
+    }
+)
 
 
 def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> None:
@@ -74,15 +80,19 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
     while (base := copied_views.base_in_graph(view)) is not None:
         assert view._viewed is not None
         func = view._viewed[2]
-        if func is not None and not made:  # else it is the same tensor, before it was changed
+        if not (func is None or view._in_place or made):  # else the same, before it was changed
             if view._made_without_grad:
                 made = "under no_grad()"
             elif func.__class__ is copied_views.Piece and func.together:
                 made = "together with others, as split() and unbind() do"
             graded = bool(made) and _require_grad((target, *others))
+        if base._origin is not None:
+            gradients.check_no_leaf(base)
         if made and (graded or base.requires_grad):
             return made
         view = base
+    if target._local_tensor.requires_grad and view._local_tensor.is_leaf:
+        gradients.check_no_leaf(target)  # of a leaf, which may have left the graph since
     return ""
 
 
@@ -157,6 +167,8 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
         return False
     if target._local_tensor.requires_grad:
         keep_place(target)
+        if target._origin is not None:
+            gradients.check_no_leaf(target)
     for other in others:
         if other.__class__ is not DTensor or other is target:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,12 @@ from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.memory_layout import offset_of
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
+
+#: A view that torch's graph has for none.
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -81,6 +86,8 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
     tensors = tensors_in(result)
     if len(tensors) == 1 and isinstance(tensors[0], DTensor):
         _own_its_memory(tensors[0], operands)
+        if tensors[0]._viewed is None:
+            tensors[0]._local_tensor = as_no_view(tensors[0]._local_tensor)
     for number, tensor in enumerate(tensors):
         is_new = not any(tensor is operand for operand in operands)
         if is_new and isinstance(tensor, DTensor) and not (tensor._made or tensor._family):
@@ -88,13 +95,28 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
     return result
 
 
+def as_no_view(local: Tensor) -> Tensor:
+    """A local result that is no view of what only the computation had, for torch's graph.
+
+    Once that is written to, hooks of such a view would see nothing of its own views.
+    """
+    if local.__class__ is Tensor and local.requires_grad and local._is_view():
+        return _unsafe_view(local, local.shape)  # type: ignore[no-any-return]
+    return local
+
+
 def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
-    """Let a result be no view of what only the computation had, which torch's would not be."""
-    if tensor._viewed is None or tensor._view_of is not None:
+    """Let a result be no view of what only the computation had, which torch's would not be.
+
+    Whether it is one that had to be copied may be a rank's own.
+    """
+    if tensor._viewed is None:
         return
     owner = memory_of(tensor)
     if not any(isinstance(each, DTensor) and memory_of(each) is owner for each in operands):
-        tensor._digest, tensor._made, tensor._viewed = digest_of(tensor), None, None
+        copied_views.refresh(tensor)
+        tensor._digest, tensor._made = digest_of(tensor), None
+        tensor._viewed = tensor._view_of = None
 
 
 def show_base(result: Any, base: Tensor) -> None:
@@ -224,6 +246,23 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return kind(out)
 
 
+def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
+    """True if a tensor of another shape fits where ``out=`` begins in its memory.
+
+    Raises:
+        RuntimeError: It does not, and the memory is another tensor's.
+    """
+    owner = memory_of(out)
+    room = owner.numel() - offset_of(out)
+    if math.prod(shape) > room > 0 and owner is not out:
+        raise RuntimeError(
+            f"out= of shape {list(out.shape)} is a view of memory with room for {room} elements "
+            f"where it begins, and the result has shape {list(shape)}: pass a tensor of that "
+            f"shape, or one that is no view"
+        )
+    return math.prod(shape) <= room
+
+
 def write_out(out: Any, value: Any, name: str) -> None:
     """Write a result to the tensor that was passed as ``out=``."""
     assert isinstance(out, DTensor)
@@ -240,8 +279,11 @@ def write_out(out: Any, value: Any, name: str) -> None:
             f"but one of the arguments requires grad"
         )
     if out.shape != value.shape:
-        gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
-        return
+        if _has_room(out, value.shape):
+            torch._resize_output_(out, value.shape, out.device)  # in_place_views.py has it
+        else:
+            gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
+            return
     if out._view_of is not None:
         copied_views.refresh(out)
     if is_window(name, out):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.autograd import gradients, local_graph, origins
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
@@ -140,10 +140,13 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
     keep_place(tensor)
+    if tensor._origin is not None:
+        origins.leave_graph(tensor)
     local = tensor._local_tensor
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
     tensor._made_without_grad = False
+    local_graph.leave_graph_of_wrappers(tensor)
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]
 

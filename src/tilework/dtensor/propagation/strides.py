@@ -74,7 +74,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         for strides, tensor in zip(inputs, call.tensors, strict=True)
     ):
         return None
-    if entry.name == "__getitem__":  # with index tensors
+    if entry.name in ("__getitem__", "stack"):  # with index tensors; it joins what lies as images
         return meta_strides(called(call, without_memory(call.tensors)), outputs)
     if entry.name in _CONTIGUOUS:
         return None

@@ -93,6 +93,8 @@ def follow(tensor: DTensorBase, base: DTensorBase) -> None:
 
 def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of what was written to it, and mix it into those of its views."""
+    if tensor._noted is not None:  # a gradient, which the next pass adds to
+        digest = hash((digest, history_of(tensor._spec.mesh).passes))
     owner = memory_of(tensor)
     owner._written = hash((owner._written, digest))
     if owner is not tensor:
@@ -108,19 +110,33 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
                 other._digest = digest
 
 
-def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> None:
-    """Mix the backward passes since it was last asked for into the digest of a tensor's gradient.
+def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
+    """Give a tensor's gradient its digest: of the backward passes, and of what was written to it.
+
+    It is the same whether a rank has asked for the gradient before, or not.
 
     Args:
         tensor: The tensor.
         grad: What its ``grad`` is now.
+
+    Returns:
+        The digest.
     """
-    passes = history_of(tensor._spec.mesh).passes
-    if grad._digest is None:
-        grad._digest = hash((digest_of(tensor), passes))
-    elif grad._passes != passes:
-        grad._digest = hash((grad._digest, passes))
-    grad._passes = passes
+    digest, noted, passes = grad._digest, grad._noted, history_of(tensor._spec.mesh).passes
+    # What the program has written, or made it of; None: nothing.
+    written = noted[1] if noted is not None and noted[0] == digest else digest
+    if written is None:
+        digest = hash((digest_of(tensor), passes, tensor._cleared))
+    else:
+        digest = hash((written, passes))
+    grad._digest, grad._noted = digest, (digest, written)
+    return digest
+
+
+def note_cleared(tensor: DTensorBase) -> None:
+    """Note that a tensor's gradient is about to be cleared: what follows is none of before."""
+    if tensor._local_tensor.grad is not None:
+        tensor._cleared = history_of(tensor._spec.mesh).passes
 
 
 def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:

@@ -161,10 +161,10 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x = ctx.saved_tensors[0] if ctx.adjoint.nonlinear else None
-        return _pull_back(ctx.adjoint, grad, x, ctx.of), None
+        return pull_back(ctx.adjoint, grad, x, ctx.of), None
 
 
-def _pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
+def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
     """The gradient of the local tensor before, from that of the one afterwards.
 
     Collective; differentiable.

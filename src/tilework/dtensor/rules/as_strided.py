@@ -35,7 +35,20 @@ def _arguments(
     if input._spec.overlaps:  # what is written there would be several elements'
         base, apart = copied_views.shown_of(input)
         input = base.detach() if apart else base  # type: ignore[assignment]
-    return input, Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
+    window = Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
+    _check_bounds(input, window)
+    return input, window
+
+
+def _check_bounds(input: DTensor, window: Window) -> None:
+    """Raise on all ranks: local tensors may lie in more memory than the full tensor has."""
+    memory = memory_of(input)._spec
+    room = Window(memory.shape, memory.strides, 0).stop
+    if window.stop > room:
+        raise RuntimeError(
+            f"as_strided to sizes {list(window.size)}, strides {list(window.strides)} from place "
+            f"{window.offset} on reaches place {window.stop} of a memory of {room} elements"
+        )
 
 
 @dtensor_handler("as_strided")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.rules.slicing import resize_to_range
@@ -46,7 +47,18 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
         resized(target, arg.shape, dims, sizes)
         for arg, (_, sizes) in zip(tensors, ways, strict=True)
     ]
-    return PlacedCall(inputs, [target], lambda *local_tensors: torch.cat(local_tensors, dim))
+    return PlacedCall(inputs, [target], lambda *local_tensors: _cat_locally(local_tensors, dim))
+
+
+def _cat_locally(local_tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The concatenation of local tensors, whose gradients all ranks can differentiate.
+
+    Of tensors of shape [0], which torch lets pass beside any others, its gradient is a constant:
+    a rank with such a part would have no second gradient, which other ranks wait for.
+    """
+    if len(local_tensors[0].shape) == 1 and not all(map(len, local_tensors)):
+        return torch.cat([x.unsqueeze(1) for x in local_tensors]).squeeze(1)
+    return torch.cat(local_tensors, dim)  # type: ignore[arg-type]
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:

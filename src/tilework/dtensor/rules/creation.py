@@ -86,7 +86,7 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *others = args
     _check_device(func, tensor, kwargs)
     result = func(tensor._local_tensor, *others, **kwargs)
-    return replicated(result, tensor._spec.mesh)
+    return result if isinstance(result, DTensor) else replicated(result, tensor._spec.mesh)
 
 
 @dtensor_handler("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")

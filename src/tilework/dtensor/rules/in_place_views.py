@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.autograd import gradients, local_graph, origins
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.overlapping import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
@@ -37,15 +38,22 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         return operator(x, *rest, **kwargs)
 
     graded = torch.is_grad_enabled()
-    # Whatever mode this is in, the tensor stays what it is in its graph.
-    with torch.inference_mode(tensor._local_tensor.is_inference()), torch.enable_grad():
+    # Whatever mode this is in, the tensor stays what it is in its graph: a leaf by itself.
+    is_leaf = tensor.requires_grad and tensor.is_leaf
+    with (
+        torch.inference_mode(tensor._local_tensor.is_inference()),
+        torch.set_grad_enabled(not is_leaf),
+    ):
         local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
         keep_place(tensor)
+        if is_leaf:
+            tensor._aliases = None
+        used = origins.is_in_graph(tensor)
         anchor = copied_views.anchor_of(tensor)
         if graded:
             gradients.begin_anew(anchor)
         result: DTensor = change(anchor)
-    return gradients.become_view(tensor, anchor, result, change)
+    return gradients.become_view(tensor, anchor, result, change, used)
 
 
 @dtensor_handler("resize_")
@@ -57,13 +65,33 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
     shape = tuple(map(int, sizes if args[1:] else kwargs["size"]))
     if tensor.requires_grad and not torch.is_inference_mode_enabled():
         raise RuntimeError("cannot resize variables that require grad")
-    memory_format = kwargs.get("memory_format", torch.contiguous_format)
+    return _resized(tensor, shape, kwargs.get("memory_format", torch.contiguous_format))
+
+
+@dtensor_handler("_resize_output_")
+def _resize_output_(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """``out=`` that gets the shape of the result: below the graph, in torch too."""
+    tensor, shape, *_ = args
+    return _resized(tensor, tuple(shape))
+
+
+def _resized(
+    tensor: DTensor, shape: tuple[int, ...], memory_format: Any = torch.contiguous_format
+) -> DTensor:
     if shape == tuple(tensor.shape):
         return tensor
     start = offset_of(tensor)
     room = memory_of(tensor).numel() - start
     if math.prod(shape) <= room and memory_format is torch.contiguous_format:
-        return _changed_dims(torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {})
+        with torch.no_grad() if tensor.requires_grad and tensor.is_leaf else nullcontext():
+            return _changed_dims(
+                torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {}
+            )
+    if math.prod(shape) > room > 0 and memory_of(tensor) is not tensor:
+        raise RuntimeError(
+            f"a view cannot be resized from {list(tensor.shape)} to {list(shape)}: the memory that "
+            f"it shows has room for {room} elements where it begins: clone() it first"
+        )
     full = full_in_memory_order(tensor).resize_(shape, memory_format=memory_format)
     return gradients.become(tensor, replicated_like(tensor, full))
 

@@ -298,9 +298,9 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
                 f"masked_scatter: the mask has {int(places.max()) + 1} elements set, but the "
                 f"source has only {source.numel()}"
             )
-        if source.numel() == 0:
-            return input.expand(shape).clone()
-        values = source.reshape(-1)[places.clamp(min=0)]
+        # The gradient's graph has the source also where nothing is taken from it.
+        flat = source.reshape(-1)
+        values = flat[places.clamp(min=0)] if source.numel() else flat.sum(dtype=source.dtype)
         return torch.where(mask, values, input)
 
     return Decomposition(compute)

@@ -153,12 +153,19 @@ def no_local_rule(*_: Any, **__: Any) -> None:
 
 def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
     """Write elements by their index in the flattened tensor."""
+    if index.numel() != source.numel():
+        raise RuntimeError(
+            f"put_ takes an index and a source of as many elements, got shapes {list(index.shape)} "
+            f"and {list(source.shape)}"
+        )
     numbers = index.reshape(-1)
     numbers = torch.where(numbers < 0, numbers + input.numel(), numbers)
     places: list[Any] = []
-    for size in reversed(input.shape):
+    for size in reversed(input.shape[1:]):
         places.insert(0, numbers % size)
         numbers = numbers // size
+    if input.dim():  # what is out of range stays so in the first dim
+        places.insert(0, torch.where(numbers < 0, input.shape[0], numbers))
     if not places:
         sums = accumulate or not source.numel()
         input.copy_(input + source.sum() if sums else source.reshape(-1)[-1])
@@ -206,6 +213,13 @@ def _write_along_dim(
     input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
 ) -> None:
     """Write to the places along a dim that an index of one dim, or a number, has."""
+    is_scalar_of_vector = not source.dim() and bool(input.dim())
+    if index.dim() > 1 or (is_scalar_of_vector and (accumulate or index.numel() != 1)):
+        raise RuntimeError(
+            f"an index of shape {list(index.shape)} and a source of shape {list(source.shape)} do "
+            f"not fit a tensor of shape {list(input.shape)}: the index has one dim, and the source "
+            f"those of the tensor"
+        )
     if input.dim() == 0:
         input = input.view(1)
     if source.dim():

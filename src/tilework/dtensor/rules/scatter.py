@@ -79,6 +79,9 @@ def _write_with_spare_place(
 def _scatter_in_place(name: str) -> Callable[..., None]:
     def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
         if not index.numel():  # of whatever shape
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    _add_nothing(input, value)
             return
         if input.dim() == 0:
             input, index = input.view(1), index.reshape(1)
@@ -100,6 +103,12 @@ def _scatter_in_place(name: str) -> Callable[..., None]:
         )
 
     return body
+
+
+def _add_nothing(target: Tensor, value: Tensor) -> None:
+    """Bring a tensor into the graph of what it is written to, though none of it is written."""
+    empty = (target if target.dim() else target.view(1)).narrow(0, 0, 0)
+    empty.add_(value.flatten()[:0].reshape(empty.shape))
 
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):

@@ -151,6 +151,8 @@ def _matrix_norm(
 
 @dtensor_rule("renorm")
 def _renorm(input: Arg, p: float, dim: int, maxnorm: float) -> RuleResult:
+    if input.ndim < 2 or dims_of(input.ndim, dim) is None or not (p > 0 and maxnorm >= 0):
+        return None  # torch raises where it is run
     return Decomposition(_renormed)
 
 

@@ -207,7 +207,9 @@ def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
     """
     spec, shape = tensor._spec, tensor._local_tensor.shape
 
-    def redo(x: DTensorBase) -> DTensorBase:
+    def redo(x: Any) -> Any:
+        if not isinstance(x, DTensorBase):
+            return x.reshape(spec.shape)
         return wrap_as(type(x), x._local_tensor.reshape(shape), spec)
 
     def write(x: DTensorBase, value: DTensorBase) -> None:
@@ -274,7 +276,7 @@ def _has_own_graph(view: View) -> bool:
     if view.apart:
         return True
     try:
-        return value.is_leaf
+        return value.is_leaf or value.grad_fn.name() == "_RelaidBackward"  # type: ignore[union-attr]
     except RuntimeError:  # a view that was made without gradients, of what has them since
         return False
 
@@ -291,7 +293,7 @@ def is_view(tensor: DTensorBase) -> bool:
     base = base_in_graph(tensor)
     while base is not None:
         assert tensor._viewed is not None
-        if tensor._became is None and tensor._viewed[2] is not None:
+        if not tensor._in_place and tensor._viewed[2] is not None:
             return True
         tensor, base = base, base_in_graph(base)
     return False
@@ -304,14 +306,19 @@ def wrote(tensor: DTensorBase) -> None:
     """
     owner = memory_of(tensor)
     owner._writes += 1
-    if tensor._view_of is not None:
+    if tensor._view_of is None:
+        return
+    entries, owner._handed_out = owner._handed_out, None
+    if entries is None:
         write_back(tensor)
-        if owner._handed_out is not None:
-            entries, owner._handed_out = owner._handed_out, None
-            try:
-                _renew(entries)
-            finally:
-                owner._handed_out = entries
+        return
+    # What was handed out may count this write as its own, while it shows what was there before.
+    try:
+        write_back(tensor)
+        _renew(entries)
+        entries[:] = [_noted(held) for held, *_ in entries]
+    finally:
+        owner._handed_out = entries
 
 
 def write_back(tensor: DTensorBase, apart: str = "") -> None:

@@ -45,6 +45,14 @@ class Window(NamedTuple):
     strides: Ints
     offset: int
 
+    @property
+    def stop(self) -> int:
+        """The place after its last element; 0 if it has none."""
+        if 0 in self.size:
+            return 0
+        steps = zip(self.size, self.strides, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
     def of(self, memory: Tensor) -> Tensor:
         """The elements that it shows of a memory."""
         return memory.as_strided(*self)

@@ -20,15 +20,22 @@ _use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 def keep_place(tensor: DTensorBase, written: bool = False) -> None:
     """Keep the place of a tensor that leaves it, if C++ has it in a graph. Local.
 
+    A write to a view takes its bases from theirs, too.
+
     Args:
         tensor: The tensor.
         written: True if what it shows has been written to before; False: it is about to be.
     """
-    local = tensor._local_tensor
-    if local.requires_grad and _use_count(tensor) > 1:
-        place = same_place(local)
-        left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        tensor._places = (*tensor._places, Place(place, tensor._spec, left))
+    while True:
+        local = tensor._local_tensor
+        if local.requires_grad and _use_count(tensor) > 1:
+            place = same_place(local)
+            left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
+            tensor._places = (*tensor._places, Place(place, tensor._spec, left))
+        viewed = tensor._viewed
+        if viewed is None or written:
+            return
+        tensor = viewed[0]
 
 
 def same_place(local: Tensor) -> Tensor:
@@ -58,7 +65,7 @@ def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
     number = node._sequence_nr()
     for place in tensor._places:
         if place.left > number:
-            return place
+            return Place(local, tensor._spec) if _is_there(tensor, local, place) else place
     if _last_write(tensor) > number:
         raise RuntimeError(
             f"a view of the same memory as {tensor!r} was written to between the call of "
@@ -66,6 +73,16 @@ def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
             f"clone() to the Function, or write to a clone()"
         )
     return Place(local, tensor._spec)
+
+
+def _is_there(tensor: DTensorBase, local: Tensor, place: Place) -> bool:
+    """True if a tensor has not left a place that was kept: nothing was written then."""
+    assert place.local.grad_fn is not None
+    if tensor._spec is not place.spec or not local.requires_grad:
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        here = torch.autograd.graph.get_gradient_edge(local)
+    return place.local.grad_fn.next_functions[0][0] is here.node
 
 
 class _Place(torch.autograd.Function):

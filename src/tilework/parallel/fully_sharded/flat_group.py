@@ -18,6 +18,7 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor import DTensor
 from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.tensor import wrap
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from tilework.parallel.fully_sharded.shards import ShardedParam, as_parameter
@@ -212,6 +213,9 @@ class FlatGroup:
         for param in graded:
             self._accumulate(param, param.in_row(reduced, self.rank))
             param.full_local.grad = None
+            # As of a backward pass, so that gradients tell which they are of.
+            sharded = param.sharded
+            history_of(sharded.device_mesh).note_gradient(digest_of(sharded))
 
     def _accumulate(self, param: ShardedParam, part: Tensor) -> None:
         local = param.sharded._local_tensor

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -268,6 +268,14 @@ class FSDPModule:
         raise NotImplementedError(
             "fully_shard has no join(): every rank has to gather parameters as often as the "
             "others, so give ranks equally many batches, or use DistributedDataParallel"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Raise: the copy's hooks would gather the parameters of this module."""
+        raise TypeError(
+            "a module that fully_shard has sharded cannot be copied: call fully_shard on a copy of "
+            "the plain module, and load_state_dict(model.state_dict()) into that; for an average "
+            "of weights copy.deepcopy(model.state_dict()) does, which holds shards"
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

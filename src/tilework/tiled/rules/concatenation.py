@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,16 +149,24 @@ rule("combinations")(composed_rule(_combinations))
 
 @rule("meshgrid")
 def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
-    tensors_given: Sequence[Arg] = tensors if isinstance(tensors[0], Arg) else tensors[0]
-    factors = [Factor(math.prod(arg.shape)) for arg in tensors_given]
-    out = list(factors)
-    if indexing == "xy" and len(out) > 1:
-        out[0], out[1] = out[1], out[0]
-    dims = {arg: [factor] * arg.ndim for arg, factor in zip(tensors_given, factors, strict=True)}
+    given: Sequence[Arg] = tensors if tensors and isinstance(tensors[0], Arg) else tensors[0]
+    alike = len({arg.dtype for arg in given if isinstance(arg, Arg)}) == 1
+    if not alike or any(arg.ndim > 1 for arg in given) or indexing not in (None, "ij", "xy"):
+        return None  # torch raises where it is run
     # torch warns without an indexing: here once, where the rule is asked, not in each call.
-    how = indexing or "ij"
-    return local_call(
-        dims,
-        [out] * len(tensors_given),
-        run=lambda _: lambda *tensors: torch.meshgrid(*tensors, indexing=how),
-    )
+    return Decomposition(_grid_xy if indexing == "xy" and len(given) > 1 else _grid)
+
+
+def _grid(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
+    given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
+    shape = [x.numel() for x in given]
+    return tuple([
+        x.view([x.numel() if at == its else 1 for at in range(len(given))]).expand(shape)
+        for its, x in enumerate(given)
+    ])  # fmt: skip
+
+
+def _grid_xy(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
+    first, second, *rest = tensors if isinstance(tensors[0], Tensor) else tensors[0]
+    rows, columns, *others = _grid(second, first, *rest)
+    return columns, rows, *others

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tilework.layout.box import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast, factors_of
-from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalRanges,
+    RuleResult,
+    local_call,
+    unchanged,
+)
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, remaining_dims
@@ -116,8 +123,8 @@ def _register_quantile(name: str) -> None:
         interpolation: str = "linear",
     ) -> RuleResult:
         dims = dims_of(input.ndim, dim)
-        if dims is None or dim is None:
-            return None
+        if dims is None or dim is None or 0 in input.shape:
+            return None  # of no elements torch raises where it is run
         factors = factors_of(input.shape)
         left = remaining_dims(factors, dims, keepdim)
         levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
@@ -154,6 +161,8 @@ def _diff(
     factors = _factors_but(input.shape, dims)
     if any(arg.ndim != input.ndim for arg in tensors):
         return None
+    if n > 0 and len(tensors) == 1 and 0 in [input.shape[at] for at in dims]:
+        return Decomposition(unchanged)  # torch's takes as many differences as there are elements
     return local_call(dict.fromkeys(tensors, factors), [factors], linear=[tensors])
 
 

@@ -1,0 +1,115 @@
+"""Tensors that are given data in another layout, whose place in the graph keeps the one before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fuzz.programs import Program, compare, expect, run_programs
+from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # A leaf: as many elements on each rank, and others.
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\nv2 = v0 * v0",
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = data((4, 4), 3, 'R')\n"
+        "v2 = v0 * v0",
+        "v0 = leaf('v0', (4, 6), 1, 'S0')\nv0.data = v0.data.t()\nv1 = v0 * 2",
+        # What requires other gradients.
+        "v0 = leaf('v0', (4, 4), 1, 'PM')\nv1 = v0 * 2\nv0.data = data((4, 4), 3, 'S0')\n"
+        "v2 = v0 * v0",
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = data((4, 4), 3, 'PM')\n"
+        "v2 = v0 * v0",
+        "v0 = leaf('v0', (4, 4), 1, 'PA')\nv1 = v0 * 2\nv0.data = data((4, 4), 3, 'S1')\n"
+        "v2 = v0 * v0",
+        # Hooks see all uses at once.
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nwatch(v0, 'v0')\nafter(v0, 'v0')\nv1 = v0 * 2\n"
+        "v0.data = v0.data.t()\nv2 = v0 * v0\nv0.register_hook(lambda grad: grad * 2)",
+        # Gradients before and afterwards.
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\ndescend(v0, v1)\nv0.data = v0.data.t()\n"
+        "v2 = v0 * v0\ndescend(v2)\nv0.grad.mul_(0.5)\ndescend(v2)\nv0.grad = v0.detach() * 2",
+        "v0 = leaf('v0', (1, 6), 65, 'S1')\ndescend(v0)\nv0.data = v0.data[0]\nv1 = v0 * 2",
+        "v0 = leaf('v0', (5, 3), 1, 'S1')\nv1 = torch.stack([v0, v0], 0)\nv0.data = v1.data\n"
+        "v2 = v0 * v0",
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\nv2 = v0 * v0\n"
+        "v3 = gradient(v1 + v2, v0)\nv4 = gradient(v2 * v2, v0, create_graph=True)",
+        # Further data, steps, copies; and without a gradient.
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\n"
+        "with torch.no_grad(): v0.add_(1.0)\nv2 = v0 * v0\nv0.data = v0.data * 2\nv3 = v0.sin()\n"
+        "v0.data = v0.data.t()\nv4 = v0.cos()",
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\nv2 = v0 * v0\n"
+        "descend(v2)\ntorch.optim.SGD([v0], 0.1, momentum=0.9).step()\nv3 = copied(v0)\n"
+        "v4 = pickled(v0)\nv0.requires_grad_(False)\nv5 = v0 * 2",
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\n"
+        "with torch.no_grad(): v0.detach_()\nv5 = v0 * 2",
+        # A leaf that becomes a view, and an intermediate.
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nwith torch.no_grad(): v0.t_()\n"
+        "v2 = v0 * v0\nwatch(v0, 'v0')\nv3 = v0[0]",
+        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nwatch(v1, 'v1')\nv2 = v1.sin()\n"
+        "v1.data = v1.data.t()\nv3 = v1.cos()",
+        "v0 = data((4, 4), 1, 'S0')\nwith torch.inference_mode(): v0.data = v0.data.t()",
+    ],
+)  # fmt: skip
+def test_gradients_of_uses_before_and_afterwards_add_up(program: str) -> None:
+    compare(program)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["v0.add_(1.0)", "v0[0].add_(1.0)", "torch._foreach_add_([v0], 1.0)", "v0.tril_()", "v0.t_()"],
+)
+def test_a_leaf_stays_one_for_writes(text: str) -> None:
+    lines = ["v0 = leaf('v0', (4, 4), 1, 'S0')", "v1 = v0 * 2", "v0.data = v0.data.t()"]
+    program = Program(lines, (2,), refused=text)
+    assert expect(program)
+    assert program.refused
+    (outcome,) = run_programs([program])
+    assert outcome.kind == "right", outcome.why
+
+
+def test_data_of_what_is_not_in_use_leaves_an_ordinary_leaf() -> None:
+    def on_rank(rank: int) -> tuple[list[int], bool, Tensor]:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]).requires_grad_()
+        torch.autograd.backward((x * 2).sum())
+        x.grad = None
+        x.data = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+        torch.autograd.backward((x * 3).sum())
+        assert x.grad is not None
+        assert x.grad.placements == x.placements
+        return list(x.grad.shape), x._local_tensor.is_leaf, x.grad.full_tensor()
+
+    for shape, is_leaf, grad in run_ranks(2, on_rank):
+        assert (shape, is_leaf) == ([6, 2], True)
+        assert grad.eq(3).all()
+
+
+def test_a_gradient_has_the_layout_of_the_data() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
+        y = x * 2
+        x.data = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+        torch.autograd.backward((y + x * 3).sum())
+        assert x.grad is not None
+        assert x.grad.placements == x.placements
+        assert x.is_leaf
+        assert x.grad.full_tensor().eq(5).all()
+
+    run_ranks(2, on_rank)
+
+
+def test_data_of_another_shape_are_not_used_beside_those_before() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]).requires_grad_()
+        y = (x * 2).sum()
+        x.data = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"was given data of shape \[6, 2\]"):
+            torch.autograd.backward(y + (x * 3).sum())
+
+    run_ranks(2, on_rank)

@@ -1,0 +1,55 @@
+"""Results: with ``out=`` of another shape, and of operators that are composed of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fuzz.programs import compare
+from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+from tilework.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Without elements: what it is a view of is written to, where it begins.
+        "v0 = data((3, 1), 63, 'S0')\nv1 = v0[:, :0]\n"
+        "torch.index_select(v0.clone(), 0, torch.tensor([1, 2]), out=v1)\nv2 = v1[1] * 2",
+        "v0 = data((6,), 84, 'PA')\nv1 = v0[4:4:2]\ntorch.sum(data((6,), 1, 'S0'), 0, out=v1)",
+        "v0 = data((2, 1), 84, 'S0')\nv1 = v0[1:, :0]\nv2 = v0[1]\n"
+        "torch.sum(data((4,), 1, 'S0'), 0, out=v1)\nv1.mul_(2.0)",
+        "v0 = leaf('v0', (2, 2, 2), 71, 'S0')\nv1 = v0[1:1, ...]\nv2 = v0[:0] * 2\n"
+        "with torch.no_grad(): torch.sum(v2, 2, out=v1)",
+        "v0 = data((0,), 84, 'R')\ntorch.add(data((4,), 1, 'S0'), 1.0, out=v0)",
+    ],
+)
+def test_out_of_no_elements_is_resized_where_it_is(program: str) -> None:
+    compare(program)
+
+
+def test_out_of_too_little_room_in_the_memory_of_another_is_refused() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="room for 1 elements"):
+            torch.add(x, 1, out=x[3:3])
+        assert x.full_tensor().tolist() == [0, 1, 2, 3]
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # A view had to be copied on one rank only.
+        "v0 = leaf('v0', (6, 1), 99, 'S1')\nv1 = torch.kron(v0.clone(), (v0 * 2).clone())",
+        # Views of a result are written to, and then it gets a hook.
+        "v0 = leaf('v0', (4, 4), 76, 'R')\nv1 = v0.roll(3)\nv2 = v1.narrow(1, 2, 2)\n"
+        "v2.mul_(0.25)\nv1.register_hook(lambda grad: grad * 2)",
+    ],
+)
+def test_composed_results_are_no_views_of_what_only_they_know(program: str) -> None:
+    compare(program)
