@@ -5,8 +5,10 @@
     python benchmarks/checkpoint.py --cold               # reads come from the disk
 
 The same processes run all contestants by turns, on the same bytes and the same disk, all of them
-with flushes: only ratios within one run mean much. A time is that of the slowest rank, from a
-barrier to a barrier; of several rounds the median counts. Plain files are read by readinto() into
+with flushes: only ratios within one run mean much. Each round another one begins, since what one
+has replaced the system may free while the next is at work; for the thread on which tilework frees
+it, all wait. A time is that of the slowest rank, from a barrier to a barrier; of several rounds the
+median counts. Plain files are read by readinto() into
 memory that was touched before, as all contestants' is; where a rank needs columns, as many bytes.
 "Room" is what the memory of a rank grew by while it loaded, at the most, beside what it loads into.
 Last comes a step of training by one rank, alone and beside async_save: on two cores or more.
@@ -44,6 +46,7 @@ from torch.distributed.tensor import Shard as TheirShard
 import tilework.distributed as dist
 from tilework import checkpoint
 from tilework.checkpoint.format import Part, SavedTensor
+from tilework.checkpoint.late_close import late_close
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.save_planning import TensorToSave, assign_writers
 from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
@@ -196,8 +199,11 @@ class Contest:
     def by_turns(self, calls: dict[str, Call], rounds: int) -> dict[str, float]:
         """Seconds of each call on the slowest rank, the median of the rounds."""
         times: dict[str, list[float]] = {name: [] for name in calls}
+        names = list(calls)
         for turn in range(rounds + 1):
-            for name, call in calls.items():
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                call = calls[name]
                 if self.cold:
                     drop_caches(self.folder)
                 dist.barrier()
@@ -205,6 +211,7 @@ class Contest:
                 call()
                 taken = torch.tensor([time.perf_counter() - begun])
                 self.after()
+                late_close.wait()
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
                 if turn:  # the first warms up
                     times[name].append(taken.item())
@@ -321,7 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
     parser.add_argument("--cold", action="store_true", help="drop caches before each call")
     parser.add_argument("--json", type=Path)

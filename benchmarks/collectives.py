@@ -6,7 +6,8 @@
     python benchmarks/collectives.py --ranks 2 4 8 16 --operations all_reduce barrier
 
 The same processes run all peers by turns, so that whatever else the machine does at the time
-slows all of them; only the ratios mean much. A call's time is the median on the slowest rank.
+slows all of them; only the ratios mean much. A call's time is the median of runs of ten
+calls on the slowest rank.
 """
 
 from __future__ import annotations

@@ -18,7 +18,12 @@ from torch import Tensor
 
 import tilework.distributed as dist
 
-LEAST_CALLS, MOST_CALLS = 2, 200  # of one peer in one round
+LEAST, MOST = 2, 200  # runs of calls of one peer in one round
+
+#: Calls between two looks at the clock, where one takes less than a time slice is worth: ranks that
+#: share a core run through several calls at once and wait longer for the next, so that single calls
+#: are either too quick or too slow.
+CALLS_IN_A_RUN, SHORT_CALL = 10, 100e-6
 
 #: What each contestant does; None: it lacks the operation, on all ranks.
 Calls = Mapping[str, Call | None]
@@ -91,8 +96,8 @@ class Measurement:
         return {COPY: lambda: b.copy_(a), ADD: lambda: b.add_(a)}
 
     def by_turns(self, calls: Calls) -> dict[str, tuple[float, float, float] | None]:
-        """This rank's median and mean seconds of each call, and the spread of the medians."""
-        counts = {name: self.affordable(call) for name, call in calls.items()}
+        """This rank's median and mean seconds of a call, and the spread of the medians."""
+        runs = {name: self.affordable(call) for name, call in calls.items()}
         taken: dict[str, list[float]] = {name: [] for name in calls}
         medians: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(3 * self.plan.rounds):
@@ -100,7 +105,7 @@ class Measurement:
                 break
             # Another order in each round, the same on all ranks: nobody always follows the slowest.
             for name in random.Random(number).sample(list(calls), len(calls)):
-                if turn := self.turn(calls[name], counts[name]):
+                if turn := self.turn(calls[name], *runs[name]):
                     taken[name] += turn
                     medians[name].append(statistics.median(turn))
         return {
@@ -117,25 +122,28 @@ class Measurement:
         dist.broadcast(told, 0)
         return bool(told)
 
-    def turn(self, call: Call | None, count: int) -> list[float]:
-        """Seconds of each of ``count`` calls."""
+    def turn(self, call: Call | None, runs: int, calls: int) -> list[float]:
+        """Seconds of a call in each of some runs of ``calls`` calls."""
         dist.barrier()
         if call is None:
             return []
         call()  # not counted: its processes come from something else
         taken = []
-        for _ in range(count):
+        for _ in range(runs):
             begun = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - begun)
+            for _ in range(calls):
+                call()
+            taken.append((time.perf_counter() - begun) / calls)
         return taken
 
-    def affordable(self, call: Call | None) -> int:
-        """How many calls fit into a turn, as rank 0 sees it."""
-        mean = statistics.fmean(self.turn(call, LEAST_CALLS) or [1.0])
-        count = torch.tensor([int(self.plan.seconds / mean)])
-        dist.broadcast(count, 0)
-        return min(MOST_CALLS, max(LEAST_CALLS, int(count)))
+    def affordable(self, call: Call | None) -> tuple[int, int]:
+        """How many runs fit into a turn, and of how many calls they are, as rank 0 sees it."""
+        seconds = min(self.turn(call, 2 * LEAST, 1) or [1.0])
+        calls = CALLS_IN_A_RUN if seconds < SHORT_CALL else 1
+        runs = min(MOST, max(LEAST, int(self.plan.seconds / (calls * seconds))))
+        told = torch.tensor([runs, calls])
+        dist.broadcast(told, 0)
+        return int(told[0]), int(told[1])
 
     def told(self, cases: Iterator[Case]) -> Iterator[Case]:
         """The same cases; rank 0 writes down which one it has come to."""

@@ -61,17 +61,22 @@ class Results:
 
     def __init__(self, path: Path, afresh: bool) -> None:
         self._path = path
+        #: As they were when the copy was made: files may change meanwhile.
+        self._keys: dict[str, str] = {}
         known = path.exists() and not afresh
         self._all: dict[str, tuple[bool, str, float]] = (
             json.loads(path.read_text()) if known else {}
         )
 
     def __contains__(self, mutant: Mutant) -> bool:
-        return mutant.key(ROOT) in self._all
+        return self._key(mutant) in self._all
+
+    def _key(self, mutant: Mutant) -> str:
+        return self._keys.setdefault(mutant.name, mutant.key(ROOT))
 
     def of(self, mutant: Mutant) -> tuple[bool, str, float]:
         """Whether it was caught, how, and the seconds that it took."""
-        return self._all[mutant.key(ROOT)]
+        return self._all[self._key(mutant)]
 
     def add(self, mutant: Mutant, workshop: Workshop) -> None:
         """Judge a mutant, and keep the result."""
@@ -81,7 +86,7 @@ class Results:
         except CannotBuildError as error:
             verdict = Verdict(False, f"it does not compile: {str(error)[-300:]}")
         seconds = time.monotonic() - start
-        self._all[mutant.key(ROOT)] = (verdict.caught, verdict.how, seconds)
+        self._all[self._key(mutant)] = (verdict.caught, verdict.how, seconds)
         self._path.write_text(json.dumps(self._all, indent=1))
 
 

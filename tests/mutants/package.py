@@ -183,7 +183,7 @@ COMPARISONS = [
         "checkpoint/reading.py",
         "            if is_checked and found != part.crc32[(start + at) // chunk]:\n",
         "            if False:\n",
-        "tests/checkpoint/test_api.py tests/checkpoint/test_manager.py",
+        "tests/checkpoint/test_reading.py",
     ),
 ]
 
