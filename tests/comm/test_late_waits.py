@@ -95,6 +95,7 @@ def test_messages(
                 dist.recv(torch.zeros(1 << 20), 0)
             else:
                 dist.send(torch.ones(3), 0)
+            if wait is wait_for_recv_from:
                 dist.send(torch.ones(3), 0, tag=1)
 
     run_ranks(3, program, backend=backend)
