@@ -324,6 +324,8 @@ class DTensor(DTensorBase):
 
     @property
     def grad(self) -> DTensor | None:
+        if self._became is not None and gradients.before_changes(self) is not self:
+            return gradients.grad_before_changes(self)  # type: ignore[return-value]
         if self._origin is not None:
             local, spec = origins.grad_of(self)
         else:
@@ -347,7 +349,7 @@ class DTensor(DTensorBase):
     def grad(self) -> None:
         note_cleared(self)
         self._grad = None
-        origins.set_grad_of(self, None)
+        origins.set_grad_of(gradients.before_changes(self), None)
 
     @property
     def data(self) -> DTensor:
@@ -394,11 +396,11 @@ class DTensor(DTensorBase):
         return local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def retain_grad(self) -> None:
-        local_graph.in_graph(self).retain_grad()
+        local_graph.in_graph(gradients.before_changes(self)).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
-        return origins.place_in_graph(self)[0].retains_grad
+        return origins.place_in_graph(gradients.before_changes(self))[0].retains_grad
 
     # -- Python's own ------------------------------------------------------------------------
 

@@ -26,3 +26,32 @@ from tests.fuzz.programs import compare
 )
 def test_tensors_whose_dims_changed_are_no_views_of_others(program: str) -> None:
     compare(program)
+
+
+@pytest.mark.parametrize("change", ["t_()", "swapaxes_(0, 0)", "unsqueeze_(0).squeeze_(0).t_()"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "v3 = gradient(v2 * v2, v1)",
+        "v3 = gradient(gradient(v2 ** 3 + v1[0, 0], v1, create_graph=True), v1)",
+        "(v2 * v2).sum().backward(inputs=[v1])\nv3 = moved(v1.grad, 'R')",
+        "v1.retain_grad()\ndescend(v2 * v2, v1)\nv1.grad.mul_(2)\nv3 = moved(v1.grad, 'R')",
+        "v1.retain_grad()\ndescend(v2, v1)\nv1.grad = None\ndescend(v2)\nv3 = moved(v1.grad, 'R')",
+        "v1.retain_grad()\nv1.grad = v1.detach() * 2\ndescend(v2, v1)\nv3 = moved(v1.grad, 'R')",
+    ],
+)
+def test_gradients_have_those_of_views_made_before(change: str, ask: str) -> None:
+    compare(
+        f"v0 = leaf('v0', (2, 3), 62, 'S0')\nv1 = v0 * 2\nv2 = v1[1]\nv1.{change}\n{ask}",
+    )
+
+
+def test_a_leaf_whose_dims_changed_before_it_became_one_has_hooks() -> None:
+    compare(
+        "v0 = data((2, 3), 62, 'S0')\nv0.t_()\nv0.requires_grad_()\n"
+        "v0.register_hook(lambda grad: grad * 2)\nv1 = gradient(v0.sin(), v0)"
+    )
+    compare(
+        "v0 = leaf('v0', (2, 3), 62, 'S0')\nv1 = v0 * 2\nv1.t_()\nv1.detach_()\n"
+        "v1.requires_grad_()\nv1.register_hook(lambda grad: grad * 2)\nv2 = gradient(v1.sin(), v1)"
+    )

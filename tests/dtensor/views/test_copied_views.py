@@ -258,6 +258,11 @@ def _plain(tensor: Any) -> Any:
         "v3 = v2.view_as(v2)\nv4 = v3.mT\nv4.data.view(-1)[0] += 1",
         # A view stays in the graph of a leaf whose dims change in place.
         "v0 = leaf('v0', (1,), 44, 'S0')\nv1 = v0[-1]\nwith torch.no_grad(): v0.transpose_(0, 0)",
+        # The base has left the graph, and is then written to through another view.
+        "v0 = leaf('v0', (7, 2), 94, 'S1')\nwatch(v0, 'v0')\nv1 = v0 * 2\nv2 = v0.reshape(-1)\n"
+        "v0.requires_grad_(False)\nwith torch.no_grad(): v3 = v2[-9]\nv3.zero_()",
+        "v0 = leaf('v0', (7, 2), 94, 'S1')\nwatch(v0, 'v0')\nv1 = v0 * 2\nv2 = v0.reshape(-1)\n"
+        "v0.requires_grad_(False)\nv2.detach().mul_(2.0)",
     ],
 )
 def test_copied_views_that_were_lost_once(program: str) -> None:

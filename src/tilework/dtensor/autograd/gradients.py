@@ -95,6 +95,10 @@ class _Enter(torch.autograd.Function):
 def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     """Make ``value`` the tensor's gradient."""
     tensor._grad = None
+    if tensor._became is not None and before_changes(tensor) is not tensor:
+        before, change = tensor._became
+        set_grad(before, _before_change(before, change, value))
+        return
     if not isinstance(value, DTensorBase):
         raise TypeError(
             f"the gradient of a DTensor is a DTensor, got {type(value).__name__}: distribute it "
@@ -110,6 +114,35 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     if value._spec != spec:
         value = wrap_as(type(tensor), local, spec, hash((digest_of(value), spec.digest)))
     tensor._grad = value
+
+
+def before_changes(tensor: DTensorBase) -> DTensorBase:
+    """What a tensor was before operators in place that only changed its dims, if it was in a graph.
+
+    The gradient is whole there: views that were made before pass theirs to that place.
+    """
+    while tensor._became is not None and tensor._became[0]._local_tensor.requires_grad:
+        tensor = tensor._became[0]
+    return tensor
+
+
+def changed_grad(tensor: DTensorBase, grad: Any) -> Any:
+    """The gradient of a tensor, from that of what it was before its dims were changed."""
+    if tensor._became is None or before_changes(tensor) is tensor:
+        return grad
+    before, change = tensor._became
+    return change(changed_grad(before, grad))
+
+
+def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
+    """The gradient of a tensor that is whole at what it was before; the same one each time."""
+    grad: Any = before_changes(tensor).grad
+    known = tensor._grad
+    if grad is None:
+        tensor._grad = None
+    elif known is None or memory_of(known) is not memory_of(grad):
+        tensor._grad = changed_grad(tensor, grad)
+    return tensor._grad
 
 
 def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
@@ -359,7 +392,7 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
-    if tensor._became is not None:
+    if tensor._became is not None and before_changes(tensor) is not tensor:
         return register_hook(tensor._became[0], _changed_hook(hook, tensor._became[1]))
     local: Any = in_graph(tensor)
     _, shown = origins.place_in_graph(tensor)
@@ -401,11 +434,17 @@ def _changed_hook(
         result = hook(change(grad))
         if result is None:
             return None
-        before = torch.empty_like(grad)
-        change(before).copy_(result)
-        return before
+        return _before_change(grad, change, result)
 
     return called
+
+
+def _before_change(like: Tensor, change: Callable[[Any], Any], value: Tensor) -> Tensor:
+    """What becomes a value by an operator that only changes dims."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad):
+        before = torch.empty_like(like)
+        change(before).copy_(value)
+    return before
 
 
 def autograd_grad(
@@ -438,11 +477,14 @@ def autograd_grad(
             materialize_grads=materialize_grads,
         )
     return tuple(
-        wrap_as(
-            type(tensor),
-            _differentiable(grad, spec),
-            spec.grad_spec,
-            hash((digest, digest_of(tensor))),
+        changed_grad(
+            tensor,
+            wrap_as(
+                type(tensor),
+                _differentiable(grad, spec),
+                spec.grad_spec,
+                hash((digest, digest_of(tensor))),
+            ),
         )
         if isinstance(tensor, DTensorBase) and grad is not None and spec is not None
         else grad
@@ -455,7 +497,7 @@ def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
     if not isinstance(tensor, DTensorBase):
         return tensor, None
     local_of(tensor)
-    return origins.place_in_graph(tensor)
+    return origins.place_in_graph(before_changes(tensor))
 
 
 def _differentiable(grad: Tensor, spec: DTensorSpec) -> Tensor:

@@ -145,7 +145,7 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     local = tensor._local_tensor
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
-    tensor._made_without_grad = False
+    tensor._made_without_grad, tensor._became = False, None
     local_graph.leave_graph_of_wrappers(tensor)
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]

@@ -351,10 +351,16 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
             (view.write or _write_gathered(view.redo))(base, value)
     in_graph = torch.is_grad_enabled() and not apart and tensor._local_tensor.requires_grad
-    # False where the base was computed anew meanwhile, or its graph was: the view is, too.
+    # False where the base was computed anew meanwhile, or its graph was, or it has left the graph:
+    # the view is and does, too.
     kept = not (view.shares and base._local_tensor is not shown)
+    kept = kept and (bool(view.apart) or not view.required or _requires_grad(base))
     if tensor._local_tensor is view.value and kept and not in_graph:
         view.note()
+
+
+def _requires_grad(base: DTensorBase) -> bool:
+    return memory_of(base)._local_tensor.requires_grad
 
 
 def _apart(base: DTensorBase, apart: str) -> DTensorBase:
