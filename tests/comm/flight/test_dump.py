@@ -20,7 +20,7 @@ import torch
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join
-from tilework.comm.flight import dump, watch
+from tilework.comm.flight import document, dump, watch
 from tilework.comm.flight.document import Record, decode
 from tilework.testing import run_ranks
 
@@ -93,6 +93,36 @@ def test_the_first_faults_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     faults = record_of(tmp_path, 0).faults
     assert len(faults) == 8
     assert "they differ in dtype or shape" in faults[0].text
+
+
+def test_a_slower_writer_does_not_put_back_an_older_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that watches the rank writes, too; the rank fails before that is done."""
+    monkeypatch.setenv("TILEWORK_FLIGHT_DIR", str(tmp_path))
+    encode, began, failed = document.encode, threading.Event(), threading.Event()
+
+    def encode_slowly(record: Record) -> bytes:
+        if threading.current_thread().name == "slow" and record.rank == 0:
+            began.set()
+            assert failed.wait(20)
+        return encode(record)
+
+    monkeypatch.setattr(document, "encode", encode_slowly)
+
+    def program(rank: int) -> None:
+        slow = threading.Thread(target=dump.write_all, name="slow")
+        if rank == 0:
+            slow.start()
+            assert began.wait(20)
+        disagree(rank)
+        if rank == 0:
+            failed.set()
+            slow.join()
+            assert record_of(tmp_path, 0).faults
+
+    run_ranks(2, program)
+    assert sorted(os.listdir(tmp_path)) == ["rank-0.json", "rank-1.json"]
 
 
 def test_who_left_its_groups_does_not_forget_them(

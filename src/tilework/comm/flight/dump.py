@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
 import sys
@@ -25,6 +26,12 @@ from tilework.comm.flight import document
 from tilework.comm.flight.document import Fault, GroupLog, Record, Stack, file_name
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME
 from tilework.comm.world import World, current_world, live_worlds
+
+#: Records by the time as of which they are: of two threads that write one, the later wins.
+_moments: Final = itertools.count(1)
+_replacing: Final = threading.RLock()  # a signal's handler may come in between
+_MOST_SECONDS: Final = 2.0  # a thread that held the lock when the process was forked is not there
+_newest: Final[dict[str, int]] = {}
 
 _OWN_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
@@ -81,9 +88,10 @@ def _write(rank: int, worlds: Sequence[World], folder: str) -> None:
     """Write one rank's record into ``folder``, in one step; or say why not, once. Never raises."""
     path = os.path.join(folder, file_name(rank))
     try:
+        moment = next(_moments)
         record = _record(rank, worlds)
         if record.groups or not _written_before(path):
-            _replace(path, document.encode(record))
+            _replace(path, document.encode(record), moment)
     except Exception as error:
         _complain(worlds[0], folder, error)
 
@@ -160,8 +168,8 @@ def _stack(name: str, frame: FrameType | None) -> Stack:
     )
 
 
-def _replace(path: str, data: bytes) -> None:
-    """Make ``path`` hold ``data``: all of it, or what was there before."""
+def _replace(path: str, data: bytes, moment: int) -> None:
+    """Make ``path`` hold ``data``: all of it, or what was there before; not what is newer."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     partial = f"{path}.{os.getpid()}-{threading.get_ident()}.partial"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -169,7 +177,16 @@ def _replace(path: str, data: bytes) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
-        os.replace(partial, path)
+        locked = _replacing.acquire(timeout=_MOST_SECONDS)
+        try:
+            if _newest.get(path, 0) > moment:
+                os.unlink(partial)
+            else:
+                os.replace(partial, path)
+                _newest[path] = moment
+        finally:
+            if locked:
+                _replacing.release()
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial)
