@@ -18,7 +18,7 @@ from tests.faults.workload import join, leave, random_steps, until_error
 from tilework.errors import CollectiveTimeoutError, DistError
 from tilework.testing.strategies import run_program
 
-LIMIT = timedelta(milliseconds=500)
+LIMIT = timedelta(milliseconds=1500)  # whoever is not stopped comes in time on a busy machine, too
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -108,7 +108,7 @@ def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
         dist.get_default_group().set_timeout(LIMIT)
         start = time.monotonic()
         if rank == 0:
-            time.sleep(1.2)
+            time.sleep(2 * LIMIT.total_seconds())
         else:
             say((until_error(lambda turn: dist.broadcast(torch.ones(5, 7), src=0)), start))
         leave(store)
