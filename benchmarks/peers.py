@@ -213,7 +213,7 @@ class OpenMPI(Peer):
             "all_gather": lambda: comm.Allgather(source, target),
             "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
             "all_to_all": lambda: comm.Alltoall(source, target),
-            "barrier": comm.Barrier,
+            "barrier": lambda: comm.Barrier(),
             "send_recv": there_and_back(work.rank, *halves),
         }
         if work.case.dtype == "bfloat16":
