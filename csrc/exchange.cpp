@@ -40,15 +40,12 @@ void Exchange::publish() {
   const uint64_t step = ++state_.step;
   context_.tell_core(current_core());
   if (step == first_step_) publish_header();
-  std::atomic<uint64_t>& published = header(rank, parity(0)).step;
-  if (step == first_step_ && options_.interlude) {
-    // Whoever polls may see it from here on; the store below orders it before the look at sleepers.
-    published.store(step, std::memory_order_release);
-    use_interlude();
-  }
-  published.store(step);
-  // Only the rank that completes the round needs to wake the others. All stores and loads of
-  // steps are sequentially consistent, so the last to store sees all.
+  header(rank, parity(0)).step.store(step, std::memory_order_release);
+  if (step == first_step_ && options_.interlude) use_interlude();
+  // Only the rank that completes the round needs to wake the others. Between a rank's own step and its
+  // look at the others' lies a fence, so the last to publish sees all, and who sleeps. Not a second
+  // store: peers have the line by now, and would have to give it back.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int peer = 0; peer < size; ++peer)
     if (!arrived(peer)) return;
   for (int peer = 0; peer < size; ++peer)

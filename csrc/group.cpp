@@ -30,10 +30,7 @@ struct Group::QueuedOperation {
 class Group::ActiveCall {
  public:
   explicit ActiveCall(Group& group) : group_(group), outer_(innermost) {
-    if (group.generation_ != fork_generation())
-      throw Fault("closed", {group.rank_},
-                  "the group belongs to process " + std::to_string(group.pid_) +
-                      ", of which this is a fork; a forked process makes its own groups");
+    group.check_not_forked();
     group_.active_calls_.fetch_add(1);
     if (group_.closing_.load()) {
       group_.active_calls_.fetch_sub(1);
@@ -101,13 +98,36 @@ WaitOptions Group::own_wait_options(double timeout, SignalCheck signals) const {
 
 // ---- collectives -----------------------------------------------------------------------------
 
-/// Number the operation; true if this thread may execute it now, false if it must be queued.
-bool Group::claim(Operation& operation, bool inline_only) {
-  if (sequence_ == 1) cores_ = engine_->context.cores();  // now that all are here
-  operation.sequence = ++sequence_;
-  if (!inline_only || busy_ || !queue_.empty()) return false;
-  busy_thread_ = std::this_thread::get_id();
-  return busy_ = true;
+void Group::check_not_forked() const {
+  if (in_forked_child())
+    throw Fault("closed", {rank_},
+                "the group belongs to process " + std::to_string(pid_) +
+                    ", of which this is a fork; a forked process makes its own groups");
+}
+
+/// Number the operation, for this thread to execute it now, if nothing is before it, or for the queue.
+/// Refused, and nothing happened, where it may do neither. Queued under order_, in the order of numbers.
+/// A thread whose turn it is keeps the segment mapped: close() waits for it.
+Group::Turn Group::take_turn(Operation& operation, bool may_run, bool may_queue) {
+  uint64_t turn = turn_.load(std::memory_order_relaxed), next;
+  bool runs;
+  do {
+    runs = may_run && !(turn & (kRunning | kWaiting));
+    if (!may_queue && (!runs || turn & kClosing)) return Turn::kRefused;
+    next = (turn + kNextNumber) | (runs ? kRunning : kWaiting);
+  } while (!turn_.compare_exchange_weak(turn, next));
+  operation.sequence = next / kNextNumber;
+  if (runs) running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  if (operation.sequence == 2) cores_ = engine_->context.cores();  // now that all are here
+  return runs ? Turn::kRuns : Turn::kQueued;
+}
+
+/// The completion of the operation, which was queued; null if this thread is to execute it.
+std::shared_ptr<Completion> Group::take_turn_in_order(Operation& operation, double timeout) {
+  std::lock_guard<std::mutex> lock(order_);
+  if (turn_.load() & (kRunning | kWaiting)) check_may_block();
+  if (take_turn(operation, true, true) == Turn::kRuns) return nullptr;
+  return enqueue(operation, timeout);
 }
 
 void Group::use_interlude(Interlude* interlude, WaitOptions& options) const {
@@ -127,35 +147,33 @@ void Group::check_may_block() {
     throw std::runtime_error(
         "a callback must not wait for operations that were submitted before "
         "it returned: they run on the callback's own thread");
-  if (busy_ && busy_thread_ == self)
+  if (running_here())
     throw std::runtime_error(
         "a signal handler must not call a collective of the group whose "
         "operation it interrupted");
 }
 
-void Group::release() {
+void Group::end_turn() {
+  if (!(turn_.fetch_sub(kRunning) & kWaiting)) return;
   std::lock_guard<std::mutex> lock(order_);
-  busy_ = false;
-  if (!queue_.empty()) work_.notify_one();
+  work_.notify_one();
 }
 
 void Group::run(Operation& operation, double timeout, SignalCheck signals, Interlude* interlude) {
-  ActiveCall active(*this);
+  check_not_forked();
   if (!operation.validated) validate(operation, rank_, size_);
-  std::shared_ptr<Completion> completion;
-  {
-    std::lock_guard<std::mutex> lock(order_);
-    if (busy_ || !queue_.empty()) check_may_block();
-    if (!claim(operation, true)) completion = enqueue(operation, timeout);
+  std::optional<ActiveCall> active;
+  if (take_turn(operation, true, false) != Turn::kRuns) {
+    active.emplace(*this);
+    if (const auto completion = take_turn_in_order(operation, timeout)) {
+      if (interlude) interlude->published(), interlude->waits();
+      return wait_for_queued(*completion, signals);
+    }
   }
-  if (completion) {
-    if (interlude) interlude->published(), interlude->waits();
-    return wait_for_queued(*completion, signals);
-  }
-  struct Release {
-    ~Release() { group.release(); }
+  struct EndTurn {
+    ~EndTurn() { group.end_turn(); }
     Group& group;
-  } release{*this};
+  } end{*this};
   WaitOptions options = own_wait_options(timeout, signals);
   use_interlude(interlude, options);
   engine_->collectives.execute(operation, options);
@@ -165,7 +183,7 @@ std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) 
   ActiveCall active(*this);
   validate(operation, rank_, size_);
   std::lock_guard<std::mutex> lock(order_);
-  claim(operation, false);
+  take_turn(operation, false, true);
   return enqueue(operation, timeout);
 }
 
@@ -192,12 +210,17 @@ void Group::wait_for_queued(Completion& completion, SignalCheck signals) {
 /// The oldest queued operation, for this thread to execute; null if there is none, or another
 /// thread executes one.
 std::unique_ptr<Group::QueuedOperation> Group::take_oldest() {
-  if (busy_ || queue_.empty()) return nullptr;
-  std::unique_ptr<QueuedOperation> next = std::move(queue_.front());
+  if (queue_.empty()) return nullptr;
+  uint64_t turn = turn_.load(), next;
+  do {
+    if (turn & kRunning) return nullptr;
+    next = turn | kRunning;
+    if (queue_.size() == 1) next &= ~kWaiting;
+  } while (!turn_.compare_exchange_weak(turn, next));
+  running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  std::unique_ptr<QueuedOperation> oldest = std::move(queue_.front());
   queue_.pop_front();
-  busy_ = true;
-  busy_thread_ = std::this_thread::get_id();
-  return next;
+  return oldest;
 }
 
 /// Execute a dequeued operation, and complete it.
@@ -212,7 +235,7 @@ void Group::execute(QueuedOperation& queued, SignalCheck signals, Pace pace) {
     fault = Fault("aborted", {rank_}, "a signal interrupted the wait for the operation");
     interrupted = true;
   }
-  release();
+  end_turn();
   queued.completion->complete(std::move(fault));
   if (interrupted) throw Interrupted();
 }
@@ -223,9 +246,10 @@ void Group::run_thread() {
     std::unique_ptr<QueuedOperation> next;
     {
       std::unique_lock<std::mutex> lock(order_);
-      work_.wait(lock, [this] { return !busy_ && (!queue_.empty() || stopping_); });
+      work_.wait(lock, [this] { return queue_.empty() ? stopping_ : !running(); });
       if (queue_.empty()) return;
       next = take_oldest();
+      if (!next) continue;  // another thread was faster
     }
     execute(*next, nullptr, background_pace());
   }
@@ -449,17 +473,19 @@ void Group::close() {
   if (in_forked_child() || closing_.load()) return;
   const Statistics last = statistics();
   if (closing_.exchange(true)) return;
+  turn_.fetch_or(kClosing);
   last_statistics_ = last;
   engine_->context.closing = true;
   control(rank_).departed.store(1);
   engine_->context.segment.notify_all_ranks();
   engine_->point_to_point.close();
   const int own = ActiveCall::depth(*this);
-  while (active_calls_.load() > own) usleep(50);  // they see that the group closes
+  while (active_calls_.load() > own || (running() && !running_here()))
+    usleep(50);  // they see that the group closes
   stop_thread();
   // Called back from inside, the segment must outlive the frames below; the destructor frees it.
   const bool on_thread = thread_.joinable() || engine_->point_to_point.on_own_thread();
-  if (own == 0 && !on_thread) engine_.reset();
+  if (own == 0 && !running_here() && !on_thread) engine_.reset();
 }
 
 void Group::stop_thread() {

@@ -65,7 +65,7 @@ class Group : public std::enable_shared_from_this<Group> {
   uint64_t last_wait();
   /// The cores that the ranks may use together, of those that have joined.
   int cores();
-  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+  uint64_t sequence() const { return turn_.load(std::memory_order_relaxed) / kNextNumber; }
   void report_failure(const std::string& text);
   std::vector<std::optional<std::string>> failure_reports(double timeout, SignalCheck signals);
   void abort(const std::string& kind, const std::string& text);
@@ -116,8 +116,15 @@ class Group : public std::enable_shared_from_this<Group> {
   void use_interlude(Interlude* interlude, WaitOptions& options) const;
   std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout);
   void wait_for_queued(Completion& completion, SignalCheck signals);
-  bool claim(Operation& operation, bool inline_only);
-  void release();
+  enum class Turn { kRuns, kQueued, kRefused };
+  Turn take_turn(Operation& operation, bool may_run, bool may_queue);
+  void end_turn();
+  bool running() const { return turn_.load() & kRunning; }
+  bool running_here() const {
+    return running() && running_thread_.load() == std::this_thread::get_id();
+  }
+  std::shared_ptr<Completion> take_turn_in_order(Operation& operation, double timeout);
+  void check_not_forked() const;
   void check_may_block();
   std::unique_ptr<QueuedOperation> take_oldest();
   void execute(QueuedOperation& queued, SignalCheck signals, Pace pace);
@@ -136,10 +143,17 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> closing_{false};
   std::atomic<int> active_calls_{0};  // of all threads
 
-  std::atomic<uint64_t> sequence_{0};  // written under order_
-  std::mutex order_;                   // guards what follows
-  bool busy_ = false;                  // a thread executes a collective:
-  std::thread::id busy_thread_;        // this one
+  /// Whose turn it is to execute a collective: the number of the last one called, times kNextNumber,
+  /// and flags. One word, so that an operation is numbered and begins, if nothing is before it, by one
+  /// exchange, and ends by another: a lock each would cost a barrier a tenth of its time.
+  std::atomic<uint64_t> turn_{0};
+  static constexpr uint64_t kRunning = 1;  // a thread executes a collective
+  static constexpr uint64_t kWaiting = 2;  // others are queued; changed under order_
+  static constexpr uint64_t kClosing = 4;  // no more begin on callers' threads
+  static constexpr uint64_t kNextNumber = 8;
+  std::atomic<std::thread::id> running_thread_{};  // while kRunning
+
+  std::mutex order_;  // guards what follows
   std::deque<std::unique_ptr<QueuedOperation>> queue_;
   std::condition_variable work_;
   bool stopping_ = false;

@@ -26,10 +26,11 @@ struct Clock {
 
 /// The clocks of one fiber.
 struct ThreadClocks {
-  Clock past;         // what happened before, by the language's memory model
-  Clock visible;      // `past`, and what sequentially consistent fences have made visible
-  Clock to_acquire;   // of relaxed loads, for a later acquire fence
-  Clock for_release;  // as of the last release fence, for later relaxed stores
+  Clock past;               // what happened before, by the language's memory model
+  Clock visible;            // `past`, and what sequentially consistent fences have made visible
+  Clock to_acquire;         // of relaxed loads, for a later acquire fence
+  Clock for_release;        // as of the last release fence, for later relaxed stores
+  uint64_t fence_turn = 0;  // of the last sequentially consistent fence
 };
 
 }  // namespace tilework::simulation

@@ -127,8 +127,18 @@ void Memory::report_race(Place place, bool is_write, const void* code, Epoch oth
 Memory::Variable& Memory::variable(Place place, uint64_t value) {
   Variable& result = variables_[place];
   if (result.stores.empty())
-    result.stores.push_back({value, {0, 0}, true, false, {}});  // as it was made
+    result.stores.push_back({value, {0, 0}, 1, false, {}});  // as it was made
   return result;
+}
+
+/// True if the current fiber cannot load a value older than this store's. Of the order in which all
+/// sequentially consistent operations and fences happen, only what the fiber's own fences and those
+/// before a sequentially consistent load imply is asked for ([atomics.order], C++20).
+bool Memory::is_visible(const Store& store, std::memory_order order) const {
+  const ThreadClocks& clocks = self().clocks;
+  if (clocks.visible.covers(store.epoch)) return true;
+  if (store.turn > 0 && store.turn < clocks.fence_turn) return true;
+  return order == std::memory_order_seq_cst && (store.turn > 0 || fences_.covers(store.epoch));
 }
 
 uint64_t Memory::load(const void* address, uint64_t newest, std::memory_order order) {
@@ -143,8 +153,7 @@ uint64_t Memory::load(const void* address, uint64_t newest, std::memory_order or
   uint64_t oldest = std::max(at.first, at.seen[fiber.number]);
   for (uint64_t i = last; i > oldest; --i) {
     const Store& store = at.stores[i - at.first];
-    if (fiber.clocks.visible.covers(store.epoch) ||
-        (order == std::memory_order_seq_cst && store.sequential)) {
+    if (is_visible(store, order)) {
       oldest = i;
       break;
     }
@@ -174,7 +183,7 @@ void Memory::store(const void* address, uint64_t old, uint64_t value, std::memor
   }
   Fiber& fiber = self();
   Variable& at = variable(place, old);
-  Store next{value, {}, order == std::memory_order_seq_cst, false, {}};
+  Store next{value, {}, order == std::memory_order_seq_cst ? ++turn_ : 0, false, {}};
   if (reads) {  // it goes on with the release sequence of what it read
     const Store& before = at.stores.back();
     if (before.releases && acquires(order)) learn(before.released);
@@ -207,7 +216,8 @@ void Memory::fence(std::memory_order order) {
     begin_next_moment();
   }
   if (order != std::memory_order_seq_cst) return;
-  fences_.join(clocks.visible);
+  clocks.fence_turn = ++turn_;
+  fences_.join(clocks.past);
   clocks.visible.join(fences_);
 }
 

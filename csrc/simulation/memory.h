@@ -56,7 +56,7 @@ class Memory {
   struct Store {
     uint64_t value;
     Epoch epoch;
-    bool sequential;
+    uint64_t turn;  // among what is sequentially consistent; 0: it is not
     bool releases;
     Clock released;  // what an acquiring load of this gets to know
   };
@@ -75,6 +75,7 @@ class Memory {
   };
 
   Variable& variable(Place place, uint64_t value);
+  bool is_visible(const Store& store, std::memory_order order) const;
   void report_race(Place place, bool is_write, const void* code, Epoch other, bool other_is_write,
                    const void* other_code);
   void check_cell(Cell& cell, Place place, bool is_write, const void* code);
@@ -84,7 +85,8 @@ class Memory {
   std::unordered_map<Place, std::vector<Cell>> pages_;
   std::unordered_map<Place, Variable> variables_;
   std::unordered_map<const void*, Clock> released_;  // of locks, and of atomics elsewhere
-  Clock fences_;                                     // of sequentially consistent fences
+  Clock fences_;       // what happened before the sequentially consistent fences
+  uint64_t turn_ = 1;  // of the last sequentially consistent store or fence
 };
 
 /// The memory of the trial that is running.

@@ -27,15 +27,15 @@ INTERLEAVINGS = [
     Mutant(
         "step: relaxed",
         EXCHANGE,
-        "  published.store(step);",
-        "  published.store(step, std::memory_order_relaxed);",
+        ".step.store(step, std::memory_order_release);",
+        ".step.store(step, std::memory_order_relaxed);",
         SIMULATION,
     ),
     Mutant(
-        "step: release, but not sequentially consistent",
+        "step: no fence before the look at the others'",
         EXCHANGE,
-        "  published.store(step);",
-        "  published.store(step, std::memory_order_release);",
+        "  std::atomic_thread_fence(std::memory_order_seq_cst);\n  for",
+        "  for",
         SIMULATION,
     ),
     Mutant(
