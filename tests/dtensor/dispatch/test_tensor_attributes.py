@@ -14,6 +14,8 @@ from tilework.comm.world import current_world
 from tilework.dtensor import (
     DTensor,
     Partial,
+    Placement,
+    Replicate,
     Shard,
     distribute_tensor,
     explain,
@@ -44,6 +46,24 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "may be data": lambda x: torch._has_compatible_shallow_copy_type(x, x),
     "is_same_size": lambda x: x.is_same_size(x),
 }
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+def test_views_made_before_data_of_inference_mode_are_none(placement: Placement) -> None:
+    def answers(x: Any) -> list[bool]:
+        before = x.diagonal()
+        with torch.inference_mode():
+            x.data = x.data.clone()
+        shown = (before, before[1:], x, x.diagonal(), x[0], x.detach())
+        return [tensor.is_inference() for tensor in shown]
+
+    expected = answers(torch.ones(4, 4))
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [placement])
+        assert answers(x) == expected
+
+    run_ranks(2, program)
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")

@@ -81,8 +81,10 @@ def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dtensor_handler("is_inference")
 def _is_inference(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the memory's owner was made in inference mode: copied views never are."""
-    return bool(func(*[local_graph.plain(memory_of(arg)) for arg in args], **kwargs))
+    """True if made in inference mode; of a copied view, whose local tensor never is: its owner."""
+    (tensor,) = args
+    shows_memory = tensor._view_of is None or tensor._view_of is copied_views.WATCHED
+    return bool(func(local_graph.plain(tensor if shows_memory else memory_of(tensor))))
 
 
 @dtensor_handler("_has_compatible_shallow_copy_type")
