@@ -23,7 +23,7 @@ from torch import Tensor
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import version_of, wrap_as
 from tilework.dtensor.debug import explain
-from tilework.dtensor.dispatch import tensor_attributes
+from tilework.dtensor.dispatch import autocast, tensor_attributes
 from tilework.dtensor.dispatch.call_key import (
     END,
     add_to_key,
@@ -316,6 +316,10 @@ class Operator:
     def _with_moves(self, sharding: OpSharding, call: Call) -> Any:
         """The result of a call whose tensors cannot all be taken as they are."""
         func, args, kwargs, tensors, mesh, digest = call
+        stands_in = sharding.composed is not None or sharding.run is not None
+        if stands_in and autocast.is_enabled() and not self.in_place:
+            if (cast := autocast.in_float32(self.name, call)) is not None:
+                return cast()
         if sharding.composed is not None:
             with moving(digest, self._title):
                 if self.in_place:
