@@ -177,6 +177,15 @@ def test_norms_of_matrices() -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])
+def test_norms_of_matrices_without_elements(shape: tuple[int, int]) -> None:
+    orders = ("fro", 1, math.inf)
+    check(
+        together(*[lambda x, order=order: matrix_norm(x, order) for order in orders]),
+        torch.zeros(shape),
+    )
+
+
 def test_distances() -> None:
     check(
         together(

@@ -143,7 +143,10 @@ def _matrix_norm(
             return _vector_norm_of(A, 2, dims, keepdim, dtype=dtype)
         summed, most = dims if abs(ord) == 1 else dims[::-1]
         values = (A if dtype is None else A.to(dtype)).abs().sum(summed, keepdim=True)
-        norm = values.amax(most, keepdim=True) if ord > 0 else values.amin(most, keepdim=True)
+        if ord > 0:  # the greatest of none is 0
+            norm = values.amax(most, keepdim=True) if A.shape[most] else values.sum(most, True)
+        else:
+            norm = values.amin(most, keepdim=True)
         return norm if keepdim else norm.sum(dims)
 
     return Decomposition(run)
