@@ -318,7 +318,8 @@ class Operator:
         func, args, kwargs, tensors, mesh, digest = call
         stands_in = sharding.composed is not None or sharding.run is not None
         if stands_in and autocast.is_enabled() and not self.in_place:
-            if (cast := autocast.in_float32(self.name, call)) is not None:
+            cast = autocast.in_float32(self.name, call)
+            if cast is not None:
                 return cast()
         if sharding.composed is not None:
             with moving(digest, self._title):

@@ -23,7 +23,14 @@ from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.rules.internal_ops import reduce_partial
-from tilework.dtensor.rules.norms import accumulated, present, unbiased, unshardable, update_running
+from tilework.dtensor.rules.norms import (
+    accumulated,
+    may_scale,
+    present,
+    unbiased,
+    unshardable,
+    update_running,
+)
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -55,6 +62,8 @@ def _batch_norm(
     if input.ndim < 2:
         return None
     every: list[DTensorArg] = present(input, weight, bias, running_mean, running_var)
+    if not may_scale(input, every):
+        return None  # torch raises
     use = training or running_mean is None
     writes = training and running_mean is not None
     over = [dim for dim in range(input.ndim) if dim != 1]

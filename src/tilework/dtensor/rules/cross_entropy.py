@@ -169,6 +169,8 @@ def _cross_entropy(
     indices = target.shape != input.shape
     if not _valid(input, weight) or (indices and not _has_indices(input, target)):
         return None
+    if not (input.dtype.is_floating_point and (indices or target.dtype.is_floating_point)):
+        return None  # torch raises
     if input.is_sharded(_class_dim(input)):
         return Decomposition(_sharded_cross_entropy)
     if indices and reduction == MEAN and not _are_replicated(input, target, weight):

@@ -239,7 +239,7 @@ def _register(name: str) -> None:
     @numpy_names
     def argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
         dims = _sharded_dims(input, dim)
-        if dims is None:
+        if dims is None or input.dtype is torch.bool:  # torch refuses the latter
             return None
 
         def run(input: Tensor, *_: Any, **__: Any) -> Any:

@@ -70,10 +70,17 @@ def _over_last(
     if lead < 0 or any(arg.shape != shape for arg in affine) or input.shape[lead:] != shape:
         return None
     if any(map(input.is_sharded, range(lead, input.ndim))):
-        return Decomposition(composed)
+        return Decomposition(composed) if may_scale(input, affine) else None
     last = unshardable(shape)
     dims = [*factors_of(input.shape[:lead]), *last]
     return local_call({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
+
+
+def may_scale(input: Arg, affine: Sequence[Arg]) -> bool:
+    """True if torch normalizes tensors of these dtypes: values of 16 bits may be scaled by 32."""
+    halves = (torch.float16, torch.bfloat16)
+    dtypes = {input.dtype, torch.float32} if input.dtype in halves else {input.dtype}
+    return input.dtype.is_floating_point and all(arg.dtype in dtypes for arg in affine)
 
 
 def _decomposed_layer_norm(

@@ -18,7 +18,8 @@ from tilework.tiled.rules.reduction_args import numpy_names
 @dtensor_rule("nanmean")
 @numpy_names
 def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    return Decomposition(_mean_of_numbers)
+    is_refused = not (input.dtype.is_floating_point or input.dtype.is_complex)
+    return None if is_refused else Decomposition(_mean_of_numbers)
 
 
 def _mean_of_numbers(

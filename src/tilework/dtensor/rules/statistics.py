@@ -137,6 +137,8 @@ def _matrix_norm(
         return None
     if ord not in ("fro", 1, -1, math.inf, -math.inf):
         return None
+    if not (A.dtype.is_floating_point or A.dtype.is_complex):
+        return None  # torch raises
 
     def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
         if ord == "fro":
@@ -178,6 +180,8 @@ def _softmax(name: str) -> None:
         if dims is None or not _has_sharded_elements(input, dims):
             return None
         kind = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
+        if not (kind or input.dtype).is_floating_point:
+            return None  # torch raises
         return Decomposition(lambda input, *_, **__: _exponentials(name, input, dims, kind))
 
 

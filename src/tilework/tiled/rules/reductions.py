@@ -81,7 +81,7 @@ def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
 
 @rule("trace")
 def _trace(input: Arg) -> RuleResult:
-    if input.ndim != 2:
+    if input.ndim != 2 or input.dtype is torch.bool:  # torch refuses the latter
         return None
     rows, columns = Factor(input.shape[0], "row"), Factor(input.shape[1], "column")
 
