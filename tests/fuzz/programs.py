@@ -37,6 +37,8 @@ _SINGLE = re.compile(r"float32|float\(\)")
 
 #: torch asks the place in the graph of x, a view, which writing to x[…] has given another.
 _WRITTEN_TWICE = re.compile(r"\] [-+*]= ")
+#: Writes to local tensors, of which a user's own Function that took the tensor does not know.
+_WRITES_LOCAL = re.compile(r"(own\(|recomputed)[\s\S]*write_local")
 #: Writes that torch does not count.
 _COUNTED_BY_NONE = re.compile(r"\.data|inference_mode|set_")
 
@@ -60,6 +62,8 @@ class Program:
     expected: dict[str, Any] = field(default_factory=dict)
     #: True if there is a backward pass.
     graded: bool = False
+    #: Gradients of one that torch refuses, since what it keeps was written to: had it kept copies.
+    kept: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         refused = [f"refused: {self.refused}"] if self.refused else []
@@ -148,6 +152,9 @@ def expect(program: Program) -> bool:
     except Exception:
         return False
     grads = _plain_gradients(run)
+    if grads is None and not _WRITES_LOCAL.search(f"{program}"):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            program.kept = _plain_gradients(_on_plain(program)[0])
     if grads and any(_COUNTED_BY_NONE.search(text) for text in program.statements):
         # Fair if they are not of values that torch does not know to be others.
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
@@ -226,7 +233,8 @@ class Outcome:
 
     Args:
         program: The program.
-        kind: "right", "wrong" (another result), "raised" (where plain tensors do not), "hang".
+        kind: "right", "wrong" (another result), "raised" (where plain tensors do not), "hang";
+            on a rank "refused", too: a backward pass that plain tensors refuse.
         why: What differs, or the error.
     """
 
@@ -261,6 +269,8 @@ def _run_some(programs: Sequence[Program]) -> list[Outcome]:
             group.set_timeout(_TIMEOUT)
         for program in programs:
             done[rank].append(_run(program, mesh))
+            if done[rank][-1].kind == "refused":  # others may be in the midst of it
+                raise _Lost
             try:
                 meeting.wait(_TIMEOUT.total_seconds() * 1.5)
             except threading.BrokenBarrierError:
@@ -284,6 +294,8 @@ def _worst(outcomes: Sequence[Outcome], size: int, program: Program) -> Outcome:
         if found:
             # Ranks that wait for one that raised say so: the others' errors tell more.
             return min(found, key=lambda each: "Timeout" in each.why or "PeerLost" in each.why)
+    if any(each.kind == "refused" for each in outcomes):
+        return Outcome(program, "right")
     if len(outcomes) < size:
         return Outcome(program, "hang", "ranks are waiting for each other")
     return outcomes[0]
@@ -299,6 +311,8 @@ def _run(program: Program, mesh: DeviceMesh) -> Outcome:
         if program.graded:
             run.backward()
             state |= _gradients(run)
+        elif program.kept is not None:
+            return _run_refused(program, run)
         if program.refused:
             _check_refused(run, program.refused)
     except AssertionError as error:
@@ -308,6 +322,20 @@ def _run(program: Program, mesh: DeviceMesh) -> Outcome:
     is_single = any(map(_SINGLE.search, program.statements))
     differing = _difference(state, program.expected, is_single)
     return Outcome(program, "wrong", differing) if differing else Outcome(program, "right")
+
+
+def _run_refused(program: Program, run: Run) -> Outcome:
+    """How a backward pass went that torch refuses."""
+    assert program.kept is not None
+    try:
+        run.backward()
+        grads = _gradients(run)
+    except Exception:
+        return Outcome(program, "refused")
+    differing = _difference(grads, program.kept, any(map(_SINGLE.search, program.statements)))
+    if differing:
+        return Outcome(program, "wrong", f"not refused: {differing}")
+    return Outcome(program, "right")
 
 
 def _check_refused(run: Run, text: str) -> None:

@@ -45,6 +45,8 @@ class DTensorBase(TiledTensor):
     _viewed: Viewed | None = None
     #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
     _writes: int = 0
+    #: Autograd's number when that memory was last written to, where torch would count the write.
+    _written_at: int = -1
     #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
     _anchor: DTensorBase | None = None
     #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.

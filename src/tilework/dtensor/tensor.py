@@ -30,7 +30,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.places import data_of, keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
@@ -356,7 +356,7 @@ class DTensor(DTensorBase):
         if self._view_of is not None:
             copied_views.refresh(self)
         local = self._local_tensor.data
-        return copied_views.same_memory(self, local, copied_views.data_of, apart="data")
+        return copied_views.same_memory(self, local, data_of, apart="data")
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -456,6 +456,7 @@ def _takes_values(func: Any, args: Sequence[Any]) -> bool:
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
+    "_written_at",
     *("_became", "_in_place", "_handed_out", "_made_without_grad", "_places", "_origin"),
     *("_digest", "_made", "_written", "_content", "_family", "_cleared", "_noted"),
 }

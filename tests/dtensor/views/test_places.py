@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, no_type_check
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -189,6 +190,135 @@ def test_gradients_of_gradients_go_through_functions(dim: int) -> None:
         x: Any = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
         result: Any = run(x.requires_grad_())
         return result.full_tensor()
+
+    for got in run_ranks(2, on_rank):
+        torch.testing.assert_close(got, wanted)
+
+
+class Exponential(torch.autograd.Function):
+    """A user's own, which saves what it has written to, and returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.clone()
+        result[:1].exp_()
+        result[1:].exp_()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (result,) = ctx.saved_tensors
+        return grad * result  # type: ignore[no-any-return]
+
+
+def exponential(x: Tensor) -> Tensor:
+    result: Tensor = Exponential.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def squared(x: Tensor) -> Tensor:
+    result: Tensor = Squared.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def again(x: Tensor) -> Tensor:
+    result: Tensor = checkpoint(torch.sin, x, use_reentrant=False)
+    return result
+
+
+@no_type_check
+def without_graph(x: Tensor) -> None:
+    with torch.no_grad():
+        x.add_(1)
+
+
+#: Of a tensor, what a Function takes of it; and a write. torch compares versions in C++ where they
+#: are of one tensor; views of another have that of its memory.
+WRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = {
+    "itself": (lambda x: x, lambda x: x.add_(1)),
+    "by a view": (lambda x: x, lambda x: x[:, 0].mul_(2)),
+    "a view": (lambda x: x[1:], lambda x: x.add_(1)),
+    "by another view": (lambda x: x[:, 0], lambda x: x.t()[1].zero_()),
+    "without a graph": (lambda x: x, without_graph),
+    "a view, without a graph": (lambda x: x[1:], without_graph),
+    "detached": (lambda x: x.detach().requires_grad_(), lambda x: x.detach().add_(1)),
+    "in a list": (lambda x: x, lambda x: torch._foreach_add_([x], 1.0)),
+    "as out": (lambda x: x, lambda x: torch.add(x.detach(), 1.0, out=x.detach())),
+    "dims": (lambda x: x, lambda x: x.t_()),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "write"),
+    [
+        *((squared, write) for write in WRITES),
+        # A checkpoint asks C++, which knows nothing of views.
+        *((again, write) for write, (taken, _) in WRITES.items() if taken(X) is X),
+    ],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_a_function_saved_may_not_be_written_to(
+    function: Callable[[Tensor], Tensor], write: str, dim: int
+) -> None:
+    taken, writes = WRITES[write]
+
+    def program(x: Tensor, linked: bool) -> None:
+        whole = x * 1
+        result = function(taken(whole))
+        result = result * 2 if linked else result
+        writes(whole)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|written to between"):
+            result.sum().backward()  # type: ignore[no-untyped-call]
+
+    for linked in (False, True):
+        program(X.clone().requires_grad_(), linked)
+
+        def on_rank(rank: int, linked: bool = linked) -> None:
+            x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
+            program(x.requires_grad_(), linked)
+
+        run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    "write", [None, lambda x: x.add_(1), lambda x: x[0].zero_(), without_graph]
+)
+def test_what_a_function_saved_of_its_result(write: Callable[[Tensor], Any] | None) -> None:
+    def program(x: Tensor) -> Any:
+        result = exponential(x * 1)
+        if write is not None:
+            write(result)
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                result.sum().backward()  # type: ignore[no-untyped-call]
+            return None
+        return _grad(lambda x: exponential(x * 1), x)
+
+    wanted = program(X.clone().requires_grad_())
+
+    def on_rank(rank: int) -> Any:
+        x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        return program(x.requires_grad_())
+
+    for got in run_ranks(2, on_rank):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.data.add_(1), lambda x: x.data[0].zero_(), lambda x: x.clone().add_(1)]
+)
+def test_writes_that_torch_does_not_count_are_not_refused(write: Callable[[Tensor], Any]) -> None:
+    def program(x: Tensor) -> Tensor:
+        whole = x * 1
+        result = squared(whole[1:]) * 2
+        write(whole)
+        return result
+
+    wanted = _grad(program, X.clone().requires_grad_())
+
+    def on_rank(rank: int) -> Tensor:
+        x = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(1)])
+        return _grad(program, x.requires_grad_())
 
     for got in run_ranks(2, on_rank):
         torch.testing.assert_close(got, wanted)

@@ -236,6 +236,7 @@ def become_view(
         if view is not None and view is not copied_views.WATCHED:
             view.value = local
     anchor._viewed, anchor._writes = tensor._viewed, tensor._writes
+    anchor._written_at = tensor._written_at
     anchor._handed_out, tensor._handed_out = tensor._handed_out, None
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of, tensor._in_place = view, True

@@ -16,7 +16,7 @@ from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.places import place_of
+from tilework.dtensor.views.places import check_unwritten, place_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -97,10 +97,10 @@ def _linked(tensor: DTensorBase) -> Tensor:
         tensor._local_tensor.requires_grad_()
     if node is None:
         return tensor._local_tensor
-    places = _places(node)
+    places, functions = _places(node)
     with _WithoutInterception():
         edge = torch.autograd.graph.GradientEdge(node, _output_number(tensor))
-    result = _Result(edge, type(tensor), tensor._spec)
+    result = _Result(edge, type(tensor), tensor._spec, functions)
     tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
         tensor._local_tensor, result, places, *[place.local for place in places.values()]
     )
@@ -111,16 +111,20 @@ def _linked(tensor: DTensorBase) -> Tensor:
 class _Result(NamedTuple):
     """A result of a user's own autograd.Function: its edge in the wrappers' graph, and its layout.
 
-    Operators in place may change the tensor's.
+    Operators in place may change the tensor's. With the nodes from there on in that graph.
     """
 
     edge: torch.autograd.graph.GradientEdge
     kind: type[DTensorBase]
     spec: DTensorSpec
+    nodes: Sequence[Any]
 
 
-def _places(node: Any) -> dict[DTensorBase, Place]:
-    """The leaves of the wrappers' graph from which a node comes, and the place of each."""
+def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
+    """The leaves of the wrappers' graph from which a node comes, and the place of each.
+
+    With the nodes that are none.
+    """
     places: dict[DTensorBase, Place] = {}
     seen, todo = set(), [node]
     while todo:
@@ -139,7 +143,7 @@ def _places(node: Any) -> dict[DTensorBase, Place]:
                     )
             elif next_node is not None:
                 todo.append(next_node)
-    return places
+    return places, [node for node in seen if not hasattr(node, "variable")]
 
 
 class _Link(torch.autograd.Function):
@@ -166,6 +170,8 @@ class _Link(torch.autograd.Function):
                 f"is partial ({[list(spec.placements) for spec in specs]}): redistribute() it to "
                 f"Replicate() or Shard() before the call"
             )
+        for node in result.nodes:
+            check_unwritten(node)
         root = wrap_as(result.kind, grad, result.spec.grad_spec)
         changed = [leaf for leaf, place in ctx.leaves.items() if leaf._spec is not place.spec]
         for leaf in changed:

@@ -14,7 +14,7 @@ from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in, stable_digest
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.places import count_write, keep_place
 from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import Handler
 
@@ -51,6 +51,7 @@ def tracked(name: str, handler: Handler) -> Handler:
         if writes and name not in _WRITES_NOTHING and args:
             check_writable(name[:-1], args[0], args[1:])
             if args[0].__class__ is DTensor:
+                count_write(args[0])
                 keep_place(args[0])
         operands = tensors_in((args, [*kwargs.values()]))
         by_mesh = _digests_by_mesh(own, operands)

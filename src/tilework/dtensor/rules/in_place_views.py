@@ -17,7 +17,7 @@ from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of
-from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.places import count_write, keep_place
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import dtensor_handler
 
@@ -45,6 +45,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         torch.set_grad_enabled(not is_leaf),
     ):
         local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
+        count_write(tensor)
         keep_place(tensor)
         if is_leaf:
             tensor._aliases = None

@@ -38,7 +38,7 @@ from tilework.dtensor.views.memory_layout import (
     window_of,
     write_memory,
 )
-from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.places import data_of, keep_place
 from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
@@ -158,11 +158,6 @@ def made_together(views: Sequence[Tensor]) -> None:
         if isinstance(view, DTensorBase) and view._viewed is not None:
             base, spec, func, args, kwargs = view._viewed
             view._viewed = (base, spec, Piece(func, None, True), args, kwargs)
-
-
-def data_of(tensor: Tensor) -> Tensor:
-    """The tensor's data: the same memory, whose writes torch does not count."""
-    return tensor.data
 
 
 #: What cuts a tensor that shares memory off the graph.

@@ -15,6 +15,15 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase, Place, memory_of
 
 _use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+_increment_version = torch._C._increment_version
+_is_grad_enabled = torch.is_grad_enabled
+_next_number = torch._C._autograd._get_sequence_nr
+_is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
+
+
+def data_of(tensor: Tensor) -> Tensor:
+    """The tensor's data: the same memory, whose writes torch does not count."""
+    return tensor.data
 
 
 def keep_place(tensor: DTensorBase, written: bool = False) -> None:
@@ -36,6 +45,48 @@ def keep_place(tensor: DTensorBase, written: bool = False) -> None:
         if viewed is None or written:
             return
         tensor = viewed[0]
+
+
+def count_write(tensor: DTensorBase) -> None:
+    """Note that a tensor is about to be written to, for what a user's own Function saved. Local.
+
+    C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
+    Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
+    """
+    if not (_is_grad_enabled() or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
+        return
+    while True:
+        if tensor._made_without_grad or _use_count(tensor) > 1:
+            _increment_version((tensor,))
+        viewed = tensor._viewed
+        if viewed is None or viewed[2] is data_of:
+            tensor._written_at = _next_number()
+            return
+        tensor = viewed[0]
+
+
+def check_unwritten(function: Any) -> None:
+    """Raise, as torch does, if what a user's own Function saved was written to since. Local.
+
+    Args:
+        function: The Function's node.
+    """
+    try:
+        saved = getattr(function, "saved_tensors", ())
+    except RuntimeError:  # freed, or C++ has seen it: that is said when they are asked for
+        return
+    for tensor in saved:
+        if not isinstance(tensor, DTensorBase):
+            continue
+        owner: DTensorBase = tensor
+        while owner._viewed is not None and owner._viewed[2] is not data_of:
+            owner = owner._viewed[0]
+        if owner._written_at > function._sequence_nr():
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tensor!r}, which {function.name()} saved, was written to "
+                f"since: pass a clone() to it, or write to a clone()"
+            )
 
 
 def same_place(local: Tensor) -> Tensor:
