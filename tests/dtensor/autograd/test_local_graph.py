@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from tests.fuzz.programs import compare
+from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+from tilework.testing import run_ranks
 
 _GIVEN = "v0 = leaf('v0', (4,), 1, 'R')\nv1 = data((3, 4), 2, 'S1')\n"
 
@@ -38,3 +46,87 @@ def test_a_result_that_was_written_to_is_taken_as_it_is_now(program: str, lies: 
 @pytest.mark.parametrize("call", ["own(v1)", "recomputed(lambda a: a.sin(), v1, reentrant=True)"])
 def test_a_base_that_a_view_has_brought_into_the_graph(write: str, call: str) -> None:
     compare(f"{_GIVEN}{write}\nv2 = {call}")
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+def _step(weight: Any) -> None:
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], 0.1).step()
+
+
+#: Each writes to what a Function has saved: the tensor (``y``), a view of it or its result.
+_WRITES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda y: y.add_(1),
+    "a view": lambda y: y[0].zero_(),
+    "a copied view": lambda y: y.reshape(-1)[3:].fill_(1),
+    "an index": lambda y: operator.setitem(y, (slice(None), 1), 5.0),
+    "detached": lambda y: y.detach().add_(1),
+    "a list": lambda y: torch._foreach_add_([y], 1),
+    "out": lambda y: torch.add(y.detach(), 1, out=y.detach()),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", [*_WRITES, "an optimizer", "the result"])
+def test_what_a_function_has_saved_must_not_be_written_to(name: str, dim: int) -> None:
+    def program(rank: int) -> None:
+        x: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(dim)])
+        x.requires_grad_()
+        y = x if name == "an optimizer" else x * 1
+        z = _Exp.apply(y) if name == "the result" else _Square.apply(y)
+        if name == "an optimizer":
+            _step(x)
+        elif name == "the result":
+            z.mul_(2)
+        else:
+            _WRITES[name](y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_written_to_data_or_before_a_function_does_not_count(dim: int) -> None:
+    def program(rank: int) -> None:
+        x: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(dim)])
+        x.requires_grad_()
+        y = x * 1
+        _Square.apply(y.mul_(2)).sum().backward(retain_graph=True)
+        z = _Square.apply(y)
+        y.data.mul_(3)
+        z.sum().backward()
+        assert x.grad.full_tensor().eq(8 + 24).all()
+
+    run_ranks(2, program)
+
+
+def test_a_hook_in_inference_mode() -> None:
+    compare(
+        "v0 = leaf('v0', (4,), 5, 'S0')\nv1 = own(own(v0))\n"
+        "with torch.inference_mode(): watch(v1, 'v1')"
+    )

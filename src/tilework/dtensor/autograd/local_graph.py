@@ -47,7 +47,7 @@ def in_graph(tensor: DTensorBase) -> Tensor:
         return tensor._origin.local if local.grad_fn is tensor._origin.node else local
     if not tensor._made_without_grad or torch.is_grad_enabled():
         return local_of(tensor)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return local_of(tensor)
 
 
