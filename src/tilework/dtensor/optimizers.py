@@ -31,7 +31,7 @@ from tilework.dtensor.provenance.digests import (
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.verify import compare_after_step
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.places import count_write
 from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
 
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
@@ -162,7 +162,7 @@ def _note_step(name: str, group: dict[str, Any], states: Sequence[dict[str, Any]
             if value.__class__ is DTensor:
                 value._digest = digest = hash((digest, value._digest or digest_of(value)))
         note_write(param, digest)
-        copied_views.count_write(param)
+        count_write(param)
 
 
 _digest_of_name = cache(stable_digest)

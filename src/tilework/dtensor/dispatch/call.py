@@ -449,7 +449,6 @@ class Operator:
         if graded:
             local_graph.mirror_requires_grad(target)
         if target._viewed is None and target._view_of is None:
-            copied_views.count_write(target)
             target._writes += 1
         else:
             copied_views.wrote(target)

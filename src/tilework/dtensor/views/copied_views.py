@@ -41,8 +41,6 @@ from tilework.dtensor.views.memory_layout import (
 from tilework.dtensor.views.places import data_of, keep_place
 from tilework.tiled.op_names import canonical_name
 
-_use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
-_increment_version: Any = torch._C._increment_version  # type: ignore[attr-defined]
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
 WATCHED: View = object.__new__(View)
 
@@ -301,7 +299,6 @@ def wrote(tensor: DTensorBase) -> None:
 
     Collective if it is a copied view.
     """
-    count_write(tensor)
     owner = memory_of(tensor)
     owner._writes += 1
     if tensor._view_of is None:
@@ -317,19 +314,6 @@ def wrote(tensor: DTensorBase) -> None:
         entries[:] = [_noted(held) for held, *_ in entries]
     finally:
         owner._handed_out = entries
-
-
-def count_write(tensor: DTensorBase) -> None:
-    """Have C++ count a write to a tensor, and to those that it is a view of. Local.
-
-    A user's own autograd.Function that has saved one of them is refused its backward pass then.
-    """
-    while True:
-        if _use_count(tensor) > 1 or tensor._made_without_grad:
-            _increment_version([tensor])
-        if tensor._viewed is None or tensor._viewed[2] is data_of:
-            return
-        tensor = tensor._viewed[0]
 
 
 def write_back(tensor: DTensorBase, apart: str = "") -> None:
