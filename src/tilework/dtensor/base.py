@@ -43,6 +43,8 @@ class DTensorBase(TiledTensor):
     _view_of: View | None = None
     #: The tensor whose memory it shares, if it was made as a view of one.
     _viewed: Viewed | None = None
+    #: The tensor whose graph it shares though it was given other data since: torch's views remain.
+    _graph_base: DTensorBase | None = None
     #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
     _writes: int = 0
     #: Autograd's number when that memory was last written to, where torch would count the write.

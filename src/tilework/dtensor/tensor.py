@@ -456,7 +456,7 @@ def _takes_values(func: Any, args: Sequence[Any]) -> bool:
 #: The fields of an instance, which a copy makes anew.
 _OWN = {
     *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    "_written_at",
+    *("_written_at", "_graph_base"),
     *("_became", "_in_place", "_handed_out", "_made_without_grad", "_places", "_origin"),
     *("_digest", "_made", "_written", "_content", "_family", "_cleared", "_noted"),
 }

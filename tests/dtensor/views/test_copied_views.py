@@ -267,3 +267,19 @@ def _plain(tensor: Any) -> Any:
 )
 def test_copied_views_that_were_lost_once(program: str) -> None:
     programs.compare(program)
+
+
+def test_a_view_that_was_given_data_is_one_in_the_graph() -> None:
+    def program(d: Make) -> Sequence[Any]:
+        x = d(SQUARE).requires_grad_()
+        y = x * 2
+        row, of_leaf = y[1], x[1]
+        row.data = d(SQUARE)[2]
+        of_leaf.data = of_leaf.data
+        for refused in (row.detach_, of_leaf.detach_, of_leaf.zero_, of_leaf[:].t_):
+            with pytest.raises(RuntimeError):
+                refused()
+        (row.sum() + of_leaf.sum() + y.sum()).backward()  # type: ignore[no-untyped-call]
+        return [row, of_leaf, y, x.grad]
+
+    check(program)

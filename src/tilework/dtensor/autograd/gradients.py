@@ -271,6 +271,8 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
             shown = shown.clone()
     tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
     tensor._spec, tensor._grad = value._spec, None
+    if copied_views.is_view(tensor):
+        tensor._graph_base = copied_views.base_in_graph(tensor)
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
     note_write(tensor, digest)
     if not is_new and memory_of(value) is not tensor:

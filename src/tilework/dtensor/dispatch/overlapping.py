@@ -78,8 +78,7 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
     made, graded = "", False
     target = view
     while (base := copied_views.base_in_graph(view)) is not None:
-        assert view._viewed is not None
-        func = view._viewed[2]
+        func = None if view._viewed is None else view._viewed[2]
         if not (func is None or view._in_place or made):  # else the same, before it was changed
             if view._made_without_grad:
                 made = "under no_grad()"

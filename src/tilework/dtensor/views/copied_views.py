@@ -279,7 +279,7 @@ def _has_own_graph(view: View) -> bool:
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
     """The tensor that a view was made of, and whose graph it shares; None: it has its own."""
     if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
-        return None
+        return tensor._graph_base
     return tensor._viewed[0]
 
 
@@ -287,6 +287,8 @@ def is_view(tensor: DTensorBase) -> bool:
     """True if torch had this for a view: not for the whole of a tensor, as detach() shows it."""
     base = base_in_graph(tensor)
     while base is not None:
+        if base is tensor._graph_base:
+            return True
         assert tensor._viewed is not None
         if not tensor._in_place and tensor._viewed[2] is not None:
             return True
