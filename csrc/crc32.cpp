@@ -191,6 +191,12 @@ TILEWORK_VPCLMUL uint32_t by_vpclmul(const unsigned char* data, size_t bytes, ui
   return finished_wide(lanes[3], data, bytes);
 }
 
+/// Fetched so far ahead, and no nearer than the second cache: few lines can be on their way to the first,
+/// and the copy's own loads need these.
+TILEWORK_PCLMUL inline void fetch_ahead(const unsigned char* from, size_t apart) {
+  __builtin_prefetch(from + 2 * apart, 0, 2);
+}
+
 /// One register is enough here: memory takes longer than its products do.
 TILEWORK_VPCLMUL uint32_t runs_by_vpclmul(const RunsToCopy& runs, const long long* across,
                                           uint32_t state) {
@@ -201,7 +207,7 @@ TILEWORK_VPCLMUL uint32_t runs_by_vpclmul(const RunsToCopy& runs, const long lon
   for (size_t k = 0; k < runs.count; ++k, from += runs.apart, to += runs.to_apart)
     for (size_t at = 0; at < runs.run; at += 64) {
       const __m512i next = load_wide(from + at);
-      __builtin_prefetch(from + at + runs.apart);
+      fetch_ahead(from + at, runs.apart);
       store_wide(to + at, next);
       if (k == 0 && at == 0)
         register_ = _mm512_xor_si512(register_, next);
@@ -220,7 +226,7 @@ TILEWORK_PCLMUL uint32_t runs_by_pclmul(const RunsToCopy& runs, const long long*
   for (size_t k = 0; k < runs.count; ++k, from += runs.apart, to += runs.to_apart)
     for (size_t at = 0; at < runs.run; at += 64) {
       __m128i line[4];
-      __builtin_prefetch(from + at + runs.apart);
+      fetch_ahead(from + at, runs.apart);
       load_line(from + at, to + at, line);
       const bool first = k == 0 && at == 0;
       const long long* by = at == 0 ? across : kBy512;

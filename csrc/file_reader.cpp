@@ -214,7 +214,7 @@ struct FileReader::Walk {
       const size_t ahead = reinterpret_cast<uintptr_t>(to + at) % kLine;
       const size_t block = std::min(bytes - at, kStreamedRun - ahead);
       for (size_t line = 0; line < block; line += kLine)
-        __builtin_prefetch(from + apart + at + line);
+        __builtin_prefetch(from + apart + at + line, 0, 2);
       copy_past_caches(to + at, from + at, block);
       at += block;
     }
