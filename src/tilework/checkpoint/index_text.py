@@ -20,6 +20,7 @@ from tilework.checkpoint.format import (
     SavedTensor,
     chunk_count,
 )
+from tilework.checkpoint.no_collections import no_collections
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
 
@@ -29,6 +30,8 @@ _TAIL = re.compile(rb',\n"crc32": ([0-9]{1,10})\n\}\n')
 #: A tensor has no more dims than torch allows.
 _MOST_DIMS = 64
 _LARGEST = (1 << 63) - 1
+#: The types that JSON nests.
+_CONTAINERS = frozenset((dict, list))
 
 
 def index_text(index: Index) -> bytes:
@@ -78,6 +81,7 @@ def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
     return listed
 
 
+@no_collections()
 def parse_index(text: bytes, where: str) -> Index:
     """The index that a file contains, once all of it is checked that can be without other files.
 
@@ -150,8 +154,8 @@ def _check_depth(value: Any) -> None:
         depth += 1
         if depth > MOST_DEPTH:
             raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
+        inner = [each for each in level if type(each) in _CONTAINERS]
+        level = [v for each in inner for v in (each.values() if type(each) is dict else each)]
 
 
 def _check_version(body: Any, refused: Refusal) -> None:

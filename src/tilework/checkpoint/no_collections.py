@@ -1,4 +1,4 @@
-"""Planning without pauses of Python's garbage collector."""
+"""Planning and parsing without pauses of Python's garbage collector."""
 
 from __future__ import annotations
 
