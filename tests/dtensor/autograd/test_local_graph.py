@@ -50,12 +50,12 @@ def test_a_base_that_a_view_has_brought_into_the_graph(write: str, call: str) ->
 
 class _Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Any) -> Any:
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Any) -> Any:
         (x,) = ctx.saved_tensors
         return 2 * x * grad
 
@@ -68,7 +68,7 @@ class _Exp(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Any) -> Any:
         (y,) = ctx.saved_tensors
         return grad * y
 
@@ -78,6 +78,8 @@ def _step(weight: Any) -> None:
     torch.optim.SGD([weight], 0.1).step()
 
 
+_square: Callable[[Any], Any] = _Square.apply
+_exp: Callable[[Any], Any] = _Exp.apply
 #: Each writes to what a Function has saved: the tensor (``y``), a view of it or its result.
 _WRITES: dict[str, Callable[[Any], Any]] = {
     "itself": lambda y: y.add_(1),
@@ -97,7 +99,7 @@ def test_what_a_function_has_saved_must_not_be_written_to(name: str, dim: int) -
         x: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(dim)])
         x.requires_grad_()
         y = x if name == "an optimizer" else x * 1
-        z = _Exp.apply(y) if name == "the result" else _Square.apply(y)
+        z = _exp(y) if name == "the result" else _square(y)
         if name == "an optimizer":
             _step(x)
         elif name == "the result":
@@ -116,8 +118,8 @@ def test_what_is_written_to_data_or_before_a_function_does_not_count(dim: int) -
         x: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(dim)])
         x.requires_grad_()
         y = x * 1
-        _Square.apply(y.mul_(2)).sum().backward(retain_graph=True)
-        z = _Square.apply(y)
+        _square(y.mul_(2)).sum().backward(retain_graph=True)
+        z = _square(y)
         y.data.mul_(3)
         z.sum().backward()
         assert x.grad.full_tensor().eq(8 + 24).all()

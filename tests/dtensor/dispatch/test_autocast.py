@@ -52,11 +52,10 @@ def test_dtypes_and_values_are_those_of_plain_tensors(
 ) -> None:
     drawn = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
 
-    def result(x: Tensor) -> tuple[Tensor, Tensor]:
+    def result(x: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y: Tensor = CALLS[name](x)
+            y = CALLS[name](x)
         y.abs().float().sum().backward()
-        assert x.grad is not None
         return y.detach(), x.grad
 
     expected = result(drawn.clone().requires_grad_())

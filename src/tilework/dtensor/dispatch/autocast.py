@@ -29,7 +29,7 @@ _NOT_IN_FLOAT32 = frozenset({
 })  # fmt: skip
 _PADDINGS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
 
-is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def in_float32(name: str, call: Call) -> Callable[[], Any] | None:
