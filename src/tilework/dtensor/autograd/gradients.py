@@ -117,7 +117,7 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
 
 
 def before_changes(tensor: DTensorBase) -> DTensorBase:
-    """What a tensor was before operators in place that only changed its dims, if it was in a graph.
+    """A tensor as it was before operators in place changed its dims alone, if it was in a graph.
 
     The gradient is whole there: views that were made before pass theirs to that place.
     """
@@ -443,7 +443,7 @@ def _changed_hook(
 
 
 def _before_change(like: Tensor, change: Callable[[Any], Any], value: Tensor) -> Tensor:
-    """What becomes a value by an operator that only changes dims."""
+    """The tensor that becomes a value by an operator that only changes dims."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad):
         before = torch.empty_like(like)
         change(before).copy_(value)
