@@ -258,6 +258,9 @@ def _plain(tensor: Any) -> Any:
         "v3 = v2.view_as(v2)\nv4 = v3.mT\nv4.data.view(-1)[0] += 1",
         # A view stays in the graph of a leaf whose dims change in place.
         "v0 = leaf('v0', (1,), 44, 'S0')\nv1 = v0[-1]\nwith torch.no_grad(): v0.transpose_(0, 0)",
+        # What a rule has written in place is not written again: strides of such dims may differ.
+        "v0 = leaf('v0', (2, 3, 4), 36, 'R')\nv1 = v0[1:2:2]\n"
+        "with torch.no_grad(): v1[v1 > 0.3] *= 0.25",
         # The base has left the graph, and is then written to through another view.
         "v0 = leaf('v0', (7, 2), 94, 'S1')\nwatch(v0, 'v0')\nv1 = v0 * 2\nv2 = v0.reshape(-1)\n"
         "v0.requires_grad_(False)\nwith torch.no_grad(): v3 = v2[-9]\nv3.zero_()",

@@ -342,7 +342,9 @@ class Operator:
             if sharding.view:  # which has moved what it needs
                 return self._result(sharding, sharding.run(*locals_), call)
             with moving(digest, self._title):
-                result = as_no_view(sharding.run(*locals_))
+                result = sharding.run(*locals_)
+            if not (self.in_place and result is locals_[0]):  # else it has written there
+                result = as_no_view(result)
             return self._result(sharding, result, call)
         local_args, local_kwargs = with_tensors(args, kwargs, iter(locals_))
         return self._result(sharding, func(*local_args, **local_kwargs), call)
