@@ -49,10 +49,12 @@ def open_torch_file(path: Path) -> Source:
     except OSError:
         raise
     except Exception as error:  # of any class: what is no such file is taken for instructions
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # Without torch's advice to do without weights_only, which runs what the file says.
+        lines = [line for line in str(error).splitlines() if line and "weights_only" not in line]
+        problem = lines[0].removesuffix(".") if lines else type(error).__name__
         raise CheckpointError(
-            f"{path} cannot be read with weights_only: {first}. It is damaged, or has objects that "
-            f"are code: save its state dict again, with tensors and plain containers only",
+            f"{path} cannot be read with weights_only: {problem}. It is damaged, or has objects "
+            f"that are code: save its state dict again, with tensors and plain containers only",
             file=str(path),
         ) from None
     return StateSource(state)
