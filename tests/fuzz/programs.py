@@ -152,10 +152,11 @@ def expect(program: Program) -> bool:
     except Exception:
         return False
     grads = _plain_gradients(run)
-    if grads is None and not _WRITES_LOCAL.search(f"{program}"):
+    uncounted = any(_COUNTED_BY_NONE.search(text) for text in program.statements)
+    if grads is None and not (uncounted or _WRITES_LOCAL.search(f"{program}")):
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
             program.kept = _plain_gradients(_on_plain(program)[0])
-    if grads and any(_COUNTED_BY_NONE.search(text) for text in program.statements):
+    if grads and uncounted:
         # Fair if they are not of values that torch does not know to be others.
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
             kept, _ = _on_plain(program)
