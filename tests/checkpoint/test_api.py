@@ -644,3 +644,16 @@ def test_urls(tmp_path: Path, url: str) -> None:
         return full(state["x"]).equal(numbers(8, 4) + 1) and state["n"] == 2
 
     assert run_ranks(2, program) == [True, True]
+
+
+def test_an_empty_path_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the path is empty"):
+        checkpoint.save({"step": 1}, "")
+    with pytest.raises(ValueError, match="the path is empty"):
+        checkpoint.read("")
+    assert not list(tmp_path.iterdir())
+    checkpoint.save({"step": 1}, ".")
+    assert checkpoint.read(".") == {"step": 1}

@@ -24,7 +24,13 @@ _DEFAULT = SaveOptions()
 
 
 def storage_at(path: AnyPath) -> Storage:
-    """The storage that a path names: a folder, or a URL."""
+    """The storage that a path names: a folder, or a URL.
+
+    Raises:
+        ValueError: The path is empty, as of a variable that is not set.
+    """
+    if path == "":
+        raise ValueError("the path is empty: the current folder is '.'")
     return UrlStorage(str(path)) if is_url(path) else LocalStorage(path)
 
 
