@@ -150,8 +150,8 @@ class ByteTables {
 };
 
 uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
-                             const std::vector<Call>& calls, uint64_t large_bytes,
-                             uint64_t& longest_small) {
+                             const std::vector<Call>& calls, const SizeRange& read,
+                             PeerBuffers& peers) {
   ByteTables tables(segment, parity, calls);
   const int size = static_cast<int>(calls.size());
   const auto kind = static_cast<OpKind>(calls[0].kind());
@@ -166,15 +166,14 @@ uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
                         " bytes to rank " + std::to_string(to) + ", which expects " +
                         std::to_string(expected) + ", in " + describe(calls[from]));
       longest = std::max(longest, sent);
-      if (static_cast<uint64_t>(sent) < large_bytes)
-        longest_small = std::max(longest_small, static_cast<uint64_t>(sent));
+      peers.note(static_cast<uint64_t>(sent), read);
     }
   return static_cast<uint64_t>(longest);
 }
 
 /// The slow path of agree(): something differs, which some kinds allow.
-uint64_t compare_all_calls(const Segment& segment, unsigned parity, uint64_t large_bytes,
-                           uint64_t& longest_small) {
+uint64_t compare_all_calls(const Segment& segment, unsigned parity, const SizeRange& read,
+                           PeerBuffers& peers) {
   std::vector<Call> calls;
   for (int rank = 0; rank < segment.size(); ++rank)
     calls.push_back(read_call(segment.control(rank).headers[parity]));
@@ -200,8 +199,8 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity, uint64_t lar
                                 : provenance_differs ? Difference::kProvenance
                                                      : Difference::kNone;
   if (difference != Difference::kNone) throw mismatch_fault(calls, difference);
-  if (may_differ) return compare_byte_tables(segment, parity, calls, large_bytes, longest_small);
-  longest_small = calls[0].bytes < large_bytes ? calls[0].bytes : 0;
+  if (may_differ) return compare_byte_tables(segment, parity, calls, read, peers);
+  peers.note(calls[0].bytes, read);
   return calls[0].bytes;
 }
 
@@ -264,12 +263,13 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   }
 }
 
-uint64_t agree(const Segment& segment, int rank, unsigned parity, uint64_t large_bytes,
+uint64_t agree(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
                PeerBuffers& peers) {
   const Call mine = read_call(segment.control(rank).headers[parity]);
   bool uniform = !mine.ragged();
   peers.reading = {true, true, false};
-  peers.longest_small_bytes = 0;
+  peers.shows_any = false;
+  peers.longest_unread_bytes = 0;
   for (int peer = 0; peer < segment.size(); ++peer) {
     const Call call = read_call(segment.control(peer).headers[parity]);
     peers.factors[peer] = call.factor;
@@ -284,8 +284,8 @@ uint64_t agree(const Segment& segment, int rank, unsigned parity, uint64_t large
         call.sequence == mine.sequence && ((call.signature ^ mine.signature) & ~kDetailBits) == 0 &&
         call.bytes == mine.bytes && call.label == mine.label && call.provenance == mine.provenance;
   }
-  if (!uniform) return compare_all_calls(segment, parity, large_bytes, peers.longest_small_bytes);
-  if (mine.bytes < large_bytes) peers.longest_small_bytes = mine.bytes;
+  if (!uniform) return compare_all_calls(segment, parity, read, peers);
+  peers.note(mine.bytes, read);
   return mine.bytes;
 }
 

@@ -7,6 +7,7 @@
 // pairs, and learn the longest message, which determines the number of rounds.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "operation.h"
@@ -49,7 +50,15 @@ struct PeerBuffers {
   std::vector<uint64_t> inputs, outputs;  // arena positions, as in OperationHeader
   std::vector<char> in_header;            // 1: its data lies there, not in the outbox
   ReadingFlags reading;                   // all ranks can; any rank prefers
-  uint64_t longest_small_bytes = 0;       // the longest message below `large_bytes` of agree()
+  bool shows_any = false;                 // some message is of a length to be read
+  uint64_t longest_unread_bytes = 0;      // of the messages that are not
+
+  void note(uint64_t message_bytes, const SizeRange& read) {
+    if (read.contains(message_bytes))
+      shows_any = true;
+    else
+      longest_unread_bytes = std::max(longest_unread_bytes, message_bytes);
+  }
 };
 
 /// What the sizes of a rank's call come to.
@@ -64,9 +73,9 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
                   const CallForm& form, const ReadingFlags& reading);
 
 /// The longest message that one rank sends to another, in bytes, from all ranks' headers of this
-/// round; throws Fault("mismatch") where they disagree. Fills in `peers`; messages of `large_bytes` and
-/// more are not small.
-uint64_t agree(const Segment& segment, int rank, unsigned parity, uint64_t large_bytes,
+/// round; throws Fault("mismatch") where they disagree. Fills in `peers`; messages of
+/// lengths in `read` are to be read from their senders' memory.
+uint64_t agree(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
                PeerBuffers& peers);
 
 }  // namespace tilework

@@ -60,14 +60,14 @@ Tunables tunables_of(const nb::dict& given) {
     const auto* field = std::find_if(kTunableFields, end,
                                      [&](const TunableField& one) { return wanted == one.name; });
     if (field == end) throw std::invalid_argument("tunables: there is no " + wanted);
-    tunables.*(field->value) = nb::cast<uint64_t>(value);
+    field->of(tunables) = nb::cast<uint64_t>(value);
   }
   return tunables;
 }
 
-nb::dict dict_of(const Tunables& tunables) {
+nb::dict dict_of(Tunables tunables) {
   nb::dict result;
-  for (const TunableField& field : kTunableFields) result[field.name] = tunables.*(field.value);
+  for (const TunableField& field : kTunableFields) result[field.name] = field.of(tunables);
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -18,14 +19,17 @@ namespace {
 
 constexpr int kRanks = 2;
 constexpr size_t kKiB = 1024, kMiB = 1024 * kKiB;
-constexpr size_t kLongest = 16 * kMiB;
+constexpr size_t kLongest = 8 * kMiB;
 constexpr double kTimeout = 5;  // seconds; a group whose rank lacks a core is slow, not stuck
 /// Another way than the default must take at most this share of its time.
 constexpr double kClearly = 0.9;
 constexpr double kSlower = 1e9;
-constexpr int kTurns = 5, kFewTurns = 2;
-/// Turns that other programs disturbed, of all, before they are given up or taken as they are.
-constexpr int kDisturbed = 10;
+constexpr int kTurns = 5, kTurnsOfLong = 3, kFewTurns = 2;
+constexpr size_t kLong = kMiB;
+/// For so long turns that other programs disturbed are measured again. At a job's start these are the
+/// other ranks, which still load their modules.
+constexpr int64_t kPatience = 300'000'000;
+constexpr useconds_t kPause = 2000;
 
 /// Run the calling thread on one of the cores that it may use, until the end.
 class Pinned {
@@ -52,6 +56,10 @@ class Pinned {
   bool pinned_ = false;
 };
 
+/// What is measured.
+enum class Work { kAllGather, kBroadcast, kAllReduce, kMessages };
+constexpr const char* kWorkNames[] = {"all_gather", "broadcast", "all_reduce", "send_recv"};
+
 /// The seconds of a turn, and whether another program took a core meanwhile.
 struct Turn {
   double seconds;
@@ -69,7 +77,7 @@ class Ranks {
       groups_[rank] = Group::make(file.fd, rank, kRanks, "calibration");
     on_both([&](int rank) {
       buffers_[rank].reset(new char[(kRanks + 1) * kLongest]);  // its pages are taken when touched
-      for (int i = 0; i < 3; ++i) run(rank, OpKind::kBarrier, 0);  // then all know who reads whom
+      for (int i = 0; i < 3; ++i) collective(rank, OpKind::kBarrier, 0);  // then all know who reads whom
     });
   }
   ~Ranks() {
@@ -81,18 +89,18 @@ class Ranks {
   bool can_read() { return groups_[0]->single_copy().rfind("possible", 0) == 0; }
 
   /// The median seconds of some calls of an operation, on the slower rank.
-  Turn measure(OpKind kind, size_t bytes, const Tunables& tunables) {
+  Turn measure(Work work, size_t bytes, const Tunables& tunables) {
     const size_t calls = std::max<size_t>(1, std::min<size_t>(8, kMiB / bytes));
     Turn turns[kRanks];
     for (auto& group : groups_) group->set_tunables(tunables);
     on_both([&](int rank) {
       touch(rank, bytes);
-      run(rank, kind, bytes);
+      if (bytes < kLong) run(rank, work, bytes);
       std::vector<double> taken;
       const int64_t switches = context_switches();
       for (size_t call = 0; call < calls; ++call) {
         const int64_t begun = now_ns();
-        run(rank, kind, bytes);
+        run(rank, work, bytes);
         taken.push_back(static_cast<double>(now_ns() - begun) * 1e-9);
       }
       std::nth_element(taken.begin(), taken.begin() + calls / 2, taken.end());
@@ -112,7 +120,32 @@ class Ranks {
     touched = bytes;
   }
 
-  void run(int rank, OpKind kind, size_t bytes) {
+  void run(int rank, Work work, size_t bytes) {
+    switch (work) {
+      case Work::kAllGather: return collective(rank, OpKind::kAllGather, bytes);
+      case Work::kBroadcast: return collective(rank, OpKind::kBroadcast, bytes);
+      case Work::kAllReduce: return collective(rank, OpKind::kAllReduce, bytes);
+      case Work::kMessages:
+        for (int source = 0; source < kRanks; ++source) message(rank, source, bytes);
+    }
+  }
+
+  /// From one rank to the other.
+  void message(int rank, int source, size_t bytes) {
+    const bool sends = rank == source;
+    auto request = std::make_shared<Request>();
+    request->is_send = sends;
+    request->peer = 1 - rank;
+    request->buffer = {buffers_[rank].get() + (sends ? 0 : kLongest), bytes};
+    request->dtype = DType::kFloat32;
+    request->seconds = kTimeout;
+    request->deadline = now_ns() + static_cast<int64_t>(kTimeout * 1e9);
+    groups_[rank]->post(request, true);
+    groups_[rank]->wait(*request->completion, true, -1, nullptr);
+    if (auto fault = request->completion->fault()) throw *fault;
+  }
+
+  void collective(int rank, OpKind kind, size_t bytes) {
     char* const memory = buffers_[rank].get();
     const Buffer input = {memory, bytes};
     std::vector<Buffer> outputs;
@@ -176,42 +209,72 @@ class Calibrator {
   bool can_read() { return ranks_.can_read(); }
 
   /// Seconds of each way in each turn.
-  std::vector<std::vector<double>> compare(OpKind kind, size_t bytes, const Tunables& base,
+  std::vector<std::vector<double>> compare(Work work, size_t bytes, const Tunables& base,
                                            const std::vector<Way>& ways) {
     std::vector<std::vector<double>> seconds(ways.size());
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int turn = 0; turn < turns_of(bytes); ++turn) {
       for (size_t i = 0; i < ways.size(); ++i) {
         const size_t way = turn % 2 ? ways.size() - 1 - i : i;  // nobody always comes first
         Tunables tunables = base;
         ways[way].choose(tunables);
-        seconds[way].push_back(undisturbed(kind, bytes, tunables));
+        seconds[way].push_back(undisturbed(work, bytes, tunables));
       }
       if (turn + 1 == kFewTurns && hopeless(seconds)) break;
     }
     for (size_t i = 0; i < ways.size(); ++i)
       measurements_.push_back(
-          {kKindNames[static_cast<size_t>(kind)], ways[i].name, bytes, median(seconds[i])});
+          {kWorkNames[static_cast<size_t>(work)], ways[i].name, bytes, median(seconds[i])});
     return seconds;
   }
 
   /// The size from which on `second` is clearly faster than `first`, at each of `sizes`, which shrink.
-  uint64_t size_from(OpKind kind, const std::vector<size_t>& sizes, const Tunables& base,
+  uint64_t size_from(Work work, const std::vector<size_t>& sizes, const Tunables& base,
                      const Way& first, const Way& second) {
     uint64_t from = kNeverBytes;
     for (const size_t bytes : sizes) {
-      const auto seconds = compare(kind, bytes, base, {first, second});
-      if (!clearly_faster(seconds[1], seconds[0])) break;
+      const auto seconds = compare(work, bytes, base, {first, second});
+      if (!clearly_faster(bytes, seconds[1], seconds[0])) break;
       from = bytes;
     }
     return from;
   }
 
+  /// The range of sizes in which `second` gains most over `first`, beginning and ending with such at
+  /// which it is clearly faster; `sizes` grow, and each stands for those up to halfway to the next.
+  SizeRange sizes_within(Work work, const std::vector<size_t>& sizes, const Tunables& base,
+                         const Way& first, const Way& second) {
+    std::vector<double> gains;
+    for (const size_t bytes : sizes) {
+      const auto seconds = compare(work, bytes, base, {first, second});
+      const double gain = std::log(median(seconds[0]) / median(seconds[1]));
+      gains.push_back(clearly_faster(bytes, seconds[1], seconds[0]) ? gain : std::min(gain, 0.0));
+    }
+    double most = 0;
+    SizeRange best;
+    for (size_t from = 0; from < sizes.size(); ++from) {
+      double gain = 0;
+      for (size_t last = from; last < sizes.size(); ++last) {
+        gain += gains[last];
+        if (gain <= most) continue;
+        most = gain;
+        const bool longest = last + 1 == sizes.size();
+        best = {sizes[from], longest ? kNeverBytes : halfway(sizes[last], sizes[last + 1])};
+      }
+    }
+    return best;
+  }
+
+  /// Median seconds.
+  double seconds_of(Work work, size_t bytes, const Tunables& base, const Way& way) {
+    return median(compare(work, bytes, base, {way})[0]);
+  }
+
   /// The way that is best: the first, unless another is clearly faster in all and slower at no size.
-  size_t best_of(OpKind kind, const std::vector<size_t>& sizes, const Tunables& base,
+  size_t best_of(Work work, const std::vector<size_t>& sizes, const Tunables& base,
                  const std::vector<Way>& ways) {
     std::vector<double> shares(ways.size(), 0);  // of the first way's time, over all sizes
     for (const size_t bytes : sizes) {
-      const auto seconds = compare(kind, bytes, base, ways);
+      const auto seconds = compare(work, bytes, base, ways);
       for (size_t i = 0; i < ways.size(); ++i) {
         const double share = median(seconds[i]) / median(seconds[0]);
         shares[i] += share > 1 ? kSlower : share;
@@ -222,49 +285,60 @@ class Calibrator {
   }
 
  private:
-  /// Not by its median alone, but in all turns except one.
-  static bool clearly_faster(const std::vector<double>& one, const std::vector<double>& other) {
-    if (one.size() < kTurns) return false;
+  static int turns_of(size_t bytes) { return bytes < kLong ? kTurns : kTurnsOfLong; }
+
+  /// The size that is as many times the one as the other is times it.
+  static uint64_t halfway(size_t one, size_t other) {
+    return static_cast<uint64_t>(std::sqrt(static_cast<double>(one) * static_cast<double>(other)));
+  }
+
+  /// Not by its median alone, but in all turns, of five except one.
+  static bool clearly_faster(size_t bytes, const std::vector<double>& one,
+                             const std::vector<double>& other) {
+    const int turns = turns_of(bytes);
+    if (one.size() < static_cast<size_t>(turns)) return false;
     int slower = 0;
     for (size_t turn = 0; turn < one.size(); ++turn) slower += one[turn] >= kClearly * other[turn];
-    return slower <= 1 && median(one) < kClearly * median(other);
+    return slower <= turns / kTurns && median(one) < kClearly * median(other);
   }
 
   /// True if no way was faster than the first in any turn yet, so that none will be chosen.
   static bool hopeless(const std::vector<std::vector<double>>& seconds) {
+    if (seconds.size() == 1) return false;
     for (const auto& way : seconds)
       for (size_t turn = 0; turn < way.size(); ++turn)
         if (way[turn] < seconds[0][turn]) return false;
     return true;
   }
 
-  double undisturbed(OpKind kind, size_t bytes, const Tunables& tunables) {
+  double undisturbed(Work work, size_t bytes, const Tunables& tunables) {
     for (;;) {
-      const Turn turn = ranks_.measure(kind, bytes, tunables);
-      if (!turn.disturbed || disturbed_ >= kDisturbed) return turn.seconds;
-      if (++disturbed_ >= kDisturbed && !insists_)
-        throw std::runtime_error("other programs kept taking the cores");
+      const Turn turn = ranks_.measure(work, bytes, tunables);
+      const bool late = now_ns() - begun_ > kPatience;
+      if (!turn.disturbed || (late && insists_)) return turn.seconds;
+      if (late) throw std::runtime_error("other programs kept taking the cores");
+      usleep(kPause);
     }
   }
 
   Ranks ranks_;
   std::vector<Measurement>& measurements_;
   const bool insists_;
-  int disturbed_ = 0;
+  const int64_t begun_ = now_ns();
 };
 
 void calibrate_chunks(Calibrator& calibrator, Tunables& tunables) {
   struct Chunk {
-    OpKind kind;
+    Work work;
     uint64_t Tunables::* value;
   };
   const size_t sizes[] = {512 * kKiB, 256 * kKiB, 128 * kKiB};  // the first is the default
-  for (const Chunk& chunk : {Chunk{OpKind::kAllGather, &Tunables::chunk_bytes},
-                             Chunk{OpKind::kAllReduce, &Tunables::reduce_chunk_bytes}}) {
+  for (const Chunk& chunk : {Chunk{Work::kAllGather, &Tunables::chunk_bytes},
+                             Chunk{Work::kAllReduce, &Tunables::reduce_chunk_bytes}}) {
     const auto use = [&](size_t bytes) {
       return [bytes, &chunk](Tunables& t) { t.*(chunk.value) = bytes; };
     };
-    const size_t best = calibrator.best_of(chunk.kind, {4 * kMiB, kMiB}, tunables,
+    const size_t best = calibrator.best_of(chunk.work, {4 * kMiB, kMiB}, tunables,
                                            {{"chunks of 512 KiB", use(sizes[0])},
                                             {"chunks of 256 KiB", use(sizes[1])},
                                             {"chunks of 128 KiB", use(sizes[2])}});
@@ -275,7 +349,7 @@ void calibrate_chunks(Calibrator& calibrator, Tunables& tunables) {
 /// The longest all_reduce in one round: of those sizes up to which it is faster.
 void calibrate_one_shot(Calibrator& calibrator, Tunables& tunables) {
   const uint64_t chunks_from =
-      calibrator.size_from(OpKind::kAllReduce, {256 * kKiB, 128 * kKiB, 64 * kKiB, 32 * kKiB},
+      calibrator.size_from(Work::kAllReduce, {256 * kKiB, 128 * kKiB, 64 * kKiB, 32 * kKiB},
                            tunables, {"one round", [](Tunables& t) { t.one_shot_bytes = kMiB; }},
                            {"chunks", [](Tunables& t) { t.one_shot_bytes = 0; }});
   tunables.one_shot_bytes = chunks_from == kNeverBytes ? 512 * kKiB : chunks_from / 2;
@@ -283,31 +357,37 @@ void calibrate_one_shot(Calibrator& calibrator, Tunables& tunables) {
 
 void calibrate_streaming(Calibrator& calibrator, Tunables& tunables) {
   const uint64_t from =
-      calibrator.size_from(OpKind::kAllGather, {4 * kMiB, 2 * kMiB, kMiB}, tunables,
+      calibrator.size_from(Work::kAllGather, {4 * kMiB, 2 * kMiB, kMiB}, tunables,
                            {"cached stores", [](Tunables& t) { t.streamed_bytes = kNeverBytes; }},
                            {"streaming stores", [](Tunables& t) { t.streamed_bytes = 0; }});
   tunables.streamed_bytes = from == kNeverBytes ? from : from * kRanks;  // of all outputs
 }
 
-/// Where reading pays at some MiB, it has to once more at a size that no cache holds.
+/// Ordinary stores into an outbox are slow if they alone take longer than a whole move by stores past
+/// the caches, both ends of it.
+void calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
+  constexpr size_t kBytes = 128 * kKiB;
+  const double seconds = calibrator.seconds_of(
+      Work::kBroadcast, kBytes, tunables,
+      {"streaming into outboxes", [](Tunables& t) { t.slow_outbox_ns = OutboxStores::kAlways; }});
+  tunables.slow_outbox_ns = static_cast<uint64_t>(seconds * 1e9 * kMiB / kBytes);
+}
+
 void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
   struct Reading {
-    OpKind kind;
-    uint64_t Tunables::* value;
+    Work work;
+    SizeRange Tunables::* lengths;
   };
   if (!calibrator.can_read()) return;
-  const std::vector<size_t> sizes = {4 * kMiB, kMiB, 256 * kKiB, 64 * kKiB};
-  for (const Reading& reading :
-       {Reading{OpKind::kAllGather, &Tunables::single_copy_bytes},
-        Reading{OpKind::kBroadcast, &Tunables::single_copy_rooted_bytes},
-        Reading{OpKind::kAllReduce, &Tunables::single_copy_reduce_bytes}}) {
+  const std::vector<size_t> sizes = {16 * kKiB, 64 * kKiB, 256 * kKiB, kMiB, kLongest};
+  for (const Reading& reading : {Reading{Work::kAllGather, &Tunables::read_moves},
+                                 Reading{Work::kBroadcast, &Tunables::read_rooted_moves},
+                                 Reading{Work::kAllReduce, &Tunables::read_reductions},
+                                 Reading{Work::kMessages, &Tunables::read_messages}}) {
     const Way outboxes = {"outboxes", [](Tunables&) {}};
-    const Way single = {"single copy", [&](Tunables& t) { t.*(reading.value) = 0; }};
-    uint64_t from = calibrator.size_from(reading.kind, sizes, tunables, outboxes, single);
-    if (from != kNeverBytes &&
-        calibrator.size_from(reading.kind, {kLongest}, tunables, outboxes, single) == kNeverBytes)
-      from = kNeverBytes;
-    tunables.*(reading.value) = from;
+    const Way single = {"single copy", [&](Tunables& t) { t.*(reading.lengths) = {0, kNeverBytes}; }};
+    tunables.*(reading.lengths) =
+        calibrator.sizes_within(reading.work, sizes, tunables, outboxes, single);
   }
 }
 
@@ -317,6 +397,7 @@ Calibration calibrate(bool insists) {
   Calibration result;
   Calibrator calibrator(result.measurements, insists);
   Tunables& tunables = result.tunables;
+  calibrate_stores(calibrator, tunables);
   calibrate_streaming(calibrator, tunables);
   calibrate_chunks(calibrator, tunables);
   calibrate_one_shot(calibrator, tunables);

@@ -1,11 +1,11 @@
 // The calibration of a host: tunables measured by running operations on two ranks that are threads of
 // this process, each on a core of its own, which read each other's memory through the kernel as
-// processes do. It takes some tens of milliseconds.
+// processes do. It takes some 0.15 s.
 //
 // It sees what programs see: memory as the allocator gives it, both cores at work, messages up to sizes
 // that leave the second-level cache. Ways are measured by turns; a turn in which another program took
-// a core is measured again. A way other than the default must be clearly faster in nearly every turn, at
-// each size from one on, the largest first: so where it never pays, that is known after one size.
+// a core is measured again, for a while. A way other than the default must be clearly faster in nearly every
+// turn: at each size from one on, or for reading peers' memory, within a range of sizes.
 #pragma once
 
 #include <vector>

@@ -35,7 +35,9 @@ void write_slot(const Exchange& x, const Routes& routes, size_t offset) {
     const size_t cell = routes.cell(x.rank, peer);
     const size_t bytes = bytes_of(from, offset, routes.cell_bytes());
     if (!routes.read_from_peer(from))
-      copy_rows({x.slot() + cell, bytes}, 0, from, offset, bytes, false);
+      x.stores().put(bytes, [&](bool streamed) {
+        copy_rows({x.slot() + cell, bytes}, 0, from, offset, bytes, streamed);
+      });
     else if (offset == 0)
       x.show(cell, routes.shown_index(peer), from);
   }
@@ -73,8 +75,8 @@ void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
   }
 }
 
-/// Read all large messages from their senders' memory; false if that failed, for whatever reason.
-bool read_large(const Exchange& x, const Routes& routes) {
+/// Read all shown messages from their senders' memory; false if that failed, for whatever reason.
+bool read_shown(const Exchange& x, const Routes& routes) {
   PeerMemory::Reading reading(x.memory());
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;
@@ -86,7 +88,7 @@ bool read_large(const Exchange& x, const Routes& routes) {
   return reading.finish();
 }
 
-/// Finish an operation with large messages, whose first round is over, by reading those. False if some
+/// Finish an operation that shows messages, whose first round is over, by reading those. False if some
 /// rank could not: then all begin again, without.
 bool finish_by_reading(Exchange& x, const Routes& routes) {
   const size_t cell = routes.cell_bytes();
@@ -98,10 +100,10 @@ bool finish_by_reading(Exchange& x, const Routes& routes) {
     return true;
   }
   if (!x.agreed_to_read()) return false;
-  const uint64_t longest_small = x.longest_small_bytes();
-  const bool done = read_large(x, routes);  // first: later rounds overwrite what peers showed
+  const uint64_t longest_unread = x.longest_unread_bytes();
+  const bool done = read_shown(x, routes);  // first: later rounds overwrite what peers showed
   read_slots(x, routes, 0);
-  for (size_t offset = cell; offset < longest_small; offset += cell) {
+  for (size_t offset = cell; offset < longest_unread; offset += cell) {
     write_slot(x, routes, offset);
     x.round();
     read_slots(x, routes, offset);
@@ -123,7 +125,7 @@ void move_data(Exchange& x) {
     x.publish();
     copy_own(x, routes, offset, cell);
     x.await();
-    if (offset == 0 && x.large(x.longest_bytes())) {
+    if (offset == 0 && x.shows_any()) {
       if (finish_by_reading(x, routes)) return;
       routes.use_outboxes();
       write_slot(x, routes, 0);
@@ -177,9 +179,10 @@ void reduce_scatter(Exchange& x) {
     if (offset > 0 && routes.idle(offset)) x.check_deadline();
     write_slot(x, routes, offset);
     x.round();
-    if (offset == 0 && x.large(x.longest_bytes())) {
+    if (offset == 0 && x.shows_any()) {
       if (x.readable_in_place()) return reduce_scatter_in_place(x, 0);
-      if (x.agreed_to_read() && reduce_scatter_by_reading(x, routes, done)) return;
+      const bool shows_all = x.longest_unread_bytes() == 0;
+      if (shows_all && x.agreed_to_read() && reduce_scatter_by_reading(x, routes, done)) return;
       routes.use_outboxes();
       write_slot(x, routes, 0);
       x.round();
@@ -196,9 +199,16 @@ void reduce_scatter(Exchange& x) {
   } while (offset < x.longest_bytes());
 }
 
+/// Copy into this rank's outbox.
+void put(const Exchange& x, char* to, const Buffer& from) {
+  x.stores().put(from.bytes, [&](bool streamed) {
+    (streamed ? copy_streaming : copy)(to, from.data, from.bytes);
+  });
+}
+
 /// In a single round: every rank publishes its input, and each rank that wants the result reduces all.
 void reduce_one_shot(Exchange& x, const Buffer& input, char* output) {
-  if (x.size > 1) copy(x.slot(), input.data, input.bytes);  // alone, it may be larger than a slot
+  if (x.size > 1) put(x, x.slot(), input);  // alone, it may be larger than a slot
   x.round();
   if (!output) return;
   for (int peer = 0; peer < x.size; ++peer)
@@ -258,15 +268,21 @@ void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
   for (size_t t = 0; t <= plan.chunks; ++t) {
     for (int owner = 0; t < plan.chunks && owner < x.size; ++owner) {
       const Buffer part = plan.of(input.data, t, owner);
-      if (owner != x.rank) copy(x.slot() + owner * plan.cell, part.data, part.bytes);
+      if (owner != x.rank) put(x, x.slot() + owner * plan.cell, part);
     }
     x.round();
     if (t < plan.chunks) {
       const Buffer mine = plan.of(input.data, t, x.rank);
       for (int peer = 0; peer < x.size; ++peer)
         x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer) + x.rank * plan.cell;
-      reduce_blocks(x, x.slot() + x.rank * plan.cell,
-                    output ? plan.of(output, t, x.rank).data : nullptr, mine.bytes);
+      char* const finished = x.slot() + x.rank * plan.cell;
+      char* const own = output ? plan.of(output, t, x.rank).data : nullptr;
+      if (own && x.stores().streams(mine.bytes)) {
+        reduce_blocks(x, own, nullptr, mine.bytes);
+        copy_streaming(finished, own, mine.bytes);
+      } else {
+        reduce_blocks(x, finished, own, mine.bytes);
+      }
       if (plan.chunks > 1 && x.operation.kind == OpKind::kAllReduce && x.all_in_place()) {
         reduce_rest_in_place(x, plan.chunk);
         plan.chunks = 1;
@@ -289,7 +305,7 @@ void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
   const size_t one_shot = x.tunables().one_shot_bytes * 2 / std::max(x.size, 2);
-  if (x.operation.kind == OpKind::kAllReduce && x.large(input.bytes)) {
+  if (x.operation.kind == OpKind::kAllReduce && x.shows(input.bytes)) {
     show_reduction(x, input, output);
     x.round();
     if (x.all_in_place()) {

@@ -25,7 +25,7 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
       options_(options),
       cancelled_(cancelled),
       first_step_(state.step + 1),
-      large_bytes_(large_bytes(state.peers.reading)),
+      read_(lengths_to_read(state.peers.reading)),
       form_(form_of(operation, size)) {}
 
 /// With the first round, so that whoever polls its line meets it once.
@@ -74,7 +74,7 @@ void Exchange::await() {
       },
       [&](bool check_processes) { return fault_while_waiting(check_processes); });
   if (state_.step == first_step_)
-    longest_bytes_ = agree(segment_, rank, parity(0), large_bytes_, state_.peers);
+    longest_bytes_ = agree(segment_, rank, parity(0), read_, state_.peers);
 }
 
 void Exchange::check_stopped() const {
@@ -104,19 +104,18 @@ std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
 
 // ---- reading peers' memory -------------------------------------------------------------------
 
-/// The least size of messages that are read, by what all ranks said with the operation before.
-uint64_t Exchange::large_bytes(const ReadingFlags& reading) const {
-  const Tunables& tunables = segment_.tunables();
-  if (!reading.reads_peers || size == 1) return kNeverBytes;
-  if (reading.shares_process) return tunables.thread_copy_bytes;
-  if (reduces(operation.kind)) return tunables.single_copy_reduce_bytes;
-  return rooted(operation.kind) ? tunables.single_copy_rooted_bytes : tunables.single_copy_bytes;
+/// The lengths of messages that are read, by what all ranks said with the operation before.
+SizeRange Exchange::lengths_to_read(const ReadingFlags& reading) const {
+  if (!reading.reads_peers || size == 1) return {};
+  if (reading.shares_process) return {tunables().thread_copy_bytes, kNeverBytes};
+  if (reduces(operation.kind)) return tunables().read_reductions;
+  return rooted(operation.kind) ? tunables().read_rooted_moves : tunables().read_moves;
 }
 
 /// True if a buffer of this rank's lies in rows too short to be read or written one by one, or is
 /// overwritten while others would read it.
 bool Exchange::prefers_outboxes() const {
-  if (large_bytes_ == kNeverBytes) return false;
+  if (read_.empty()) return false;
   if (overwrites_inputs(operation, rank)) return true;
   for (const Buffers* side : {&operation.inputs, &operation.outputs})
     for (int i = 0; i < side->count; ++i)

@@ -17,16 +17,19 @@
 #include <vector>
 
 #include "agreement.h"
+#include "outbox_stores.h"
 #include "rank_context.h"
 
 namespace tilework {
 
 /// The state that outlives an operation.
 struct RoundState {
-  explicit RoundState(int size) : peers(size), sources(size) {}
+  RoundState(int size, const Tunables& tunables)
+      : peers(size), sources(size), stores(tunables.slow_outbox_ns) {}
   uint64_t step = 0;
   PeerBuffers peers;                 // of the current operation
   std::vector<const void*> sources;  // scratch for reductions
+  OutboxStores stores;
 };
 
 /// The rounds of one operation. The first one carries the header.
@@ -79,12 +82,14 @@ class Exchange {
     return in_arena(peer, state_.peers.outputs[peer], offset, bytes);
   }
 
-  /// True if messages of this length are to be read from their senders' memory; all ranks say the
-  /// same before they exchange anything.
-  bool large(uint64_t bytes) const { return bytes >= large_bytes_; }
-  /// Bytes of the longest message that is not large; known after the first round.
-  uint64_t longest_small_bytes() const { return state_.peers.longest_small_bytes; }
-  /// True if all ranks can and will read large messages; known after the first round.
+  /// True if messages of this length are shown, to be read from their senders' memory; all ranks say
+  /// the same before they exchange anything.
+  bool shows(uint64_t bytes) const { return read_.contains(bytes); }
+  /// True if some message is; known after the first round.
+  bool shows_any() const { return state_.peers.shows_any; }
+  /// Bytes of the longest message that is not; known after the first round.
+  uint64_t longest_unread_bytes() const { return state_.peers.longest_unread_bytes; }
+  /// True if all ranks can and will read what is shown; known after the first round.
   bool agreed_to_read() const;
   /// Show a buffer to peers in the coming round: as the `index`th, at an offset of the slot.
   void show(size_t cell_offset, size_t index, const Buffer& buffer) const;
@@ -92,6 +97,7 @@ class Exchange {
   ShownBuffer shown(int peer, size_t cell_offset, size_t index) const;
   /// A round in which each rank tells all a number.
   std::vector<uint64_t> tell(uint64_t number);
+  OutboxStores& stores() const { return state_.stores; }
   PeerMemory& memory() const { return context_.memory; }
   const Tunables& tunables() const { return segment_.tunables(); }
 
@@ -104,7 +110,7 @@ class Exchange {
   void publish_header();
   void use_interlude();
   unsigned parity(unsigned ahead) const { return (state_.step + ahead) & 1; }
-  uint64_t large_bytes(const ReadingFlags& reading) const;
+  SizeRange lengths_to_read(const ReadingFlags& reading) const;
   bool prefers_outboxes() const;
   OperationHeader& header(int of, unsigned which) const {
     return segment_.control(of).headers[which];
@@ -121,7 +127,7 @@ class Exchange {
   const WaitOptions& options_;
   const std::atomic<bool>& cancelled_;
   const uint64_t first_step_;
-  const uint64_t large_bytes_;
+  const SizeRange read_;
   const CallForm form_;
   uint64_t longest_bytes_ = 0;
 };

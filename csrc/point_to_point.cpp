@@ -17,10 +17,11 @@ constexpr size_t kReadPiece = 1024 * 1024;
 size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine * kLine; }
 
 /// Copy to and from a ring, whose end may lie inside.
-void write_ring(char* ring, uint64_t at, const char* from, size_t bytes) {
+void write_ring(char* ring, uint64_t at, const char* from, size_t bytes, bool streamed) {
   const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
-  copy(ring + offset, from, first);
-  copy(ring, from + first, bytes - first);
+  const auto store = streamed ? copy_streaming : copy;
+  store(ring + offset, from, first);
+  store(ring, from + first, bytes - first);
 }
 
 void read_ring(const char* ring, uint64_t at, char* to, size_t bytes, bool streamed) {
@@ -106,6 +107,7 @@ PointToPoint::PointToPoint(RankContext& context)
     : context_(context),
       segment_(context.segment),
       rank_(context.rank),
+      stores_(segment_.tunables().slow_outbox_ns),
       outgoing_(context.size),
       incoming_(context.size) {}
 
@@ -118,7 +120,7 @@ PointToPoint::~PointToPoint() {
 
 void PointToPoint::start(const RequestPtr& request, bool will_wait) {
   std::vector<Outcome> outcomes;
-  if (request->buffer.bytes >= segment_.tunables().single_copy_rooted_bytes)
+  if (segment_.tunables().read_messages.contains(request->buffer.bytes))
     context_.memory.try_peers();
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -305,7 +307,7 @@ void PointToPoint::send_fragments(int peer) {
 
 bool PointToPoint::shows(const Request& request, int peer) const {
   return request.buffer.bytes > kFragment && request.moved == 0 && !request.refused &&
-         request.buffer.bytes >= segment_.tunables().single_copy_rooted_bytes && peer != rank_ &&
+         segment_.tunables().read_messages.contains(request.buffer.bytes) && peer != rank_ &&
          context_.memory.readable();
 }
 
@@ -350,7 +352,9 @@ bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char
   const size_t room = fragment_room(envelope.bytes);
   if (!has_room(peer, room)) return false;
   memcpy(ring + out.head % kRingBytes, &envelope, sizeof envelope);
-  write_ring(ring, out.head + kLine, data, envelope.bytes);
+  stores_.put(envelope.bytes, [&](bool streamed) {
+    write_ring(ring, out.head + kLine, data, envelope.bytes, streamed);
+  });
   out.head += room;
   if (is_short(envelope)) write_short(cursor.last, envelope, data, out.head);
   cursor.head.store(out.head);

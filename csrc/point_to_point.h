@@ -31,6 +31,7 @@
 
 #include "completion.h"
 #include "operation.h"
+#include "outbox_stores.h"
 #include "rank_context.h"
 
 namespace tilework {
@@ -177,6 +178,7 @@ class PointToPoint {
   std::weak_ptr<void> owner_;
   Segment& segment_;
   const int rank_;
+  OutboxStores stores_;  // into rings
 
   std::mutex mutex_;
   std::vector<Outgoing> outgoing_;

@@ -61,7 +61,7 @@ class Routes {
   }
   /// True if a message is read from its sender's memory, and its cell only shows where it is.
   bool read_from_peer(const Buffer& message) const {
-    return !through_outboxes_ && x_.large(message.bytes);
+    return !through_outboxes_ && x_.shows(message.bytes);
   }
   /// Move large messages through the outboxes, too.
   void use_outboxes() { through_outboxes_ = true; }

@@ -147,9 +147,11 @@ Plan draw_plan(uint64_t seed) {
   plan.tunables.chunk_bytes = random.among<uint64_t>({1024, 4096});
   plan.tunables.reduce_chunk_bytes = random.among<uint64_t>({1024, 4096});
   plan.tunables.one_shot_bytes = random.among<uint64_t>({256, 4096});
-  plan.tunables.single_copy_bytes = random.among<uint64_t>({kNeverBytes, 1000, 4096});
-  plan.tunables.single_copy_rooted_bytes = random.among<uint64_t>({kNeverBytes, 1000, 4096});
-  plan.tunables.single_copy_reduce_bytes = random.among<uint64_t>({kNeverBytes, 1000, 4096});
+  Tunables& tunables = plan.tunables;
+  for (SizeRange* read : {&tunables.read_moves, &tunables.read_rooted_moves,
+                          &tunables.read_reductions, &tunables.read_messages})
+    *read = {random.among<uint64_t>({kNeverBytes, 1000, 4096}),
+             random.among<uint64_t>({kNeverBytes, 3000})};
   draw_groups(plan, random);
   const uint64_t steps = 3 + random.below(8);
   for (uint64_t number = 0; number < steps; ++number) {

@@ -53,6 +53,7 @@ READING = {
     "single_copy_bytes": 1,
     "single_copy_rooted_bytes": 1,
     "single_copy_reduce_bytes": 1,
+    "single_copy_message_bytes": 1,
     "threads_apart": 1,
 }
 

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
 
 #: All but the smallest messages are read.
 READING = dict.fromkeys(
-    ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_reduce_bytes"), 1000
+    (
+        "single_copy_bytes",
+        "single_copy_rooted_bytes",
+        "single_copy_reduce_bytes",
+        "single_copy_message_bytes",
+    ),
+    1000,
 )
 READ = (
     *("send", "broadcast", "all_reduce", "all_gather", "gather"),

@@ -15,6 +15,8 @@ from tilework import _core
 
 pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
 
+#: Threads read each other as processes do.
+APART = {"threads_apart": 1}
 sizes_of_messages = st.sampled_from([0, 64, 1000, 4096, 20_000, _core.NEVER_BYTES])
 tunables = st.fixed_dictionaries(dict.fromkeys(_core.DEFAULT_TUNABLES, sizes_of_messages))
 
@@ -91,7 +93,7 @@ def test_messages_are_read_from_their_senders(count: int) -> None:
         return rank.group.statistics()["read_bytes"], right
 
     for read, right in run_threads(
-        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_rooted_bytes": 1000}
+        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_message_bytes": 1000}
     ):
         assert right
         assert read >= 4 * count
@@ -107,7 +109,7 @@ def test_a_send_that_is_given_up_brings_nothing() -> None:
         return str(fault_of(rank.irecv(0, tensor, timeout=0.3)))
 
     results = run_threads(
-        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_rooted_bytes": 1000}
+        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_message_bytes": 1000}
     )
     assert ["timeout" in result for result in results] == [True, True]
 
@@ -116,6 +118,66 @@ def fault_of(completion: _core.Completion) -> object:
     with pytest.raises(_core.Fault):
         completion.wait(20.0)
     return completion.fault()
+
+
+def test_lengths_outside_the_range_go_through_outboxes() -> None:
+    counts = (100, 1000, 5000)  # 400 B, 4,000 B and 20,000 B, of which the second is read
+
+    def program(rank: Rank) -> list[int]:
+        rank.run("barrier"), rank.run("barrier")
+        read = []
+        for count in counts:
+            before = rank.group.statistics()["read_bytes"]
+            tensor = own(0, count) if rank.rank == 0 else torch.zeros(count)
+            rank.run("broadcast", [], [tensor])
+            assert torch.equal(tensor, own(0, count))
+            read.append(rank.group.statistics()["read_bytes"] - before)
+        return read
+
+    tunables = {"single_copy_rooted_bytes": 4000, "single_copy_rooted_below_bytes": 20_000}
+    assert run_threads(2, program, SLOT_BYTES, tunables | APART)[1] == [0, 4000, 0]
+
+
+def test_uneven_parts_inside_and_outside_the_range() -> None:
+    counts = (100, 1000, 5000)
+
+    def program(rank: Rank) -> None:
+        rank.run("barrier"), rank.run("barrier")
+        mine = counts[rank.rank]
+        for _ in range(2):
+            gathered = [torch.zeros(count) for count in counts]
+            rank.run("all_gather", [own(rank.rank, mine)], gathered)
+            assert all(torch.equal(part, own(i, counts[i])) for i, part in enumerate(gathered))
+            total = torch.zeros(mine)
+            parts = [own(rank.rank + to, count) for to, count in enumerate(counts)]
+            rank.run("reduce_scatter", parts, [total], op="max")
+            terms = [own(peer + rank.rank, mine) for peer in range(len(counts))]
+            assert torch.equal(total, torch.stack(terms).amax(0))
+        assert rank.group.single_copy().startswith("possible")
+
+    names = ("single_copy", "single_copy_reduce")
+    tunables = {f"{name}_bytes": 4000 for name in names}
+    tunables |= {f"{name}_below_bytes": 20_000 for name in names}
+    run_threads(len(counts), program, SLOT_BYTES, tunables | APART)
+
+
+@pytest.mark.parametrize("slow", [0, 1, _core.NEVER_BYTES])
+def test_stores_past_the_caches_bring_the_same(slow: int) -> None:
+    """Always, from the third slow one on, and never."""
+    count = 20_000
+
+    def program(rank: Rank) -> None:
+        for attempt in range(4):
+            tensor = own(rank.rank, count) + attempt
+            rank.run("all_reduce", [tensor], [tensor], op="max")
+            assert torch.equal(tensor, torch.maximum(own(0, count), own(1, count)) + attempt)
+            other, got = 1 - rank.rank, torch.zeros(count)
+            send = rank.isend(other, own(rank.rank, count))
+            assert rank.irecv(other, got).wait(20.0)
+            assert send.wait(20.0)
+            assert torch.equal(got, own(other, count))
+
+    run_threads(2, program, 1 << 20, {"slow_outbox_ns": slow, "one_shot_bytes": 0})
 
 
 def test_a_tunable_that_there_is_not() -> None:

@@ -21,6 +21,7 @@ import tilework.distributed as dist
 from tilework.comm.backend import core_error, is_backend_available
 from tilework.comm.backends.calibration import (
     SINGLE_COPY_VARIABLE,
+    below,
     cache_sizes,
     host_calibration,
     host_facts,
@@ -123,16 +124,16 @@ def _single_copy() -> Finding:
         return Finding(
             name, "not known", "no", f"{type(error).__name__}: {error}".partition("\n")[0]
         )
-    can, *sizes = how
+    can, ranges = how
     if not can.startswith("possible"):
         note = "Large tensors move in two copies, through memory that ranks share."
         if "Operation not permitted" in can:
             note += " (The kernel's Yama, a container's seccomp, or another user forbids it.)"
         return Finding(name, can, "no", note)
     used = [
-        f"{what} from {_size(n)} on"
-        for what, n in zip(("moves", "moves from or to one rank", "sums"), sizes, strict=True)
-        if n
+        f"{what} {_range(first, end)}"
+        for what, (first, end) in zip(_READ, ranges, strict=True)
+        if first < end
     ]
     if used:
         return Finding(name, f"used: {', '.join(used)}", note=can)
@@ -146,18 +147,22 @@ def _why_not_read() -> str:
     return "two copies were measured to be faster here" if measured else "nothing is measured yet"
 
 
-def _how_it_reads(rank: int) -> tuple[str, int, int, int]:
-    """(how peers are read, since which size in moves, moves of one rank, reductions); 0: never."""
+#: What is read from peers' memory, and the tunable that tells from which size on.
+_READ: Final = {
+    "moves": "single_copy_bytes",
+    "moves from or to one rank": "single_copy_rooted_bytes",
+    "sums": "single_copy_reduce_bytes",
+    "messages": "single_copy_message_bytes",
+}
+
+
+def _how_it_reads(rank: int) -> tuple[str, list[tuple[int, int]]]:
+    """(how peers are read, the range of sizes of each of _READ)."""
     core = _core_group()
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
     sizes = core.tunables()
-    never = importlib.import_module("tilework._core").NEVER_BYTES
-    moves, rooted, reductions = (
-        0 if sizes[name] >= never else max(1, sizes[name])
-        for name in ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_reduce_bytes")
-    )
-    return core.single_copy(), moves, rooted, reductions
+    return core.single_copy(), [(sizes[name], sizes[below(name)]) for name in _READ.values()]
 
 
 def _core_group() -> Any:
@@ -188,7 +193,9 @@ def calibrate() -> int:
     ]
     _print_table("measured on two ranks", ("operation", "bytes", "way", "µs"), rows)
     chosen = [
-        (name, _size(value)) for name, value in known.tunables.items() if name != "threads_apart"
+        (name, f"{value:,}" if name.endswith("_ns") else _size(value))
+        for name, value in known.tunables.items()
+        if name != "threads_apart"
     ]
     _print_table("chosen", ("tunable", "value"), chosen)
     for name, value in host_facts().items():
@@ -204,6 +211,10 @@ def _size(nbytes: int) -> str:
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B"
+
+
+def _range(first: int, end: int) -> str:
+    return f"from {_size(first)} " + ("on" if _size(end) == "never" else f"to below {_size(end)}")
 
 
 def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

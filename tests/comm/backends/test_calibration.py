@@ -39,7 +39,6 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setenv("TILEWORK_CALIBRATION", "1")
     monkeypatch.delenv("TILEWORK_SINGLE_COPY", raising=False)
     monkeypatch.setattr(_core, "calibrate", calibrate)
-    monkeypatch.setattr(calibration, "_busy", lambda: False)
     monkeypatch.setattr(calibration, "usable_cores", lambda: 2)
     monkeypatch.setattr(calibration, "_known", {})
     return measured
@@ -111,12 +110,6 @@ def test_it_can_be_turned_off(runs: list[int], monkeypatch: pytest.MonkeyPatch) 
     assert (runs, files()) == ([], [])
 
 
-def test_a_busy_machine_is_not_measured(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_busy", lambda: True)
-    assert host_calibration().origin == "not measured: the machine was busy"
-    assert (runs, files()) == ([], [])
-
-
 def test_writers_at_the_same_time_leave_a_whole_file(runs: list[int]) -> None:
     threads = [threading.Thread(target=host_calibration, kwargs={"remake": True}) for _ in range(8)]
     for thread in threads:
@@ -139,7 +132,10 @@ def test_the_single_copy_can_be_asked_for(runs: list[int], monkeypatch: pytest.M
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "auto")
     assert group_tunables() == MEASURED
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "1")
-    assert group_tunables()["single_copy_bytes"] == 65536
+    monkeypatch.setitem(MEASURED, "single_copy_below_bytes", 131072)
+    wanted = group_tunables()
+    assert wanted["single_copy_bytes"] == wanted["single_copy_message_bytes"] == 65536
+    assert wanted["single_copy_below_bytes"] == _core.NEVER_BYTES
     monkeypatch.setenv("TILEWORK_SINGLE_COPY", "0")
     assert group_tunables()["thread_copy_bytes"] == _core.NEVER_BYTES
 
@@ -149,11 +145,14 @@ def test_ranks_that_share_cores_read_later(
 ) -> None:
     for name in ("single_copy_bytes", "single_copy_reduce_bytes"):
         monkeypatch.setitem(MEASURED, name, 65536)
+    monkeypatch.setitem(MEASURED, "single_copy_below_bytes", 131072)
     assert group_tunables(2) == MEASURED
     crowded = group_tunables(3)
     assert crowded["single_copy_bytes"] == 4 * 65536
     assert crowded["single_copy_rooted_bytes"] == _core.NEVER_BYTES
+    assert crowded["single_copy_below_bytes"] == 131072  # the range is empty
     assert crowded["single_copy_reduce_bytes"] == _core.NEVER_BYTES
+    assert crowded["slow_outbox_ns"] == _core.NEVER_BYTES
 
 
 def test_chunks_fit_into_caches_that_ranks_share() -> None:
@@ -210,5 +209,10 @@ def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(tunables) == set(_core.DEFAULT_TUNABLES)
     assert tunables["threads_apart"] == 0
     assert {way for _, _, way, _ in measurements} >= {"outboxes", "chunks", "cached stores"}
+    assert {operation for operation, *_ in measurements} >= {"all_gather", "send_recv"}
+    for name, size in tunables.items():
+        if name.startswith("single_copy") and "below" not in name:
+            assert size < tunables[calibration.below(name)] or size == _core.NEVER_BYTES
+    assert tunables["slow_outbox_ns"] < 1e9
     assert all(seconds > 0 for *_, seconds in measurements)
     assert len(os.sched_getaffinity(0)) >= 1

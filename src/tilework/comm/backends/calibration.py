@@ -36,7 +36,7 @@ CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
 #: measured to be faster.
 SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
 _OFF, _ON = ("0", "off"), ("1", "on")
-_MOVES: Final = ("single_copy_bytes", "single_copy_rooted_bytes")
+_MOVES: Final = ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_message_bytes")
 _BETWEEN_PROCESSES: Final = (*_MOVES, "single_copy_reduce_bytes")
 _CHUNKS: Final = ("chunk_bytes", "reduce_chunk_bytes")
 _LEAST_CHUNK_BYTES: Final = 64 * 1024
@@ -46,8 +46,6 @@ _CROWDED_FACTOR: Final = 4
 #: The least messages that are read from peers where the user wants that.
 _WANTED_FROM_BYTES: Final = 64 * 1024
 _MOST_FILE_BYTES: Final = 1 << 16
-#: With more programs waiting for each core than this, times mean little.
-_BUSY_LOAD_PER_CORE: Final = 2.0
 
 #: (operation, bytes of each rank, way, seconds).
 Measurement = tuple[str, int, str, float]
@@ -69,7 +67,7 @@ class Calibration:
 
 
 def group_tunables(ranks: int = 2) -> dict[str, int]:
-    """The tunables for a new group's segment. May measure for some tens of milliseconds.
+    """The tunables for a new group's segment. May measure for 0.15 s, and try for 0.3 s.
 
     Args:
         ranks: The group's size.
@@ -78,15 +76,21 @@ def group_tunables(ranks: int = 2) -> dict[str, int]:
     tunables = chunks_for(plan_for(host_topology(), ranks), known)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
     if wanted in _ON:
-        tunables |= dict.fromkeys(_BETWEEN_PROCESSES, _WANTED_FROM_BYTES)
+        for name in _BETWEEN_PROCESSES:
+            tunables |= {name: _WANTED_FROM_BYTES, below(name): _core.NEVER_BYTES}
     elif wanted in _OFF:
         tunables |= dict.fromkeys((*_BETWEEN_PROCESSES, "thread_copy_bytes"), _core.NEVER_BYTES)
     elif ranks > usable_cores():
         # Measured with a core for each rank. Where they share one, outboxes stay in its cache.
-        tunables["single_copy_reduce_bytes"] = _core.NEVER_BYTES
+        tunables["single_copy_reduce_bytes"] = tunables["slow_outbox_ns"] = _core.NEVER_BYTES
         for name in _MOVES:
             tunables[name] = min(_core.NEVER_BYTES, _CROWDED_FACTOR * tunables[name])
     return tunables
+
+
+def below(name: str) -> str:
+    """The name of the tunable that ends the range of sizes which another one begins."""
+    return name.removesuffix("_bytes") + "_below_bytes"
 
 
 def chunks_for(plan: Plan, known: Calibration) -> dict[str, int]:
@@ -131,8 +135,6 @@ def _measured(path: Path, facts: Mapping[str, object], *, patient: bool) -> Cali
     """Measure, and keep it; the defaults where this is no time for that, and ``patient``."""
     if usable_cores() < 2:
         return _defaults("not measured: that takes two cores")
-    if patient and _busy():
-        return _defaults("not measured: the machine was busy")
     with _alone(path) as alone:
         if patient and not alone:
             return _defaults("not measured: another process was measuring")
@@ -146,13 +148,6 @@ def _measured(path: Path, facts: Mapping[str, object], *, patient: bool) -> Cali
 
 def _defaults(why: str) -> Calibration:
     return Calibration(_core.DEFAULT_TUNABLES, (), why)
-
-
-def _busy() -> bool:
-    try:
-        return os.getloadavg()[0] > _BUSY_LOAD_PER_CORE * usable_cores()
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager
