@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,10 +27,18 @@ constexpr double kClearly = 0.9;
 constexpr double kSlower = 1e9;
 constexpr int kTurns = 5, kTurnsOfLong = 3, kFewTurns = 2;
 constexpr size_t kLong = kMiB;
-/// For so long turns that other programs disturbed are measured again. At a job's start these are the
+/// So many ns may be lost on turns that other programs disturbed, which are measured again. At a job's start these are the
 /// other ranks, which still load their modules.
-constexpr int64_t kPatience = 300'000'000;
+constexpr int64_t kPatience = 100'000'000;
+/// What a thread of the kernel takes now and then does not matter, a time slice does.
+constexpr double kLost = 0.1;
 constexpr useconds_t kPause = 2000;
+
+int64_t thread_cpu_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
+}
 
 /// Run the calling thread on one of the cores that it may use, until the end.
 class Pinned {
@@ -97,14 +106,16 @@ class Ranks {
       touch(rank, bytes);
       if (bytes < kLong) run(rank, work, bytes);
       std::vector<double> taken;
-      const int64_t switches = context_switches();
+      const int64_t switches = context_switches(), cpu = thread_cpu_ns(), start = now_ns();
       for (size_t call = 0; call < calls; ++call) {
         const int64_t begun = now_ns();
         run(rank, work, bytes);
         taken.push_back(static_cast<double>(now_ns() - begun) * 1e-9);
       }
       std::nth_element(taken.begin(), taken.begin() + calls / 2, taken.end());
-      turns[rank] = {taken[calls / 2], context_switches() != switches};
+      const double wall = static_cast<double>(now_ns() - start);
+      const double lost = wall - static_cast<double>(thread_cpu_ns() - cpu);
+      turns[rank] = {taken[calls / 2], context_switches() != switches && lost > kLost * wall};
     });
     return {std::max(turns[0].seconds, turns[1].seconds), turns[0].disturbed || turns[1].disturbed};
   }
@@ -313,18 +324,20 @@ class Calibrator {
 
   double undisturbed(Work work, size_t bytes, const Tunables& tunables) {
     for (;;) {
+      const int64_t begun = now_ns();
       const Turn turn = ranks_.measure(work, bytes, tunables);
-      const bool late = now_ns() - begun_ > kPatience;
+      const bool late = lost_ns_ > kPatience;
       if (!turn.disturbed || (late && insists_)) return turn.seconds;
       if (late) throw std::runtime_error("other programs kept taking the cores");
       usleep(kPause);
+      lost_ns_ += now_ns() - begun;
     }
   }
 
   Ranks ranks_;
   std::vector<Measurement>& measurements_;
   const bool insists_;
-  const int64_t begun_ = now_ns();
+  int64_t lost_ns_ = 0;
 };
 
 void calibrate_chunks(Calibrator& calibrator, Tunables& tunables) {

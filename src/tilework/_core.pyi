@@ -46,8 +46,8 @@ def create_segment(
 
 def calibrate(insists: bool = False) -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
     """(the tunables that are best on this host, [(operation, bytes of each rank, way, seconds)]).
-    Measured for some 0.15 s on two cores. RuntimeError where other programs still keep
-    taking those after 0.3 s, unless `insists`."""
+    Measured for some 0.2 s on two cores. RuntimeError where other programs still keep
+    taking those for 0.1 s, unless `insists`."""
 
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:
     """The checksum of memory, as zlib.crc32 computes it; ``crc`` is that of what is before it."""

@@ -64,7 +64,7 @@ class TestShmSingleCopy(ProcessGroupContract):
     large = 400_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
-        with patch("tilework.comm.backends.shm.group_tunables", lambda ranks: READING):
+        with patch("tilework.comm.backends.shm.group_tunables", lambda *_: READING):
             return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
 
 

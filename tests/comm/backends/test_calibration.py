@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backend import core_error
-from tilework.comm.backends import calibration
+from tilework.comm.backend import DistributedBackendOptions, core_error
+from tilework.comm.backends import calibration, shm
 from tilework.comm.backends.calibration import group_tunables, host_calibration
 from tilework.comm.backends.topology import Topology, plan_for
 from tilework.testing import run_ranks
@@ -201,6 +202,28 @@ def test_all_ranks_use_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch
         return dict(group.engine.group.tunables())
 
     assert run_ranks(2, program, backend="shm") == [MEASURED, MEASURED]
+
+
+def test_ranks_have_loaded_before_it_measures(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[int] = []
+    came_before: list[int] = []
+    join = shm._join
+
+    def join_late(request: DistributedBackendOptions) -> Any:
+        time.sleep(0.3)
+        came.append(request.group_rank)
+        return join(request)
+
+    def calibrate(insists: bool) -> tuple[dict[str, int], list[Any]]:
+        came_before.extend(came)
+        return dict(MEASURED), []
+
+    monkeypatch.setattr(shm, "_join", join_late)
+    monkeypatch.setattr(_core, "calibrate", calibrate)
+    run_ranks(2, lambda rank: None, backend="shm")
+    assert came_before == [1]
 
 
 def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,13 +66,16 @@ class Calibration:
     origin: str
 
 
-def group_tunables(ranks: int = 2) -> dict[str, int]:
-    """The tunables for a new group's segment. May measure for 0.15 s, and try for 0.3 s.
+def group_tunables(
+    ranks: int = 2, before_measuring: Callable[[], object] | None = None
+) -> dict[str, int]:
+    """The tunables for a new group's segment. May measure for some 0.2 s.
 
     Args:
         ranks: The group's size.
+        before_measuring: Called if it comes to that, to wait for a quiet moment.
     """
-    known = host_calibration()
+    known = host_calibration(before_measuring=before_measuring)
     tunables = chunks_for(plan_for(host_topology(), ranks), known)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
     if wanted in _ON:
@@ -113,18 +116,27 @@ _lock = threading.Lock()
 _known: dict[str, Calibration] = {}
 
 
-def host_calibration(*, remake: bool = False) -> Calibration:
+def host_calibration(
+    *, remake: bool = False, before_measuring: Callable[[], object] | None = None
+) -> Calibration:
     """This host's calibration: known, kept in the cache folder, or measured now.
 
     Args:
         remake: Measure in any case, and keep that.
+        before_measuring: Called if it comes to that.
     """
     if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
         return _defaults("turned off, by TILEWORK_CALIBRATION=0")
     facts = host_facts()
     path = cache_folder() / f"calibration-{_digest(facts)}.json"
+
+    def kept() -> Calibration | None:
+        return None if remake else _known.get(str(path)) or load(path, facts)
+
+    if before_measuring and usable_cores() > 1 and kept() is None:
+        before_measuring()  # not under the lock: it may wait for ranks that need it
     with _lock:  # threads of one process make groups at the same time
-        known = None if remake else _known.get(str(path)) or load(path, facts)
+        known = kept()
         if known is None:
             known = _measured(path, facts, patient=not remake)
         _known[str(path)] = known

@@ -28,7 +28,7 @@ from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
 from tilework.comm.elastic.ledger import MemoryLedger
 from tilework.comm.elastic.watched_store import look
 from tilework.cores import cpu_quota
-from tilework.errors import DistBackendError, DistStoreError, PeerLostError
+from tilework.errors import DistBackendError, DistStoreError, PeerLostError, StoreTimeoutError
 
 try:
     from tilework import _core
@@ -50,6 +50,8 @@ _FINE, _ELSEWHERE, _FAILED = "fine", "elsewhere", "failed"
 _LOST, _BROKEN = "lost", "broken"
 #: Rank 0 gives its verdict before it hangs up, unless it died.
 _VERDICT_TIMEOUT = timedelta(seconds=1.5)
+#: How long rank 0 waits for the others before it calibrates beside them.
+_LOADING_TIMEOUT = timedelta(seconds=5)
 
 
 class CannotShareMemoryError(DistBackendError):
@@ -90,7 +92,8 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     # Socket names are there for every user to read: the nonce must not be in one.
     name = f"tilework-shm-{secrets.token_hex(16)}"
     ranks = request.group_size
-    fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, group_tunables(ranks))
+    tunables = group_tunables(ranks, lambda: _await_others(request))
+    fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, tunables)
     ledger_fd, group = -1, None
     try:
         ledger_fd = MemoryLedger.create()
@@ -119,6 +122,13 @@ def _host(request: DistributedBackendOptions) -> _Ends:
         os.close(ledger_fd)
         raise _error_of(verdict)
     return group, MemoryLedger(ledger_fd)
+
+
+def _await_others(request: DistributedBackendOptions) -> None:
+    """Wait a while for the other ranks, which take the cores as long as they load their modules."""
+    others = [f"shm/here/{rank}" for rank in range(1, request.group_size)]
+    with contextlib.suppress(StoreTimeoutError):
+        request.store.wait(others, min(_LOADING_TIMEOUT, request.timeout / 2))
 
 
 def _error_of(verdict: str) -> DistBackendError:
@@ -291,6 +301,7 @@ def _is_ready(connection: socket.socket) -> bool:
 def _join(request: DistributedBackendOptions) -> _Ends:
     """Any other rank's side."""
     store = request.store
+    store.set(f"shm/here/{request.group_rank}", "")
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
     with contextlib.ExitStack() as undo:
         ends = None
