@@ -8,7 +8,8 @@ namespace tilework {
 /// Runs one rank's collectives, one at a time.
 class Collectives {
  public:
-  explicit Collectives(RankContext& context) : context_(context), state_(context.size, context.segment.tunables()) {}
+  explicit Collectives(RankContext& context)
+      : context_(context), state_(context.size, context.segment.tunables()) {}
 
   /// Run to the end, or throw Fault. After a fault the rounds of the ranks no longer agree, so
   /// every later call throws the same fault.
