@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tilework.dtensor import compiler_disable, optimizers, rules
-from tilework.dtensor.autograd import torch_backward
+from tilework.dtensor.autograd import function_inputs, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
@@ -55,7 +55,8 @@ __all__ = [
     "zeros",
 ]
 
-del call, compiler_disable, foreach, optimizers, rules, tensor_attributes, torch_backward
+del call, compiler_disable, foreach, function_inputs, optimizers, rules
+del tensor_attributes, torch_backward
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs import compare
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
@@ -78,7 +79,20 @@ def _step(weight: Any) -> None:
     torch.optim.SGD([weight], 0.1).step()
 
 
+class _Clipped(torch.autograd.Function):
+    """The tensor; its gradient is clipped, and not linear in that of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.clamp(-1, 1)
+
+
 _square: Callable[[Any], Any] = _Square.apply
+_clipped: Callable[[Any], Any] = _Clipped.apply
 _exp: Callable[[Any], Any] = _Exp.apply
 #: Each writes to what a Function has saved: the tensor (``y``), a view of it or its result.
 _WRITES: dict[str, Callable[[Any], Any]] = {
@@ -132,3 +146,40 @@ def test_a_hook_in_inference_mode() -> None:
         "v0 = leaf('v0', (4,), 5, 'S0')\nv1 = own(own(v0))\n"
         "with torch.inference_mode(): watch(v1, 'v1')"
     )
+
+
+@pytest.mark.parametrize("first", ["own(v0)", "recomputed(lambda a: a.sin(), v0, reentrant=True)"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_result_goes_into_a_checkpoint(first: str, reentrant: bool) -> None:
+    compare(
+        f"v0 = leaf('v0', (3, 4), 1, 'S0')\nv1 = {first}\n"
+        f"v2 = recomputed(lambda a: own(a * 2) + a, v1, reentrant={reentrant})\n"
+        f"v3 = own(v1) * v2"
+    )
+
+
+_USES: dict[str, Callable[[Any], Any]] = {
+    "a function first": lambda y: _square(y) * 0.8 + y * 0.9,
+    "an operator first": lambda y: y * 0.9 + _square(y) * 0.8,
+    "two functions": lambda y: _square(y) * 0.8 + _exp(y) * 0.3,
+    "a checkpoint": lambda y: (
+        checkpoint(lambda y: _square(y) + y, y, use_reentrant=False) + _exp(y)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_a_result_that_is_used_twice_has_one_backward(use: str) -> None:
+    values = torch.linspace(-1, 1, 12).view(3, 4)
+
+    def gradient(x: Any) -> Any:
+        _USES[use](_clipped(x.requires_grad_())).pow(2).sum().backward()
+        return x.grad
+
+    expected = gradient(values.clone())
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)])
+        torch.testing.assert_close(gradient(x).full_tensor(), expected)
+
+    run_ranks(2, program)

@@ -16,7 +16,7 @@ from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.places import check_unwritten, place_of
+from tilework.dtensor.views.places import check_unwritten, leave_graph_of_wrappers, place_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -24,7 +24,7 @@ _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
 _output_number = _base.output_nr.__get__
-_is_view = _base._is_view
+_use_count = _base._use_count
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
@@ -66,16 +66,14 @@ def mirror_in_bases(tensor: DTensorBase) -> None:
         base = copied_views.base_in_graph(base)
 
 
-def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
-    """Let C++ have a tensor for a leaf from now on, though a user's own Function made it. Local.
-
-    Its place is in the graph of local tensors, where operators in place may give it another: a
-    further Function that takes it must not pass its gradient to the first one.
-    """
+def as_leaf(tensor: DTensorBase) -> DTensorBase:
+    """The tensor, linked; or a view of it that is a leaf to C++, where the tensor is none."""
+    local_of(tensor)
+    if not torch.is_grad_enabled():
+        return tensor
     with _WithoutInterception():
-        if _grad_fn_of(tensor) is not None and not _is_view(tensor):
-            _base.detach_(tensor)
-            _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
+        is_leaf = _grad_fn_of(tensor) is None
+    return tensor if is_leaf else tensor.view_as(tensor)  # type: ignore[return-value]
 
 
 def grad_fn_of(tensor: DTensorBase) -> Any:
@@ -104,7 +102,8 @@ def _linked(tensor: DTensorBase) -> Tensor:
     tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
         tensor._local_tensor, result, places, *[place.local for place in places.values()]
     )
-    leave_graph_of_wrappers(tensor)
+    if _use_count(tensor) == 1:  # what a checkpoint has saved must not be detached
+        leave_graph_of_wrappers(tensor)
     return tensor._local_tensor
 
 

@@ -15,7 +15,7 @@ from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
-from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.places import keep_place, leave_graph_of_wrappers
 from tilework.tiled.op_table import dtensor_handler
 from tilework.tiled.tensor import is_called_within
 
@@ -148,7 +148,7 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
     tensor._made_without_grad, tensor._became = False, None
-    local_graph.leave_graph_of_wrappers(tensor)
+    leave_graph_of_wrappers(tensor)
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]
 

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, Place, memory_of
 
-_use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+_WithoutInterception = torch._C.DisableTorchFunctionSubclass
+_base: Any = torch._C.TensorBase
+_grad_fn_of = _base.grad_fn.__get__
+_is_view = _base._is_view
+_use_count = _base._use_count
 _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -38,6 +42,8 @@ def keep_place(tensor: DTensorBase, written: bool = False) -> None:
     while True:
         local = tensor._local_tensor
         if local.requires_grad and _use_count(tensor) > 1:
+            if tensor._made_without_grad:
+                leave_graph_of_wrappers(tensor)
             place = same_place(local)
             left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
             tensor._places = (*tensor._places, Place(place, tensor._spec, left))
@@ -45,6 +51,18 @@ def keep_place(tensor: DTensorBase, written: bool = False) -> None:
         if viewed is None or written:
             return
         tensor = viewed[0]
+
+
+def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
+    """Let C++ have a tensor for a leaf from now on, though a user's own Function made it. Local.
+
+    Its place is in the graph of local tensors, where operators in place may give it another: a
+    further Function that takes it must not pass its gradient to the first one.
+    """
+    with _WithoutInterception():
+        if _grad_fn_of(tensor) is not None and not _is_view(tensor):
+            _base.detach_(tensor)
+            _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
 def count_write(tensor: DTensorBase) -> None:

@@ -1,0 +1,38 @@
+"""Results of a user's own autograd.Function, linked before a further Function takes them.
+
+C++ asks no class about ``Function.apply``, and would join both Functions in the graph of the
+wrappers. An operator that takes the same result joins the graph of local tensors: the first
+Function's backward would run once for each, and what the second saved would leave its graph. So a
+result is linked where ``apply`` is called: every Function takes leaves of the wrappers' graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tilework.dtensor.autograd.local_graph import as_leaf
+from tilework.dtensor.base import DTensorBase
+
+
+def linking(original: Any) -> Any:
+    """The class method ``torch.autograd.Function.apply``, linking results that it takes."""
+
+    @functools.wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple([_as_leaf(arg) for arg in args])
+        kwargs = {name: _as_leaf(arg) for name, arg in kwargs.items()}
+        return original(cls, *args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _as_leaf(arg: Any) -> Any:
+    is_result = isinstance(arg, DTensorBase) and arg._made_without_grad
+    return as_leaf(arg) if is_result else arg
+
+
+_function: Any = torch.autograd.Function
+_function.apply = linking(_function.apply.__func__)
