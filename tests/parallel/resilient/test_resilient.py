@@ -139,6 +139,23 @@ def test_a_time_limit_saves_and_ends_the_loop_on_all_ranks() -> None:
     assert run_ranks(2, program) == [([0], [1], True, [1, 2])] * 2
 
 
+def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    class Dying(CheckpointManager):
+        def save(self, step: int, state: Any, metrics: Any = None) -> None:
+            if dist.get_rank() == 1 and dist.get_world_size() == 3:
+                raise Gone
+            super().save(step, state, metrics)
+
+    def program(rank: int) -> object:
+        limit = timedelta(seconds=0.0 if rank == 0 else 1000)
+        manager = Dying(tmp_path, every=1000)
+        loop = make_loop("replicated", lambda number: None, checkpoint=manager, time_limit=limit)
+        return [number for number, _ in loop.run(STEPS)], bool(loop.stopped), manager.latest()
+
+    results: list[Any] = run_ranks(3, program, return_exceptions=True)
+    assert results[0] == results[2] == ([0, 1], True, str(tmp_path / "step-00000002"))
+
+
 def test_too_few_ranks_are_an_error() -> None:
     results = losses_with("replicated", 2, {0: 1}, min_ranks=2)
     assert isinstance(results[1], dist.DistBackendError)

@@ -364,6 +364,9 @@ class Resilient(Generic[T]):
         """Go back to the last step that all have finished, with the ranks that are left."""
         begun = time.perf_counter()
         logger.info("a rank was lost: %s", error)
+        if self.stopped:  # others may not know of it: all agree on it anew, after the next step
+            self._stopping.wish(self.stopped)
+            self.stopped = ""
         while True:
             try:
                 group = shrink_group(timeout=self._patience)
@@ -409,9 +412,15 @@ class Resilient(Generic[T]):
         begun = time.perf_counter()
         self.stopped = self._stopping.reason or "another rank's wish"
         if self._checkpoint is not None:
-            if not self._checkpoint.should_save(self.steps):  # it was then
-                self._checkpoint.save(self.steps, self.state)
-            self._checkpoint.wait()
+            try:
+                if not self._checkpoint.should_save(self.steps):  # it was then
+                    self._checkpoint.save(self.steps, self.state)
+                self._checkpoint.wait()
+            except Exception as error:
+                if not _is_loss(error):
+                    raise
+                self._recover(error)
+                return
         self._note("stopped", get_default_group(), time.perf_counter() - begun)
 
 

@@ -21,6 +21,7 @@ class Stopping:
     def __init__(self, limit: timedelta | None) -> None:
         self._deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         self._signal: int | None = None
+        self._wish = ""
 
     @property
     def reason(self) -> str:
@@ -29,7 +30,11 @@ class Stopping:
             return signal.Signals(self._signal).name
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return "the time limit"
-        return ""
+        return self._wish
+
+    def wish(self, reason: str) -> None:
+        """Make a reason that other ranks have this rank's own."""
+        self._wish = reason
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
