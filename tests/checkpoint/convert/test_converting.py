@@ -149,6 +149,12 @@ def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(CheckpointError, match="its header is too long"):
         checkpoint.convert(tmp_path / "bad.safetensors", tmp_path / "x")
+    (tmp_path / "short.safetensors").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="is no safetensors file: it has 1 bytes"):
+        checkpoint.convert(tmp_path / "short.safetensors", tmp_path / "x")
+    for inside in (saved / "x", saved / "deep" / "x.safetensors"):
+        with pytest.raises(CheckpointError, match=r"lies inside of .*, which is read"):
+            checkpoint.convert(saved, inside)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../y"}}')
     with pytest.raises(CheckpointError, match=r"names the file '\.\./y'"):

@@ -100,6 +100,7 @@ def convert(
         raise ValueError(f"formats are {', '.join(FORMATS)}, got {kind!r}")
     source, target = _plain(source), _plain(target)
     _check_target(target, kind)
+    _check_apart(source, target)
     opened = open_source(source)
     try:
         with Progress(f"converting {source}", afterwards="the disk") as progress:
@@ -124,6 +125,18 @@ def _plain(path: AnyPath) -> AnyPath:
     if not str(path).startswith("file://"):
         return path
     return Path(url2pathname(urlsplit(str(path)).path))
+
+
+def _check_apart(source: AnyPath, target: AnyPath) -> None:
+    """Raise CheckpointError if the target lies in the folder that is the source."""
+    if is_url(source) or is_url(target):
+        return
+    inside = Path(target).resolve()
+    if Path(source).resolve() in inside.parents:
+        raise CheckpointError(
+            f"{target} lies inside of {source}, which is read: give a path outside of it",
+            file=str(target),
+        )
 
 
 def _check_target(target: AnyPath, kind: str) -> None:

@@ -97,10 +97,15 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
     reader = storage.open(name)
     try:
         start = bytearray(8)
-        reader.read_into(memoryview(start), 0)
+        if reader.read_into(memoryview(start), 0) < len(start):
+            raise CheckpointError(
+                f"{where} is no safetensors file: it has {reader.nbytes} bytes", file=where
+            )
         length = int.from_bytes(start, "little")
         if length > min(_MOST_HEADER, reader.nbytes - 8):
-            raise CheckpointError(f"{where} is no safetensors file: its header is too long")
+            raise CheckpointError(
+                f"{where} is no safetensors file: its header is too long", file=where
+            )
         text = bytearray(length)
         reader.read_into(memoryview(text), 8)
         listed = json.loads(text)
