@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,11 @@ import torch
 
 from tests.checkpoint.states import dtensor, full, numbers
 from tilework.checkpoint import CheckpointManager
+from tilework.checkpoint.format import INDEX_NAME
+from tilework.checkpoint.manager import remove_if_left
+from tilework.checkpoint.storage import LOCK_NAME, LocalStorage
 from tilework.dtensor import Shard
+from tilework.errors import CheckpointError
 from tilework.testing import run_ranks
 
 
@@ -88,6 +96,76 @@ def test_urls(tmp_path: Path) -> None:
     state = {"x": torch.zeros(3)}
     assert manager.resume(into=state) == 2
     assert state["x"].tolist() == [2, 3, 4]
+
+
+def test_a_lower_step_is_not_removed_as_soon_as_it_is_saved(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path, keep=1).save(100, {"x": 1})
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, {"x": 1})
+    assert steps(manager) == [1, 100]
+    manager.save(2, {"x": 1})
+    assert steps(manager) == [2, 100]
+
+
+def test_a_checkpoint_that_is_being_written_anew_is_not_removed(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, {"x": 1})
+    folder = tmp_path / "step-00000001"
+    code = (
+        "import sys; from tilework.checkpoint.storage import LocalStorage as Storage; "
+        "Storage(sys.argv[1]).lock(); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        manager.save(2, {"x": 1})
+        assert steps(manager) == [1, 2]
+        writer.communicate()
+    manager.save(3, {"x": 1})
+    assert steps(manager) == [3]
+
+
+class _Ending(LocalStorage):
+    """A folder whose writer ends its save just before somebody else gets the lock."""
+
+    def lock(self) -> Callable[[], None]:
+        (self.folder / INDEX_NAME).touch()
+        return super().lock()
+
+
+def test_a_save_that_ends_while_leftovers_are_looked_for_stays(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).touch()
+    assert not remove_if_left(_Ending(tmp_path))
+    assert (tmp_path / INDEX_NAME).exists()
+
+
+def test_a_folder_that_another_manager_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = LocalStorage.lock
+    removed: list[bool] = []
+
+    def removed_before(storage: LocalStorage) -> Callable[[], None]:
+        if not removed:
+            removed.append(remove_if_left(LocalStorage(storage.folder)))
+        return lock(storage)
+
+    monkeypatch.setattr(LocalStorage, "lock", removed_before)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"x": 1})
+    assert removed == [True]
+    assert steps(manager) == [1]
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(folder: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(CheckpointError, match=r"cannot list .*: Permission denied"):
+        CheckpointManager(tmp_path).latest()
 
 
 def test_numbers_that_make_no_sense(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.loading import LoadReport, read_index
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.saving import SaveOptions, is_ours
+from tilework.checkpoint.saving import SaveOptions, is_ours, nothing
 from tilework.checkpoint.storage import LOCK_NAME, Storage
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
@@ -83,6 +84,8 @@ class CheckpointManager:
         self._asynchronous, self._group = asynchronous, group
         self._storage = storage_at(folder)
         self._pending: PendingSave | None = None
+        #: The step saved last, which may be lower than others that are there.
+        self._last: int | None = None
         #: The report of the last :meth:`resume`.
         self.report: LoadReport | None = None
 
@@ -100,7 +103,8 @@ class CheckpointManager:
         Older ones go when the new one is complete: with ``asynchronous``, when the next is saved.
 
         Args:
-            step: Its number; that of the latest one or higher, as a rule.
+            step: Its number; that of the latest one or higher, as a rule. One that is lower is kept
+                until the next save; ``latest()`` goes by the numbers.
             state: As for :func:`~tilework.checkpoint.save`.
             metrics: Numbers that tell how good it is.
 
@@ -121,6 +125,7 @@ class CheckpointManager:
         self._first_does(ranks, self._clean)
         options = SaveOptions(meta={"step": step, "metrics": numbers})
         path = self.path_of(step)
+        self._last = step
         if self._asynchronous:
             self._pending = async_save(state, path, options, group=self._group)
             return
@@ -242,9 +247,8 @@ class CheckpointManager:
             return
         best = self._best_of(kept) if self.best is not None else None
         for each in kept[: -self.keep]:
-            if each != best:
-                name = f"step-{each.step:08}"
-                self._storage.inner(name).remove_folder()
+            if each != best and each.step != self._last:
+                _remove(self._storage.inner(f"step-{each.step:08}"), lambda names: True)
 
 
 def remove_if_left(storage: Storage) -> bool:
@@ -253,14 +257,36 @@ def remove_if_left(storage: Storage) -> bool:
     Returns:
         True if it was that. One with a damaged index stays, and so does one with other files.
     """
+    return _remove(storage, _is_left)
+
+
+def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
+    """Remove a folder if nobody is writing to it and its files are due to go. Local.
+
+    Returns:
+        True if it was removed.
+    """
     names = storage.names()
-    if INDEX_NAME in names or any(not is_ours(name) and name != LOCK_NAME for name in names):
+    if not is_due(names):
         return False
     try:
-        release = storage.lock() if names else None
-    except CheckpointError:
-        return False  # somebody is writing to it
-    storage.remove_folder()
-    if release is not None:
+        release = storage.lock() if names else nothing
+    except (CheckpointError, FileNotFoundError):
+        return False  # somebody is writing to it, or has removed it
+    try:
+        # Whoever had the lock before may have ended the save in the meantime.
+        if not is_due(storage.names()):
+            return False
+        storage.remove_folder()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False  # somebody begins to write to it
+    finally:
         release()
     return True
+
+
+def _is_left(names: list[str]) -> bool:
+    """True if these names are those of a save that did not end."""
+    return INDEX_NAME not in names and all(is_ours(name) or name == LOCK_NAME for name in names)

@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 import secrets
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, Storage
 from tilework.errors import CheckpointError
 
 #: The names of files of elements: a mark of the save that wrote them, the rank, a number.
+#: How often and how far apart a writer that finds another at its path looks again.
+_ATTEMPTS, _PAUSE_SECONDS = 10, 0.01
 _DATA_FILE = re.compile(r"[0-9a-f]{8}-rank[0-9]{5,}-[0-9]{5,}\.safetensors")
 
 #: Yields the elements of a box in order, as contiguous tensors.
@@ -181,8 +184,7 @@ class _Path:
     def take(self) -> None:
         """Take the path. Local."""
         json.dumps(self._options.meta, allow_nan=False)
-        self._storage.prepare()
-        self.release = self._storage.lock()
+        self.release = self._locked()
         if not self._options.overwrite and INDEX_NAME in self._storage.names():
             raise CheckpointError(
                 f"{self._storage.location} is a checkpoint already: give another path, or "
@@ -190,6 +192,16 @@ class _Path:
                 file=self._storage.location,
             )
         self.token = secrets.token_hex(4)
+
+    def _locked(self) -> Callable[[], None]:
+        for _ in range(_ATTEMPTS):
+            self._storage.prepare()
+            # Another manager may have taken the new folder for what a lost save has left.
+            with suppress(FileNotFoundError, CheckpointError):
+                return self._storage.lock()
+            time.sleep(_PAUSE_SECONDS)
+        self._storage.prepare()
+        return self._storage.lock()
 
 
 def remove_leftovers(storage: Storage) -> list[str]:

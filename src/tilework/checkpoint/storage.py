@@ -227,6 +227,10 @@ class LocalStorage(Storage):
             return sorted(os.listdir(self.folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot list {self.location}: {error.strerror}", file=self.location
+            ) from None
 
     def remove(self, name: str) -> None:
         path = self.folder / name
