@@ -87,6 +87,29 @@ def test_resume(tmp_path: Path, asynchronous: bool) -> None:
     assert run_ranks(3, train, 3, 8) == [(4, 36, [6, 8])] * 3
 
 
+@pytest.mark.parametrize("damage", ["cut", "missing", "index"])
+def test_resume_tells_of_a_later_checkpoint_that_is_damaged(damage: str, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"x": numbers(3) + step})
+    folder = tmp_path / "step-00000002"
+    (data,) = folder.glob("*.safetensors")
+    if damage == "cut":
+        os.truncate(data, 40)
+    elif damage == "missing":
+        data.unlink()
+    else:
+        (folder / INDEX_NAME).write_text("{")
+    state = {"x": numbers(3)}
+    with pytest.warns(UserWarning, match=r"step-00000002.*; resuming from step 1 instead"):
+        assert manager.resume(state) == 1
+    assert state["x"].equal(numbers(3) + 1)
+    (tmp_path / "step-00000003").mkdir()  # of a save that did not end
+    for file in folder.iterdir():
+        file.unlink()
+    assert manager.resume(state) == 1
+
+
 def test_urls(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     manager = CheckpointManager("memory://managed/run", keep=1)

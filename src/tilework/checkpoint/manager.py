@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,13 +148,7 @@ class CheckpointManager:
 
     def all(self) -> list[KeptCheckpoint]:
         """The complete checkpoints, the oldest first. Local."""
-        found = []
-        for name in self._storage.names():
-            match = _FOLDER.fullmatch(name)
-            kept = None if match is None else self._complete(name, int(match[1]))
-            if kept is not None:
-                found.append(kept)
-        return sorted(found, key=lambda kept: kept.step)
+        return [each for each in self._by_step() if isinstance(each, KeptCheckpoint)]
 
     def latest(self) -> str | None:
         """The folder of the latest complete checkpoint; None if there is none. Local."""
@@ -177,11 +172,17 @@ class CheckpointManager:
         Returns:
             Its step; None if there is no checkpoint, and the state is as it was. ``report`` has
             what was left out.
+
+        Warns:
+            UserWarning: A later checkpoint was saved, but is damaged or cannot be read.
         """
         ranks = Ranks(self._group)
         finish_pending(ranks)
         # The first rank's answer counts: a folder may look otherwise a moment later.
-        latest = ranks.gather(lambda: self._latest_step() if ranks.is_first else None)[0]
+        latest, damage = ranks.gather(lambda: self._latest_step() if ranks.is_first else None)[0]
+        if ranks.is_first and damage:
+            instead = "nothing" if latest is None else f"step {latest}"
+            warnings.warn(f"{damage}; resuming from {instead} instead", stacklevel=2)
         if latest is None:
             return None
         self.report = load(
@@ -196,9 +197,22 @@ class CheckpointManager:
 
     # -- which there are ------------------------------------------------------------------------
 
-    def _latest_step(self) -> int | None:
-        kept = self.all()
-        return kept[-1].step if kept else None
+    def _latest_step(self) -> tuple[int | None, str]:
+        """The step of the latest complete checkpoint, and what is wrong with the latest of all."""
+        found = self._by_step()
+        latest = next((c.step for c in reversed(found) if isinstance(c, KeptCheckpoint)), None)
+        damage = found[-1] if found and isinstance(found[-1], CheckpointError) else ""
+        return latest, str(damage)
+
+    def _by_step(self) -> list[KeptCheckpoint | CheckpointError]:
+        """The checkpoints, the oldest first: one that was saved and cannot be used is an error."""
+        found = {}
+        for name in self._storage.names():
+            match = _FOLDER.fullmatch(name)
+            checkpoint = None if match is None else self._examined(name, int(match[1]))
+            if match is not None and checkpoint is not None:
+                found[int(match[1])] = checkpoint
+        return [found[step] for step in sorted(found)]
 
     @property
     def _metric(self) -> str:
@@ -214,18 +228,25 @@ class CheckpointManager:
             default=None,
         )
 
-    def _complete(self, name: str, step: int) -> KeptCheckpoint | None:
-        """The checkpoint in a folder, if all of its files are there in full."""
+    def _examined(self, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
+        """The checkpoint in a folder, if all its files are there in full; None: not saved yet."""
         storage = self._storage.inner(name)
         try:
+            if INDEX_NAME not in storage.names():
+                return None
             index = read_index(storage)
             for file, saved in index.files.items():
                 reader = storage.open(file)
                 reader.close()
                 if reader.nbytes != saved.nbytes:
-                    return None
-        except (CheckpointError, OSError):
-            return None
+                    where = storage.where(file)
+                    told = f"{where} has {reader.nbytes} bytes of {saved.nbytes}"
+                    return CheckpointError(told, file=where)
+        except CheckpointError as error:
+            return error
+        except OSError as error:
+            where = self._storage.where(name)
+            return CheckpointError(f"{where} cannot be read: {error}", file=where)
         metrics = index.meta.get("metrics", {})
         numbers = metrics if isinstance(metrics, dict) else {}
         return KeptCheckpoint(step, self._storage.where(name), numbers)
