@@ -179,7 +179,9 @@ class CheckpointManager:
         ranks = Ranks(self._group)
         finish_pending(ranks)
         # The first rank's answer counts: a folder may look otherwise a moment later.
-        latest, damage = ranks.gather(lambda: self._latest_step() if ranks.is_first else None)[0]
+        latest, damage = ranks.gather(
+            lambda: self._latest_step() if ranks.is_first else (None, "")
+        )[0]
         if ranks.is_first and damage:
             instead = "nothing" if latest is None else f"step {latest}"
             warnings.warn(f"{damage}; resuming from {instead} instead", stacklevel=2)
