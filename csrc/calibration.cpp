@@ -30,7 +30,7 @@ constexpr size_t kLong = kMiB;
 /// So many ns may be lost on turns that other programs disturbed, which are measured again: at a job's
 /// start these are the other ranks, which still load their modules. After that so many disturbed turns are
 /// taken as they are, since a way has to be faster in nearly all of its turns: they do not mislead.
-constexpr int64_t kPatience = 100'000'000;
+constexpr int64_t kRepeatBudget = 100'000'000;
 constexpr int kMostDisturbed = 20;
 /// What a thread of the kernel takes now and then does not matter, a time slice does.
 constexpr double kLost = 0.1;
@@ -330,7 +330,7 @@ class Calibrator {
       const int64_t begun = now_ns();
       const Turn turn = ranks_.measure(work, bytes, tunables);
       if (!turn.disturbed) return turn.seconds;
-      if (lost_ns_ > kPatience) {
+      if (lost_ns_ > kRepeatBudget) {
         if (++disturbed_ > kMostDisturbed && !insists_)
           throw std::runtime_error("other programs kept taking the cores");
         return turn.seconds;

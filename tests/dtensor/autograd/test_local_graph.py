@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs import compare
+from tests.user_functions import Squared
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -49,18 +50,6 @@ def test_a_base_that_a_view_has_brought_into_the_graph(write: str, call: str) ->
     compare(f"{_GIVEN}{write}\nv2 = {call}")
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
 class _Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -91,7 +80,7 @@ class _Clipped(torch.autograd.Function):
         return grad.clamp(-1, 1)
 
 
-_square: Callable[[Any], Any] = _Square.apply
+_square: Callable[[Any], Any] = Squared.apply
 _clipped: Callable[[Any], Any] = _Clipped.apply
 _exp: Callable[[Any], Any] = _Exp.apply
 #: Each writes to what a Function has saved: the tensor (``y``), a view of it or its result.
