@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import signal
 import time
+import zlib
 from collections.abc import Generator
 from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from tilework.comm.backend import core_error
 
@@ -23,9 +26,17 @@ WHY = core_error()
 os.environ.setdefault("TILEWORK_CALIBRATION", "0")
 DEADLINE = pytest.StashKey[float]()
 
+# The same code gives the same verdict; `pytest --hypothesis-profile explore` draws other examples.
 # A busy machine is no fault of a property.
 hypothesis.settings.register_profile(
-    "tilework", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "tilework",
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "explore", hypothesis.settings.get_profile("tilework"), derandomize=False
 )
 hypothesis.settings.load_profile("tilework")
 
@@ -59,11 +70,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def _seed(name: str) -> None:
+    """Numbers drawn without a generator are a test's own: its neighbours do not change them."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    random.seed(name)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Module):
+        _seed(collector.nodeid)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what begins after the time budget of ``python -m tests.check``."""
     if time.monotonic() > item.session.stash[DEADLINE]:
         pytest.skip("the time budget is spent; `make test` runs all")
+    _seed(item.nodeid)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -6,11 +6,5 @@ from hypothesis import HealthCheck, settings
 
 
 def examples(count: int) -> settings:
-    """Ranks make the clock unreliable, and what was found once is pinned as a plain test."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    """Those of the profile in tests/conftest.py, with the checks of health off: ranks take time."""
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck))

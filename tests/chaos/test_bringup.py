@@ -27,7 +27,7 @@ def request(store: dist.Store, rank: int) -> dist.DistributedBackendOptions:
     return dist.DistributedBackendOptions(store, rank, 2, timedelta(seconds=10), "g", (0, 1))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=5))
 def test_no_bytes_from_strangers_keep_a_group_from_being_made(noises: list[bytes]) -> None:
     store = dist.HashStore()

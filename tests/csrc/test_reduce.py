@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.csrc.core_ranks import Rank, run_threads
+from tests.rounding import assert_close
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -122,10 +123,10 @@ def test_every_16_bit_float_is_read_and_written_as_torch_does(dtype: torch.dtype
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
     expected = patterns.clone()
     for result in reduced([patterns, torch.zeros_like(patterns)], "max"):
-        torch.testing.assert_close(result, expected.clamp_min(0), equal_nan=True, rtol=0, atol=0)
+        assert_close(result, expected.clamp_min(0), equal_nan=True, rtol=0, atol=0)
     for result in reduced([patterns, torch.full_like(patterns, 0.333)], "sum"):
         plain = (patterns.float() + torch.full_like(patterns, 0.333).float()).to(dtype)
-        torch.testing.assert_close(result, plain, equal_nan=True, rtol=0, atol=0)
+        assert_close(result, plain, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -141,7 +142,7 @@ def test_complex_numbers(dtype: torch.dtype, op: str) -> None:
     plain = {"sum": operator.add, "product": operator.mul}[op]
     inputs = [draw(dtype, 700, seed) * (1 + seed * 1j) for seed in range(3)]
     results = reduced(inputs, op)
-    torch.testing.assert_close(results[0], functools.reduce(plain, inputs))
+    assert_close(results[0], functools.reduce(plain, inputs))
     assert_same_bits(results, results[0])
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.rounding import assert_close
 from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
@@ -345,7 +346,7 @@ class _Close:
                 digests = agree(lambda: content_hash(got))
                 assert len(set(digests)) == 1, f"{what} differs between ranks"
         if self.compare == "values":
-            torch.testing.assert_close(
+            assert_close(
                 got.detach(),
                 want.detach(),
                 rtol=self.rtol,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.rounding import assert_close
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor, Placement, Replicate, distribute_tensor
 from tilework.mesh import DeviceMesh
@@ -59,4 +60,4 @@ def collectives() -> Iterator[list[str]]:
 def same(found: Tensor | None, wanted: Tensor | None) -> None:
     """That a DTensor has the value of a plain tensor."""
     assert wanted is not None
-    torch.testing.assert_close(full(found), wanted.detach())
+    assert_close(full(found), wanted.detach())

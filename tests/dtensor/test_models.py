@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.dtensor.op_checks import noting_gatherings
 from tests.dtensor.sharded_values import collectives
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, distribute_tensor, init_device_mesh
 from tilework.layout import Placement, Replicate, Shard
 from tilework.testing import run_ranks
@@ -105,7 +106,7 @@ def check(
             got = got[0] if isinstance(got, tuple) else got
             with collectives() as backward:
                 got.backward(cotangent)
-        torch.testing.assert_close(got.full_tensor(), want)
+        assert_close(got.full_tensor(), want)
         for (name, one), (_, other) in zip(
             mine.named_parameters(), plain.named_parameters(), strict=True
         ):
@@ -113,7 +114,7 @@ def check(
             assert isinstance(one, DTensor), name
             assert isinstance(grad, DTensor), name
             assert grad.placements == one.placements, name
-            torch.testing.assert_close(grad.full_tensor(), other.grad)
+            assert_close(grad.full_tensor(), other.grad)
         return forward, backward
 
     with noting_gatherings():

@@ -17,6 +17,7 @@ from tests.dtensor.op_checks import (
     check_op,
 )
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     Placement,
@@ -113,7 +114,7 @@ def test_optimizers(name: str) -> None:
         again.load_state_dict(mine.state_dict())
         steps(module, again, data[1:], closure)
         for param, want in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(param), want.detach(), rtol=1e-6, atol=1e-6)
+            assert_close(full(param), want.detach(), rtol=1e-6, atol=1e-6)
 
     run_ranks(2, program)
 
@@ -156,7 +157,7 @@ def test_a_step_on_local_tensors_changes_nothing_else() -> None:
         ]
         mine = train(module, data)
         for param, want in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(param), want.detach())
+            assert_close(full(param), want.detach())
             assert param.grad.placements == param.placements
             assert not full(param.grad).any()
         for got, want in zip(mine.state.values(), wanted.state.values(), strict=True):
@@ -189,7 +190,7 @@ def test_clipping(norm_type: float, foreach: bool | None) -> None:
         mesh = init_device_mesh("cpu", (2,))
         module = spread(MODEL, mesh, CUTS)
         total = run(module, cut(X[0], mesh, [Shard(0)]))
-        torch.testing.assert_close(full(total), wanted)
+        assert_close(full(total), wanted)
         for param, want in zip(module.parameters(), plain.parameters(), strict=True):
             same(param.grad, want.grad)
 
@@ -237,11 +238,11 @@ def test_autocast() -> None:
             out = module(x)
             loss = out.float().square().sum()
         assert out.dtype == torch.bfloat16
-        torch.testing.assert_close(full(out), wanted.detach())
+        assert_close(full(out), wanted.detach())
         loss.backward()
         for param, want in zip(module.parameters(), plain.parameters(), strict=True):
             assert param.grad.dtype == torch.float
-            torch.testing.assert_close(full(param.grad), want.grad, rtol=2e-2, atol=2e-2)
+            assert_close(full(param.grad), want.grad, rtol=2e-2, atol=2e-2)
 
     run_ranks(2, program)
 
@@ -266,7 +267,7 @@ def test_copies_and_files() -> None:
                 assert isinstance(param, nn.Parameter)
                 assert param.is_leaf
                 assert param is not want
-                torch.testing.assert_close(full(param), full(want))
+                assert_close(full(param), full(want))
         assert twin[0].weight.placements == (Shard(0),)
         assert loaded[0].weight.placements == (Replicate(),)
         same(twin[0].weight.grad, torch.ones(7, 5))

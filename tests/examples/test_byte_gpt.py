@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.examples.scripts import FOLDER, check_refused, load, options_of, run
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, init_device_mesh, strict
 from tilework.testing import run_ranks
 
@@ -195,7 +196,7 @@ def test_a_step_is_that_of_one_process_and_gathers_nothing(
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             grad: Any = mine.grad
             grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            torch.testing.assert_close(grad, other.grad)
+            assert_close(grad, other.grad)
 
     run_ranks(dp * tp, program)
 

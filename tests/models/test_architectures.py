@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.hugging_face import transformers
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, GatherWarning, distribute_module, distribute_tensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -140,4 +141,4 @@ def test_a_model_that_is_cut_is_the_plain_one(name: str) -> None:
         assert results.keys() == expected.keys()
         for key, x in expected.items():
             message = f"{key}: ".__add__
-            torch.testing.assert_close(results[key], x, rtol=1e-3, atol=1e-4, msg=message)
+            assert_close(results[key], x, rtol=1e-3, atol=1e-4, msg=message)

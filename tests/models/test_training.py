@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilework.distributed as dist
 from tests.models.hugging_face import NAMES, VOCABULARY, blocks, build, plan
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import DistributedDataParallel, fully_shard, parallelize_module
@@ -94,6 +95,6 @@ def test_losses_are_those_of_one_process(name: str, way: str, feature: str) -> N
         losses = torch.stack(train(model, feature, first, slice(at, None, dp)))
         dist.all_reduce(losses, dist.ReduceOp.AVG, mesh.get_group("dp"))
         tolerance = 0.02 if feature == "autocast" else 1e-5
-        torch.testing.assert_close(losses, wanted, rtol=tolerance, atol=0)
+        assert_close(losses, wanted, rtol=tolerance, atol=0)
 
     run_ranks(dp * tp, program)

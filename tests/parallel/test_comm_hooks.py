@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tilework.distributed as dist
 from tests.parallel.data_parallel.models import ROWS, batch, mlp, mse
+from tests.rounding import assert_close
 from tilework.parallel import DistributedDataParallel, GradBucket, comm_hooks
 from tilework.testing import run_ranks
 
@@ -147,7 +148,7 @@ def test_averages(hook: comm_hooks.CommHook, tolerance: dict[str, Any], view: bo
             mse(plain(x), y).backward()
             mse(ddp(x[own]), y[own]).backward()
             for a, b in zip(ddp.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, **(tolerance or {}))
+                assert_close(a.grad, b.grad, **(tolerance or {}))
 
     run_ranks(3, program)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
@@ -216,11 +217,11 @@ def compare(way: Way, beside: Beside, **options: Any) -> None:
         losses = torch.tensor(train(model, beside, optimizer, share))
         dist.all_reduce(losses, dist.ReduceOp.AVG, group)
         tolerance: Any = {"rtol": beside.tolerance, "atol": beside.tolerance}
-        torch.testing.assert_close(losses, torch.tensor(wanted), **tolerance)
+        assert_close(losses, torch.tensor(wanted), **tolerance)
         if beside.tolerance < 1e-3:
             own = model.module if isinstance(model, DistributedDataParallel) else model
             for mine, other in zip(own.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(full(mine), other.detach(), rtol=1e-3, atol=1e-4)
+                assert_close(full(mine), other.detach(), rtol=1e-3, atol=1e-4)
 
     run_ranks(way.ranks, program, **options)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Shard, init_device_mesh
 from tilework.errors import CollectiveMismatchError
 from tilework.parallel import (
@@ -115,13 +116,11 @@ def compare(
             if wanted.grad is None:
                 assert mine.grad is None, name
             else:
-                torch.testing.assert_close(
-                    full(mine.grad), wanted.grad, rtol=tolerance, atol=tolerance
-                )
+                assert_close(full(mine.grad), wanted.grad, rtol=tolerance, atol=tolerance)
         for optimizer in optimizers:
             optimizer.step()
     for (_, mine), wanted in zip(sharded, plain.parameters(), strict=True):
-        torch.testing.assert_close(full(mine), wanted.detach(), rtol=0.01, atol=10 * tolerance)
+        assert_close(full(mine), wanted.detach(), rtol=0.01, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -180,7 +179,7 @@ def test_beside_tensor_parallelism(local: bool) -> None:
             mse(model(x[own]), y[own]).backward()
             mse(plain(x), y).backward()
             for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(full(mine.grad), wanted.grad, rtol=1e-4, atol=1e-5)
+                assert_close(full(mine.grad), wanted.grad, rtol=1e-4, atol=1e-5)
 
     run_ranks(4, program)
 
@@ -236,7 +235,7 @@ def test_gradients_accumulate() -> None:
             mse(model(x[own]), y[own]).backward()
             mse(plain(x), y).backward()
         for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(mine.grad), wanted.grad, rtol=1e-4, atol=1e-5)
+            assert_close(full(mine.grad), wanted.grad, rtol=1e-4, atol=1e-5)
 
     run_ranks(2, program)
 
@@ -257,9 +256,7 @@ def test_frozen_and_ignored_parameters() -> None:
         mse(model(x[own]), y[own]).backward()
         mse(plain(x), y).backward()
         assert model.blocks[0].up.weight.grad is None
-        torch.testing.assert_close(
-            full(model.blocks[1].up.weight.grad), plain.blocks[1].up.weight.grad
-        )
+        assert_close(full(model.blocks[1].up.weight.grad), plain.blocks[1].up.weight.grad)
 
     run_ranks(2, program)
 
@@ -303,7 +300,7 @@ def test_shared_weights_and_unused_layers() -> None:
                 if wanted.grad is None:
                     assert mine.grad is None
                 else:
-                    torch.testing.assert_close(full(mine.grad), wanted.grad)
+                    assert_close(full(mine.grad), wanted.grad)
 
     run_ranks(2, program)
 
@@ -351,7 +348,7 @@ def test_casts() -> None:
         plain = seeded().double()
         mse(model(x[own].double()), y[own].double()).backward()
         mse(plain(x.double()), y.double()).backward()
-        torch.testing.assert_close(full(model.last.weight.grad), plain.last.weight.grad)
+        assert_close(full(model.last.weight.grad), plain.last.weight.grad)
 
     run_ranks(2, program)
 
@@ -367,7 +364,7 @@ def test_state_dicts() -> None:
         other = shard_all(Net())
         other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
         x, _ = rows(2, 1)
-        torch.testing.assert_close(other(x), model(x))
+        assert_close(other(x), model(x))
 
     run_ranks(2, program)
 
@@ -377,7 +374,7 @@ def test_gathering_by_hand() -> None:
         model = shard_all(seeded())
         assert model.unshard() is None
         assert not isinstance(model.first.weight, DTensor)
-        torch.testing.assert_close(model.first.weight, seeded().first.weight)
+        assert_close(model.first.weight, seeded().first.weight)
         model.reshard()
         assert isinstance(model.first.weight, DTensor)
         handle = model.blocks[0].unshard(async_op=True)
@@ -503,7 +500,7 @@ def test_beside_batch_normalisation_over_all_rows() -> None:
                 parameter.uniform_(0.1, 1.0, generator=generator)
         model = fully_shard(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)))
         compare(rank, 2, model, plain)
-        torch.testing.assert_close(model[1].running_var, plain[1].running_var)
+        assert_close(model[1].running_var, plain[1].running_var)
 
     run_ranks(2, program)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tilework.parallel import DistributedDataParallel, SyncBatchNorm
 from tilework.testing import run_ranks
 
@@ -38,19 +39,19 @@ def compare(rank: int, plain: nn.Module, cuts: list[int], inner: tuple[int, ...]
         weights = torch.randn(shape, generator=generator, dtype=torch.double)
         mine = x.detach()[own].clone().requires_grad_()
         expected, got = plain(x), layer(mine)
-        torch.testing.assert_close(got, expected[own])
+        assert_close(got, expected[own])
         (expected * weights).sum().backward()
         (got * weights[own]).sum().backward()
         assert x.grad is not None
-        torch.testing.assert_close(mine.grad, x.grad[own])
+        assert_close(mine.grad, x.grad[own])
         for parameter, wanted in zip(layer.parameters(), plain.parameters(), strict=True):
             assert parameter.grad is not None
             total = parameter.grad.clone()
             dist.all_reduce(total)
-            torch.testing.assert_close(total, wanted.grad)
+            assert_close(total, wanted.grad)
             parameter.grad = wanted.grad = None
         for name, buffer in plain.named_buffers():
-            torch.testing.assert_close(layer.get_buffer(name), buffer, check_dtype=False)
+            assert_close(layer.get_buffer(name), buffer, check_dtype=False)
 
 
 @pytest.mark.parametrize(("kind", "inner"), KINDS)
@@ -154,7 +155,7 @@ def test_gradients_of_gradients() -> None:
             assert rows.grad is not None
             return rows.grad
 
-        torch.testing.assert_close(twice(layer, x[own], w[own]), twice(plain, x, w)[own])
+        assert_close(twice(layer, x[own], w[own]), twice(plain, x, w)[own])
 
     run_ranks(2, program)
 
@@ -164,7 +165,7 @@ def test_evaluation_is_local() -> None:
         group = dist.get_default_group()
         layer = SyncBatchNorm(3).eval()
         start = group.get_sequence_number_for_group()
-        torch.testing.assert_close(layer(torch.ones(2, 3)), torch.ones(2, 3), rtol=1e-4, atol=1e-4)
+        assert_close(layer(torch.ones(2, 3)), torch.ones(2, 3), rtol=1e-4, atol=1e-4)
         SyncBatchNorm(3, track_running_stats=False).eval()(torch.ones(2, 3))
         return group.get_sequence_number_for_group() - start
 

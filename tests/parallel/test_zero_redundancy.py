@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rounding import assert_close
 from tilework.parallel import (
     DistributedDataParallel,
     Join,
@@ -53,7 +54,7 @@ def test_steps_are_those_of_the_plain_optimizer(
                 torch.autograd.backward(each(rows(step)).square().mean())
                 optimizer.step()
         for mine, other in zip(ddp.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other)
+            assert_close(mine, other)
         return 0 if own.optim is None else len(own.optim.state)
 
     counts = run_ranks(ranks, program)
@@ -91,7 +92,7 @@ def test_states_are_those_of_the_plain_optimizer(ranks: int) -> None:
         saved, expected = own.state_dict(), wanted.state_dict()
         assert saved["state"].keys() == expected["state"].keys()
         for at, state in expected["state"].items():
-            torch.testing.assert_close(saved["state"][at], state)
+            assert_close(saved["state"][at], state)
         assert saved["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
         return saved
 
@@ -106,7 +107,7 @@ def test_states_are_those_of_the_plain_optimizer(ranks: int) -> None:
             torch.autograd.backward(each(rows(9)).square().mean())
             optimizer.step()
         for mine, expected in zip(other.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, expected)
+            assert_close(mine, expected)
 
     saved: Any = run_ranks(ranks, program)[1]
     run_ranks(2, resume)
@@ -130,7 +131,7 @@ def test_groups_and_schedulers() -> None:
                 schedule.step()
             results.append([p.detach() for p in each.parameters()])
         for mine, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(mine, wanted)
+            assert_close(mine, wanted)
 
     run_ranks(3, program)
 
@@ -168,7 +169,7 @@ def test_uneven_inputs(counts: tuple[int, ...]) -> None:
                     own.step()
             results.append([p.detach() for p in ddp.parameters()])
         for mine, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(mine, wanted)
+            assert_close(mine, wanted)
         return results[1]
 
     first, *others = run_ranks(len(counts), program)

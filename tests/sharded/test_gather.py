@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as hs
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import (
     boxes,
     check_all_raise,
@@ -208,7 +209,7 @@ def test_full_tensor_and_its_gradient(spec: ShardingSpec) -> None:
         found = torch.autograd.grad(loss, tensor.local_tiles()) if tensor.local_shards() else ()
         for shard, gradient in zip(tensor.local_shards(), found, strict=True):
             expected = (2 * whole * weight)[shard.metadata.box.slices]
-            torch.testing.assert_close(gradient, expected)
+            assert_close(gradient, expected)
 
     on(4, program)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import (
     boxes,
     check_all_raise,
@@ -101,7 +102,7 @@ def run(optimizer: ShardedOptimizer, weight: ShardedTensor, steps: range) -> Non
 
 def check_whole(results: Sequence[Any], expected: Tensor) -> None:
     found = join([part for parts in results for part in parts], SIZE)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # -- steps ---------------------------------------------------------------------------------------
@@ -429,7 +430,7 @@ def test_between_plain_and_sharded() -> None:
         return plain.detach()
 
     for found in on(3, program):
-        torch.testing.assert_close(found, plain_run(torch.optim.Adam, options, 5))
+        assert_close(found, plain_run(torch.optim.Adam, options, 5))
 
 
 def test_a_group_of_some_ranks() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import chunks, grid, on
 from tilework.sharded import (
     ShardedOptimizer,
@@ -137,7 +138,7 @@ def test_the_same_as_without_sharding(case: str, kind: Any) -> None:
     for found, tensors in on(3, lambda rank: sharded_run(rank, models, CASES[case], kind)):
         assert found == pytest.approx(losses, rel=1e-4)
         for name, value in values.items():
-            torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-5)
+            assert_close(tensors[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_in_processes() -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from tests.jobs import Launcher, Rank
+from tests.rounding import assert_close
 
 BATCH, WIDTH = 4, 20
 _Output = Callable[[Any], Tensor]
@@ -68,7 +69,7 @@ def compare(rank: Rank, model: nn.Module, read: _Output = lambda y: y, **setting
             if p.grad is None:
                 assert q.grad is None or not q.grad.any()
             else:
-                torch.testing.assert_close(q.grad, p.grad, rtol=1.3e-6, atol=5e-5)
+                assert_close(q.grad, p.grad, rtol=1.3e-6, atol=5e-5)
 
 
 def checkpointing(rank: Rank, reentrant: bool) -> None:
@@ -121,7 +122,7 @@ def hooks(rank: Rank) -> None:
             plain = Checkpointed(-1, -2)
             plain(torch.full((2, WIDTH), 1.5)).mean(0).sum().backward()
             for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
-                torch.testing.assert_close(q.grad, p.grad)
+                assert_close(q.grad, p.grad)
 
 
 def test_a_hook_with_callbacks(ranks: Launcher) -> None:

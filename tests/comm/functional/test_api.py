@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tests.user_functions import Squared
 from tilework.comm.functional import running
 from tilework.distributed import functional
@@ -557,7 +558,7 @@ def test_a_divided_network_has_the_gradients_of_the_whole() -> None:
         torch.autograd.backward(loss_of(functional.reduce_from_group(hidden @ mine[1].T)))
         for found, wanted in zip((a, w1, w2), expected, strict=True):
             assert found.grad is not None
-            torch.testing.assert_close(found.grad, wanted)
+            assert_close(found.grad, wanted)
 
     run_ranks(3, body)
 

@@ -18,6 +18,7 @@ import tilework.distributed.functional as functional
 from tests.comm.functional import reference as model
 from tests.comm.functional.reference import Case, Tensors, cases
 from tests.hypothesis_settings import examples
+from tests.rounding import assert_close
 from tilework.comm.functional import running
 from tilework.testing import run_ranks
 
@@ -101,7 +102,7 @@ def check(case: Case, way: str, dtype: torch.dtype, seed: int) -> None:
     for name, of_all, column in zip(names, wanted, zip(*got, strict=True), strict=True):
         for rank, (want, have) in enumerate(zip(of_all, column, strict=True)):
             note = f"{case}, rank {rank}, {name}: got {have}, expected {want}"
-            torch.testing.assert_close(have, want.detach(), msg=note)
+            assert_close(have, want.detach(), msg=note)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -198,16 +199,15 @@ def test_gradients_of_collectives_are_the_adjoints() -> None:
             x = xs[rank].clone().requires_grad_()
             return torch.autograd.grad(fn(x), x)[0]
 
-        close = torch.testing.assert_close
-        close(grad(lambda x: functional.all_reduce(x).sin() @ rows[rank, :4]), total[rank])
+        assert_close(grad(lambda x: functional.all_reduce(x).sin() @ rows[rank, :4]), total[rank])
         whole = grad(lambda x: functional.all_gather_tensor(x, 0).sin() @ rows[rank])
-        close(whole, gathered[rank])
+        assert_close(whole, gathered[rank])
         mine = rows[0, :4].split(2)[rank]  # type: ignore[no-untyped-call]
-        close(
+        assert_close(
             grad(lambda x: functional.reduce_scatter_tensor(x, "sum", 0).sin() @ mine),
             scattered[rank],
         )
         other = torch.cat([part.split(2)[rank] for part in rows[0].split(4)])  # type: ignore[no-untyped-call]
-        close(grad(lambda x: functional.all_to_all_single(x).sin() @ other), swapped[rank])
+        assert_close(grad(lambda x: functional.all_to_all_single(x).sin() @ other), swapped[rank])
 
     run_ranks(2, program)

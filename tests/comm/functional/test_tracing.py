@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilework.distributed as dist
 from tests.comm.functional.test_api import EVERY, plain
+from tests.rounding import assert_close
 from tilework.comm.functional.kinds import KINDS
 from tilework.comm.reduce_op import ReduceOp
 from tilework.distributed import functional
@@ -151,10 +152,10 @@ def test_compiled_forward_and_backward_equal_eager(dynamic: bool) -> None:
             x = torch.arange(2.0 * columns).reshape(2, columns) + rank
             eager, traced = (x.clone().requires_grad_() for _ in range(2))
             wanted, found = program(eager), compiled(traced)
-            torch.testing.assert_close(found, wanted)
+            assert_close(found, wanted)
             torch.autograd.backward(wanted)
             torch.autograd.backward(found)
-            torch.testing.assert_close(traced.grad, eager.grad)
+            assert_close(traced.grad, eager.grad)
 
     ranks(2, body)
 
@@ -200,8 +201,8 @@ def test_inductor_keeps_collectives_that_nobody_uses() -> None:
         found = compiled(traced)
         torch.autograd.backward(found.sum())
         assert group.get_sequence_number_for_group() - before == 2 * steps
-        torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(traced.grad, eager.grad)
+        assert_close(found, wanted)
+        assert_close(traced.grad, eager.grad)
 
     run_ranks(2, body, timeout=LIMIT)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.rounding import assert_close
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -63,6 +64,6 @@ def test_a_gradient_that_somebody_looks_at_has_all_its_rows(look: str) -> None:
         mesh = init_device_mesh("cpu", (2,))
         cls = distribute_tensor(CLS, mesh, [Replicate()]).requires_grad_()
         found = gradient(cls, distribute_tensor(X, mesh, [Shard(0)]))
-        torch.testing.assert_close(found.full_tensor(), expected)
+        assert_close(found.full_tensor(), expected)
 
     run_ranks(2, program)

@@ -15,6 +15,7 @@ from tests.dtensor.op_checks import (
     check_op,
 )
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -387,7 +388,7 @@ def test_no_grad_and_inference_mode() -> None:
         with torch.inference_mode():
             out = module(x)
             assert out.is_inference()
-        torch.testing.assert_close(full(out), BLOCK(X).detach())
+        assert_close(full(out), BLOCK(X).detach())
 
     run_ranks(2, program)
 
@@ -411,7 +412,7 @@ def test_axes_of_two_kinds(request: pytest.FixtureRequest) -> None:
             for _ in range(2):
                 out = module(x)
                 out.pow(2).sum().backward()
-            torch.testing.assert_close(full(out), BLOCK(X).detach())
+            assert_close(full(out), BLOCK(X).detach())
             for param, want in zip(module.parameters(), wanted, strict=True):
                 assert param.grad.placements == param.placements
                 same(param.grad, 2 * want)

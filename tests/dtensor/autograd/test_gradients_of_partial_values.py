@@ -11,6 +11,7 @@ import torch
 
 from tests.dtensor.op_checks import Layout, distributed
 from tests.fuzz import programs
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Partial, Shard, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
@@ -69,7 +70,7 @@ def compare(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for number, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert isinstance(got, DTensor)
-        torch.testing.assert_close(got.full_tensor(), want, msg=partial(_numbered, number))
+        assert_close(got.full_tensor(), want, msg=partial(_numbered, number))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -176,10 +177,10 @@ def test_writes_to_partial_tensors(name: str) -> None:
         x = distributed(WHOLE.clone().requires_grad_(graded), mesh, layout)
         value, grad = written(x, WRITES[name])
         want, want_grad = expected[graded]
-        torch.testing.assert_close(value.full_tensor(), want, msg=lambda m: f"{op} {graded}: {m}")
+        assert_close(value.full_tensor(), want, msg=lambda m: f"{op} {graded}: {m}")
         if want_grad is not None:
             got = torch.zeros_like(want_grad) if grad is None else grad.full_tensor()
-            torch.testing.assert_close(got, want_grad, msg=lambda m: f"{op} grad: {m}")
+            assert_close(got, want_grad, msg=lambda m: f"{op} grad: {m}")
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

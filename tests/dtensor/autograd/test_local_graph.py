@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs import compare
+from tests.rounding import assert_close
 from tests.user_functions import Squared
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
@@ -169,6 +170,6 @@ def test_a_result_that_is_used_twice_has_one_backward(use: str) -> None:
 
     def program(rank: int) -> None:
         x = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)])
-        torch.testing.assert_close(gradient(x).full_tensor(), expected)
+        assert_close(gradient(x).full_tensor(), expected)
 
     run_ranks(2, program)

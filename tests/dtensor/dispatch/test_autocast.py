@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     Placement,
@@ -66,7 +67,7 @@ def test_dtypes_and_values_are_those_of_plain_tensors(
             assert found.dtype == wanted.dtype
             assert isinstance(found, DTensor)
             coarse = dtype is torch.bfloat16 or name in IN_LOWER_PRECISION
-            torch.testing.assert_close(
+            assert_close(
                 found.full_tensor(), wanted, rtol=2e-2 * coarse + 1e-5, atol=2e-2 * coarse + 1e-6
             )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dtensor.op_checks import check_op
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.testing import run_ranks
@@ -53,8 +54,8 @@ def test_augmented_assignment_makes_a_new_tensor(name: str) -> None:
             assert name == "imatmul"  # which torch does not have either
         else:
             assert isinstance(result, DTensor)
-            torch.testing.assert_close(result.full_tensor(), expected)
-        torch.testing.assert_close(plain, left)
+            assert_close(result.full_tensor(), expected)
+        assert_close(plain, left)
 
     run_ranks(2, program)
 
@@ -185,7 +186,7 @@ def test_gradients_of_plain_and_distributed_parameters_are_clipped_together(
             assert sum(isinstance(grad, DTensor) for grad in found) in (4, 5)
             for got, want in zip(found, wanted, strict=True):
                 value = got.full_tensor() if isinstance(got, DTensor) else got
-                torch.testing.assert_close(value, want)
+                assert_close(value, want)
 
     run_ranks(2, program)
 

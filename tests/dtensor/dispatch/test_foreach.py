@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.dtensor.sharded_values import cut, full
 from tests.fuzz.programs import compare
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -53,7 +54,7 @@ def test_every_operator_on_lists() -> None:
                     more = [second if arg is WHOLE else arg for arg in MORE.get(name, ())]
                     found = getattr(torch, f"_foreach_{name}")(lists, *more)
                     for got, want in zip(found, wanted[name], strict=True):
-                        torch.testing.assert_close(full(got), want)
+                        assert_close(full(got), want)
 
     run_ranks(2, program)
 
@@ -67,7 +68,7 @@ def test_operators_that_take_named_tensors_in_any_order() -> None:
         terms: Any = DTensor.from_local(b * (0.25 if rank else 0.75), mesh, [Partial()])
         for function in (torch.addcdiv, torch.addcmul):
             got = function(x, tensor2=terms, tensor1=y)
-            torch.testing.assert_close(full(got), function(a, tensor2=b, tensor1=c))
+            assert_close(full(got), function(a, tensor2=b, tensor1=c))
         integers: Any = DTensor.from_local(
             torch.tensor([2**30 + 1, 70000] if rank else [-(2**30), -69990]), mesh, [Partial()]
         )

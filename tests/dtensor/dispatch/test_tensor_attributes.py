@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rounding import assert_close
 from tilework.comm.world import current_world
 from tilework.dtensor import (
     DTensor,
@@ -125,7 +126,7 @@ def test_a_module_is_converted_where_it_is(convert: Callable[[nn.Module], nn.Mod
             local = p.to_local()
             assert local.untyped_storage().nbytes() == local.nbytes
             if "to_empty" not in convert.__code__.co_names:
-                torch.testing.assert_close(p.full_tensor(), plain[name].to(p.dtype))
+                assert_close(p.full_tensor(), plain[name].to(p.dtype))
 
     run_ranks(2, program)
 

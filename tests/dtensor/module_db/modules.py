@@ -16,6 +16,7 @@ from torch.testing._internal import common_modules, common_utils
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.dtensor.op_checks import Layout, distributed
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.layout import Placement
 from tilework.mesh import DeviceMesh
@@ -203,6 +204,4 @@ def _close(got: Any, want: Tensor | None, what: str) -> None:
         return
     value = got.detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
-    torch.testing.assert_close(
-        value, want, rtol=1e-6, atol=1e-7, equal_nan=True, msg=lambda m: f"{what}: {m}"
-    )
+    assert_close(value, want, rtol=1e-6, atol=1e-7, equal_nan=True, msg=lambda m: f"{what}: {m}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import optim_db
 
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
@@ -100,7 +101,7 @@ def test_steps_are_those_of_plain_parameters(name: str) -> None:
                 found = train(info, params, kwargs)
                 assert len(found) == len(expected)
                 for got, want in zip(found, expected, strict=True):
-                    torch.testing.assert_close(
+                    assert_close(
                         full(got.detach()),
                         want.detach(),
                         **tolerance,

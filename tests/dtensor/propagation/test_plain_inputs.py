@@ -11,6 +11,7 @@ from tests.dtensor.op_checks import (
     check_op,
 )
 from tests.dtensor.sharded_values import cut
+from tests.rounding import assert_close
 from tilework.dtensor import (
     Partial,
     Replicate,
@@ -63,6 +64,6 @@ def test_modules_with_plain_weights_take_dtensors() -> None:
         for param, grad in zip(mine.parameters(), wanted, strict=True):
             assert param.grad is not None
             assert type(param.grad) is Tensor
-            torch.testing.assert_close(param.grad, grad)
+            assert_close(param.grad, grad)
 
     run_ranks(2, program)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.rounding import assert_close
 from tilework.dtensor.random import philox, philox_reference
 from tilework.dtensor.random.philox import (
     Bernoulli,
@@ -305,7 +306,7 @@ def test_normal_numbers_are_the_quantiles_of_their_bits(
     sizes = torch.tensor([-quantile(tail) for tail in tails], dtype=torch.float64)
     expected = torch.where(upper >> 31 == 0, sizes, -sizes)
     numbers = drawn(20_000, dtype, Normal())
-    torch.testing.assert_close(numbers.double(), expected, rtol=tolerance, atol=tolerance)
+    assert_close(numbers.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

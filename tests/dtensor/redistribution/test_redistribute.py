@@ -17,6 +17,7 @@ import tilework.distributed as dist
 from tests.dtensor import op_checks
 from tests.dtensor.sharded_values import collectives, same
 from tests.layout.random_tilings import examples, layouts
+from tests.rounding import assert_close
 from tilework.comm.functional.async_tensor import AsyncTensor
 from tilework.dtensor import (
     DTensor,
@@ -96,7 +97,7 @@ def pairs(specs: list[DTensorSpec], some: int = 1) -> Iterator[tuple[DTensorSpec
 
 
 def equal(found: Tensor, expected: Tensor, where: object) -> None:
-    torch.testing.assert_close(found, expected, msg=lambda text: f"{where}: {text}")
+    assert_close(found, expected, msg=lambda text: f"{where}: {text}")
 
 
 MESHES: list[tuple[Ints, Ints, list[list[Placement]]]] = [

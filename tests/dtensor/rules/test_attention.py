@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.rounding import assert_close
 from tilework.dtensor import distribute_tensor, init_device_mesh, manual_seed
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.testing import run_ranks
@@ -168,7 +169,7 @@ def test_what_is_dropped_does_not_depend_on_the_layout() -> None:
     whole, *others = run_ranks(2, program)[0]
     assert (whole != F.scaled_dot_product_attention(q, k, v)).any()
     for other in others:
-        torch.testing.assert_close(other, whole)
+        assert_close(other, whole)
 
 
 def test_the_fast_path_of_inference_is_not_taken_but_right() -> None:
@@ -191,4 +192,4 @@ def test_the_fast_path_of_inference_is_not_taken_but_right() -> None:
 
     with torch.no_grad():
         want = encoder(x)
-    torch.testing.assert_close(run_ranks(2, program)[0], want)
+    assert_close(run_ranks(2, program)[0], want)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     Replicate,
@@ -86,6 +87,6 @@ def test_statistics_are_those_of_all_rows(count: int) -> None:
             layer(distribute_tensor(x, mesh, [Shard(0)]))
             for name, buffer in layer.named_buffers():
                 found = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
-                torch.testing.assert_close(found, plain.get_buffer(name))
+                assert_close(found, plain.get_buffer(name))
 
     run_ranks(2, program)

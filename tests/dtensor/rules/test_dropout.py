@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.sharded_values import full
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from tilework.dtensor.random.generator import manual_seed
 from tilework.mesh import init_device_mesh
@@ -47,7 +48,7 @@ def dropped(
         ranks *= length
     found = run_ranks(ranks, program)
     for one in found[1:]:
-        torch.testing.assert_close(one, found[0])
+        assert_close(one, found[0])
     return found[0]
 
 
@@ -65,13 +66,13 @@ DROPS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_the_layout_does_not_matter(name: str) -> None:
     found = [dropped(DROPS[name], *layout) for layout in LAYOUTS]
     for one in found[1:]:
-        torch.testing.assert_close(one, found[0])
+        assert_close(one, found[0])
     out, grad = found[0]
     gone = grad == 0
     assert 0 < gone.sum() < X.numel()
     if "alpha" not in name:
-        torch.testing.assert_close(out, X * grad)
-        torch.testing.assert_close(grad[~gone], torch.full_like(grad[~gone], 1 / 0.6))
+        assert_close(out, X * grad)
+        assert_close(grad[~gone], torch.full_like(grad[~gone], 1 / 0.6))
     if "channels" in name:
         assert torch.equal(gone, gone[..., :1].expand_as(gone))
 
@@ -148,5 +149,5 @@ def _recomputed(rank: int) -> list[Any]:
 
 def test_recomputation_drops_the_same() -> None:
     for out, grad in run_ranks(2, _recomputed, kind="processes"):
-        torch.testing.assert_close(grad * X / 2, out)
+        assert_close(grad * X / 2, out)
         assert 0 < (out == 0).sum() < X.numel()

@@ -16,6 +16,7 @@ from tests.dtensor.op_checks import (
     count_op,
 )
 from tests.dtensor.sharded_values import cut, full, spread
+from tests.rounding import assert_close
 from tilework.dtensor import (
     Replicate,
     Shard,
@@ -121,7 +122,7 @@ def test_statistics_are_of_the_whole_batch() -> None:
     wanted = [plain.running_mean, plain.running_var, plain.num_batches_tracked, plain.eval()(x)]
     for mine in found:
         for one, want in zip(mine, wanted, strict=True):
-            torch.testing.assert_close(one, want.detach())
+            assert_close(one, want.detach())
 
 
 def test_cut_features_take_two_small_reductions() -> None:
@@ -155,7 +156,7 @@ def test_plain_running_statistics_are_those_of_the_whole_batch() -> None:
         for placement in (Shard(0), Shard(1), Replicate()):
             module = nn.BatchNorm1d(6)
             module(cut(GRID, mesh, [placement]))
-            torch.testing.assert_close(module.running_mean, plain.running_mean)
-            torch.testing.assert_close(module.running_var, plain.running_var)
+            assert_close(module.running_mean, plain.running_mean)
+            assert_close(module.running_var, plain.running_var)
 
     run_ranks(2, program)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.dtensor.op_checks import Layout, distributed
 from tests.fuzz import programs
+from tests.rounding import assert_close
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -46,7 +47,7 @@ def _check_in(
         for number, (got, want) in enumerate(zip(results, expected, strict=True)):
             where = f"result {number} on rank {rank} of {shape}, {list(placements)}"
             if isinstance(want, Tensor):
-                torch.testing.assert_close(got, want.detach(), msg=lambda text: f"{where}: {text}")  # noqa: B023
+                assert_close(got, want.detach(), msg=lambda text: f"{where}: {text}")  # noqa: B023
             else:
                 assert got == want, where
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.rounding import assert_close
 from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
@@ -126,7 +127,7 @@ def test_writes_after_a_function_took_it(program: Callable[[Tensor], Tensor], di
         return _grad(program, x.requires_grad_())
 
     for got in run_ranks(2, on_rank):
-        torch.testing.assert_close(got, wanted)
+        assert_close(got, wanted)
 
 
 def test_a_write_to_the_base_of_a_view_is_refused_not_differentiated() -> None:
@@ -192,7 +193,7 @@ def test_gradients_of_gradients_go_through_functions(dim: int) -> None:
         return result.full_tensor()
 
     for got in run_ranks(2, on_rank):
-        torch.testing.assert_close(got, wanted)
+        assert_close(got, wanted)
 
 
 class Exponential(torch.autograd.Function):
@@ -301,7 +302,7 @@ def test_what_a_function_saved_of_its_result(write: Callable[[Tensor], Any] | No
         return program(x.requires_grad_())
 
     for got in run_ranks(2, on_rank):
-        torch.testing.assert_close(got, wanted)
+        assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -321,4 +322,4 @@ def test_writes_that_torch_does_not_count_are_not_refused(write: Callable[[Tenso
         return _grad(program, x.requires_grad_())
 
     for got in run_ranks(2, on_rank):
-        torch.testing.assert_close(got, wanted)
+        assert_close(got, wanted)

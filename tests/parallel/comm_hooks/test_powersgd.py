@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.parallel.data_parallel.models import mse, seeded
+from tests.rounding import assert_close
 from tilework.parallel import DistributedDataParallel
 from tilework.parallel.comm_hooks import (
     CommHook,
@@ -95,7 +96,7 @@ def test_a_full_rank_is_the_average() -> None:
     settings = {"matrix_approximation_rank": 24, "min_compression_rate": 1e-9}
     full = run_ranks(2, lambda rank: train(rank, powerSGD_hook, 4, **settings))[0][2]
     for own, wanted in zip(full, plain, strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-4)
+        assert_close(own, wanted, rtol=1e-3, atol=1e-4)
 
 
 @BOTH
@@ -147,7 +148,7 @@ def test_columns_are_orthonormal_or_zero(rows: int, columns: int, zero: bool, se
         matrix[:, -1] = 0
     orthogonalize(matrix)
     product = matrix.t() @ matrix
-    torch.testing.assert_close(product, torch.diag(product.diagonal().round()), rtol=0, atol=1e-4)
+    assert_close(product, torch.diag(product.diagonal().round()), rtol=0, atol=1e-4)
     assert torch.isfinite(matrix).all()
 
 

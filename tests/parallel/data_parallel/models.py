@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.rounding import assert_close
 from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
@@ -59,7 +60,7 @@ def same_gradients(ddp: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
             assert own.grad is not None, name
             own_grad = own.grad.to_dense() if own.grad.is_sparse else own.grad
             wanted_grad = wanted.grad.to_dense() if wanted.grad.is_sparse else wanted.grad
-            torch.testing.assert_close(own_grad, wanted_grad, **(tolerance or LOOSE))
+            assert_close(own_grad, wanted_grad, **(tolerance or LOOSE))
 
 
 LOOSE: dict[str, Any] = {"rtol": 1.3e-6, "atol": 1e-6}

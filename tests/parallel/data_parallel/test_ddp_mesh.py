@@ -14,6 +14,7 @@ from tests.parallel.data_parallel.models import (
     mlp,
     mse,
 )
+from tests.rounding import assert_close
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
@@ -43,7 +44,7 @@ def test_beside_tensor_parallelism() -> None:
             mse(ddp(x[own]), y[own]).backward()
             for own_param, wanted in zip(ddp.parameters(), plain.parameters(), strict=True):
                 grad: Any = own_param.grad
-                torch.testing.assert_close(grad.full_tensor(), wanted.grad)
+                assert_close(grad.full_tensor(), wanted.grad)
 
     run_ranks(4, program)
 

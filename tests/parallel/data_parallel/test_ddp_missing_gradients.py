@@ -20,6 +20,7 @@ from tests.parallel.data_parallel.models import (
     same_gradients,
     seeded,
 )
+from tests.rounding import assert_close
 from tilework.parallel import (
     DistributedDataParallel,
 )
@@ -100,4 +101,4 @@ def test_a_step_after_such_an_error_works() -> None:
         grad: Tensor = ddp.module.left.weight.grad
         return grad
 
-    torch.testing.assert_close(run_ranks(2, program)[0], torch.full((WIDTH, WIDTH), 0.5))
+    assert_close(run_ranks(2, program)[0], torch.full((WIDTH, WIDTH), 0.5))

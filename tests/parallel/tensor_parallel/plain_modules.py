@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.dtensor.sharded_values import full
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     init_device_mesh,
@@ -26,7 +27,7 @@ def check_gradients(module: nn.Module, plain: nn.Module) -> None:
         assert wanted.grad is not None, name
         grad = full(found.grad) if isinstance(found.grad, DTensor) else found.grad
         told = f"{name}: {{}}".format
-        torch.testing.assert_close(grad, wanted.grad, msg=told)
+        assert_close(grad, wanted.grad, msg=told)
 
 
 def square(output: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.dtensor.sharded_values import collectives, cut, full
 from tests.parallel.tensor_parallel.plain_modules import alone, check_gradients, square
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     Replicate,
@@ -146,7 +147,7 @@ def test_a_model_computes_what_the_plain_one_does(plan: Callable[[Any], Plan], r
         loss = loss_of(model(TOKENS), TOKENS)
         loss.backward()
         found = full(loss) if isinstance(loss, DTensor) else loss.detach()
-        torch.testing.assert_close(found, wanted)
+        assert_close(found, wanted)
         check_gradients(model, plain)
         assert model.head.weight is model.embed.weight
 
@@ -166,7 +167,7 @@ def test_a_plan_for_one_axis_of_two() -> None:
         with strict():
             loss = loss_of(model(rows), rows)
             loss.backward()
-        torch.testing.assert_close(full(loss), wanted)
+        assert_close(full(loss), wanted)
         check_gradients(model, plain)
 
     run_ranks(4, program)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.dtensor.sharded_values import cut, full, same
 from tests.parallel.tensor_parallel.plain_modules import alone, check_gradients, square
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     GatherWarning,
@@ -107,7 +108,7 @@ def test_a_layer_with_plain_tensors(name: str) -> None:
         found = module(part)
         assert not isinstance(found, DTensor)
         output = DTensor.from_local(found, mesh, [out])
-        torch.testing.assert_close(full(output), wanted.detach())
+        assert_close(full(output), wanted.detach())
         square(output).backward()
         check_gradients(module, plain)
         if part.grad is not None and of_input.grad is not None:
@@ -160,7 +161,7 @@ def test_inputs_and_outputs_of_several_kinds() -> None:
         module = parallelize_module(Several(), mesh, style)
         rows = slice(2 * rank, 2 * rank + 2)
         found, name = module(x[rows], 3, bias=bias[rows], name="kept")
-        torch.testing.assert_close(found, (x * 3 + bias)[:, rank : rank + 1])
+        assert_close(found, (x * 3 + bias)[:, rank : rank + 1])
         assert name == "kept"
 
     run_ranks(2, program)

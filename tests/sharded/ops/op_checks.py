@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import boxes, chunks, cut, grid, on
 from tilework.sharded import ShardedTensor, ShardingSpec
 
@@ -114,7 +115,7 @@ def compare(found: Any, expected: Any) -> None:
 
 
 def close(one: Tensor, two: Tensor) -> None:
-    torch.testing.assert_close(one, two, equal_nan=True)
+    assert_close(one, two, equal_nan=True)
 
 
 def _flat(value: Any) -> list[Any]:

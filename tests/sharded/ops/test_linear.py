@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tests.rounding import assert_close
 from tests.sharded.ops.op_checks import CUTS, RANKS, close, shards_of, values
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, examples, grid, on, specs
 from tilework.sharded import ShardedTensor, ShardingSpec
@@ -134,7 +135,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     def program(rank: int) -> None:
         found = F.linear(x, shards_of(weight, chunks(1, [0, 1, 2]), rank))
         assert found.dtype == dtype
-        torch.testing.assert_close(found, x @ weight.T, rtol=0.05, atol=0.3)
+        assert_close(found, x @ weight.T, rtol=0.05, atol=0.3)
 
     on(RANKS, program)
 

@@ -1,0 +1,69 @@
+"""Comparison of floating-point results that were summed in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: What torch.testing allows by default for a dtype: relative to an element, and absolutely.
+_ALLOWED = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+}
+
+
+def assert_close(
+    found: Any,
+    wanted: Any,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    check_dtype: bool = True,
+    equal_nan: bool = False,
+    msg: str | Callable[[str], str] | None = None,
+) -> None:
+    """``torch.testing.assert_close``, but allowing a small element the error of a large one.
+
+    The rounding error of a sum grows with its terms, not with its result (Higham, Accuracy and
+    Stability of Numerical Algorithms, 2nd edition, section 4.2), and the order of summation differs
+    between machines. An element may therefore be off by ``rtol`` times the largest finite magnitude
+    in ``wanted``.
+
+    Args:
+        found: A tensor, or a number.
+        wanted: What it is to be.
+        rtol: Relative error; by default that of ``torch.testing`` for the dtype.
+        atol: Absolute error; by default likewise. The relative one of the largest element is
+            allowed, too, unless both are given as 0.
+        check_dtype: As for ``torch.testing.assert_close``.
+        equal_nan: Likewise.
+        msg: Likewise.
+
+    Raises:
+        AssertionError: They differ by more.
+    """
+    exact = rtol == 0 and atol == 0
+    if isinstance(wanted, Tensor) and wanted.dtype in _ALLOWED and not exact:
+        allowed = [_ALLOWED[one.dtype] for one in (found, wanted) if one.dtype in _ALLOWED]
+        rtol = max(a for a, _ in allowed) if rtol is None else rtol
+        atol = max(a for _, a in allowed) if atol is None else atol
+        magnitudes = wanted.detach().abs().double().flatten()
+        finite = magnitudes[magnitudes.isfinite()]
+        largest = float(finite.max()) if len(finite) else 0.0
+        atol = max(atol, rtol * largest)
+    torch.testing.assert_close(
+        found,
+        wanted,
+        rtol=rtol,
+        atol=atol,
+        check_dtype=check_dtype,
+        equal_nan=equal_nan,
+        msg=msg,
+    )
