@@ -106,7 +106,7 @@ def segment_table(cells: Sequence[Cell]) -> Table:
 
 
 def limit_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    """How close an all_reduce of the largest size comes to what memory allows."""
+    """How close the largest operations come to what memory allows."""
     for cell in cells:
         if cell.limit is not None:
             shares = ((name, cell.share(name)) for name in cell.seconds)
@@ -187,5 +187,5 @@ def draw_panel(axis: Any, cells: Sequence[Cell]) -> None:
     for cell in cells:
         if cell.limit is not None:
             sizes = [LARGEST // 16, LARGEST]  # below, caches are faster than memory
-            limits = [cell.limit * 1e6 * size / LARGEST for size in sizes]
+            limits = [cell.limit * 1e6 * size / cell.case.bytes for size in sizes]
             axis.plot(sizes, limits, "k:", linewidth=1.8, label="memory's limit")

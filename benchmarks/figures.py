@@ -33,6 +33,16 @@ TILEWORK, GLOO, OPEN_MPI = "tilework", "Gloo", "Open MPI"
 COPY, ADD = "copy", "add"
 SEGMENT = "in the segment"
 
+#: What each of two cores does at least, in copies and additions of a whole buffer of LARGEST bytes:
+#: an in-place all_reduce adds half of the peer's buffer and copies the other half's sum; what is
+#: moved is copied once. A broadcast's root may copy a part of it, and beat its receiver alone.
+MEMORY_WORK = {
+    "all_reduce": (0.5, 0.5),
+    "broadcast": (1.0, 0.0),
+    "all_gather": (1.0, 0.0),
+    "all_to_all": (1.0, 0.0),
+}
+
 Times = Mapping[str, float | None]
 
 
@@ -49,7 +59,8 @@ class Case:
     @property
     def has_limit(self) -> bool:
         """Whether memory's limit is measured with it, on two ranks."""
-        return self == Case("all_reduce", "float32", LARGEST)
+        largest = LARGEST // parts(self.operation, 2)
+        return (self.dtype, self.bytes) == ("float32", largest) and self.operation in MEMORY_WORK
 
     def __str__(self) -> str:
         return " ".join([self.operation, *([size_text(self.bytes), self.dtype] * bool(self.bytes))])
@@ -89,15 +100,17 @@ class Plan:
                 yield Case(operation, "-", 0)
             elif operation != "send_recv" or ranks == 2:
                 for dtype in self.dtypes:
-                    for size in self.sizes:
-                        if size * parts(operation, ranks) <= LARGEST:
-                            yield Case(operation, dtype, size)
+                    most = LARGEST // parts(operation, ranks)
+                    for size in sorted({min(size, most) for size in self.sizes}):
+                        yield Case(operation, dtype, size)
 
     def segment_cases(self, ranks: int) -> Iterator[Case]:
         """What is also measured with buffers that live in the segment."""
         for case in self.cases(ranks):
             smaller = case.dtype == "float32" and case.bytes == 16 * MIB
-            if case.has_limit or (smaller and case.operation != "all_reduce"):
+            if case == Case("all_reduce", "float32", LARGEST) or (
+                smaller and case.operation != "all_reduce"
+            ):
                 yield case
 
 
@@ -150,7 +163,7 @@ def combine(case: Case, ranks: int, by_rank: Sequence[Times]) -> Cell:
         else:
             seconds[name] = max(known) if known else None
     copy, add = seconds.pop(COPY, None), seconds.pop(ADD, None)
-    limit = None if copy is None or add is None else limit_seconds(copy, add)
+    limit = None if copy is None or add is None else limit_seconds(case.operation, copy, add)
     return Cell(case, ranks, seconds, limit)
 
 
@@ -173,16 +186,16 @@ def cell_of(case: Case, ranks: int, by_rank: Sequence[Mapping[str, Any]]) -> Cel
     return replace(medians, means=means.seconds, spreads=spreads)
 
 
-def limit_seconds(copy: float, add: float) -> float:
-    """What an in-place all_reduce on two ranks takes at least.
-
-    Each rank adds half of the peer's buffer to its own, and copies the other half's sum from it.
+def limit_seconds(operation: str, copy: float, add: float) -> float:
+    """What memory's work of an operation on two ranks takes.
 
     Args:
+        operation: One of ``MEMORY_WORK``.
         copy: Seconds in which each of two cores at once copies a whole buffer.
         add: Seconds in which each adds a whole buffer to another in place.
     """
-    return add / 2 + copy / 2
+    copies, additions = MEMORY_WORK[operation]
+    return copies * copy + additions * add
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

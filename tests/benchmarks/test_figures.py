@@ -64,9 +64,19 @@ def test_share_of_the_limit() -> None:
     ]
     cell = combine(case, 2, times)
     # Mean rates of both cores: copying takes 2, adding 3, and half of each is to be done.
-    assert cell.limit == limit_seconds(copy=2.0, add=3.0) == 2.5
+    assert cell.limit == limit_seconds("all_reduce", copy=2.0, add=3.0) == 2.5
     assert cell.share(TILEWORK) == 0.5
     assert cell.seconds == {TILEWORK: 5.0}
+
+
+def test_limits_are_of_buffers_of_the_largest_size() -> None:
+    limited = [case for case in PLAN.cases(2) if case.has_limit]
+    assert [(case.operation, case.bytes) for case in limited] == [
+        ("all_reduce", LARGEST),
+        ("broadcast", LARGEST),
+        ("all_gather", LARGEST // 2),
+        ("all_to_all", LARGEST),
+    ]
 
 
 def test_comparison() -> None:
