@@ -66,6 +66,8 @@ class DTensorBase(TiledTensor):
     #: Without one: the local tensor, the numbers of writes to it and of changes of the mode when it
     #: was last hashed, and the digest of that.
     _content: tuple[Tensor, int, int, int] | None = None
+    #: Views of a leaf in its graph, kept by the tensor that owns the memory.
+    _leaf_views: list[ref[DTensorBase]] | None = None
     #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
     _family: list[ref[DTensorBase]] | None = None
     #: Of a leaf: the backward passes when its gradient was last cleared.

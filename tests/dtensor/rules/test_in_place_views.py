@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.programs import compare
+from tests.fuzz.programs import Program, compare, expect, run_programs
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,34 @@ def test_a_leaf_whose_dims_changed_before_it_became_one_has_hooks() -> None:
         "v0 = leaf('v0', (2, 3), 62, 'S0')\nv1 = v0 * 2\nv1.t_()\nv1.detach_()\n"
         "v1.requires_grad_()\nv1.register_hook(lambda grad: grad * 2)\nv2 = gradient(v1.sin(), v1)"
     )
+
+
+@pytest.mark.parametrize("change", ["t_()", "unsqueeze_(0)", "t_().mul_(2)"])
+@pytest.mark.parametrize(
+    "views",
+    [
+        "v1 = v0.tensor_split(2, 0)[-1]",
+        "v1 = v0[1:3]\nv2 = v1[1]",
+        "v1 = v0[1]\nv1.register_hook(lambda grad: grad * 2)",
+        "v1 = v0[:, 1:2]\nv2 = own(v1)",
+    ],
+)
+@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P"])
+def test_views_of_a_leaf_lead_to_what_it_shows_there_now(
+    views: str, change: str, placement: str
+) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 4), 62, '{placement}')\n{views}\nv6 = v1 * 2\n"
+        f"with torch.no_grad(): v0.{change}\nv7 = v1 * 3"
+    )
+
+
+def test_what_a_leaf_whose_dims_changed_was_saved_for_is_refused() -> None:
+    program = Program(
+        ["v0 = leaf('v0', (4, 4), 62, 'S0')", "v1 = v0 * v0", "with torch.no_grad(): v0.t_()"],
+        (2,),
+    )
+    assert expect(program)
+    assert not program.graded
+    (outcome,) = run_programs([program])
+    assert outcome.kind == "right", outcome.why

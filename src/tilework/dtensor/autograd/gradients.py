@@ -13,6 +13,7 @@ from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
 from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
+from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -24,6 +25,7 @@ from tilework.dtensor.redistribution.redistribute import (
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.leaf_views import derive_anew
 from tilework.dtensor.views.places import keep_place, same_place
 from tilework.layout import Placement
 
@@ -223,7 +225,9 @@ def become_view(
     is_place = anchor._became is not None or not base._is_view()
     tensor._became = (anchor, change) if shares and is_place else None
     view, shown = result._view_of, result._viewed
-    if tensor.requires_grad and tensor.is_leaf:  # it stays the leaf
+    stays_leaf = tensor.requires_grad and tensor.is_leaf
+    before, memory = tensor._local_tensor, storage_of(tensor._local_tensor)
+    if stays_leaf:
         local = anchor._local_tensor
         anchor._local_tensor = same_place(local) if used else local.detach()
         if anchor._anchor is not None:  # as the base of what is a copy
@@ -240,7 +244,13 @@ def become_view(
     anchor._handed_out, tensor._handed_out = tensor._handed_out, None
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of, tensor._in_place = view, True
-    return become(tensor, result)
+    anchor._leaf_views, tensor._leaf_views = tensor._leaf_views, None
+    become(tensor, result)
+    if stays_leaf and used:
+        torch.autograd.graph.increment_version(before)  # for what was saved of it
+        if memory == storage_of(tensor._local_tensor):
+            derive_anew(tensor, before)
+    return tensor
 
 
 def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:

@@ -71,6 +71,7 @@ from tilework.dtensor.torch_tensors import (
     refuse_torch_dtensor,
 )
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.leaf_views import note_view
 from tilework.mesh.device_mesh import check_device_is_there
 from tilework.tiled import torch_init
 from tilework.tiled.op_names import canonical_name
@@ -431,6 +432,7 @@ class Operator:
                 view = base._view_of
                 if view is None:  # mostly: a view that shares memory
                     result._viewed = (base, base._spec, call.func, call.args, call.kwargs)
+                    note_view(result, base)
                     return result
             return copied_views.viewed(result, sharding.copied, call.func, call.args, call.kwargs)
         return result

@@ -30,6 +30,7 @@ from tilework.dtensor.base import (
     wrap_as,
 )
 from tilework.dtensor.provenance.digests import digest_of, follow
+from tilework.dtensor.views.leaf_views import note_view
 from tilework.dtensor.views.memory_layout import (
     base_then,
     full_in_memory_order,
@@ -130,6 +131,7 @@ def viewed(
         if isinstance(result, DTensorBase):
             result._viewed = (base, base._spec, func, args, kwargs)
             result._view_of = base._view_of
+            note_view(result, base)
         else:
             spec, view = base._spec, base._view_of
             together = canonical_name(func)[0] in TOGETHER
@@ -137,6 +139,7 @@ def viewed(
                 item._viewed = (base, spec, Piece(func, i, together), args, kwargs)
                 if view is not None:
                     item._view_of = view
+                note_view(item, base)
         return result
     rest = args[1:]
 
