@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
-from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.dtensor.propagation.strides import elementwise_strides
+from tilework.layout import Placement
 from tilework.testing import run_ranks
 
 SIZES = st.sampled_from([1, 2, 3])
@@ -68,5 +70,41 @@ def test_results_that_lie_otherwise_than_in_rows(operator: Callable[[Tensor], Te
         mesh = init_device_mesh("cpu", (2,))
         result = operator(distribute_tensor(full, mesh, [Shard(1)]))
         assert result.stride() == operator(full).stride()
+
+    run_ranks(2, program)
+
+
+QUERIES = torch.arange(4.0 * 6 * 2 * 4).sin().reshape(4, 6, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: F.scaled_dot_product_attention(x, x[:, :1], x[:, :1], enable_gqa=True),
+        lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 1, 6, 6)),
+        lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(2, 6, 6)),
+        lambda x: F.scaled_dot_product_attention(x, x, x[..., :3]),
+        lambda x: F.scaled_dot_product_attention(*(x[..., :0],) * 3),
+        lambda x: F.scaled_dot_product_attention(*(x[..., ::2],) * 3),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        lambda x: F.scaled_dot_product_attention(*(x[:, 0],) * 3),
+        lambda x: torch.quantile(x, torch.tensor([0.2, 0.5]), -1),
+        lambda x: torch.nanquantile(x, 0.2, 1, keepdim=True),
+    ],
+)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
+def test_of_attention_and_quantiles(
+    operator: Callable[[Tensor], Tensor], placement: Placement
+) -> None:
+    """Users merge heads by ``.transpose(1, 2).view(...)``, which needs torch's strides."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        result = operator(distribute_tensor(QUERIES, mesh, [placement]).transpose(1, 2))
+        expected = operator(QUERIES.transpose(1, 2))
+        assert result.stride() == expected.stride()
+        if result.dim() == 4 and expected.transpose(1, 2).is_contiguous():
+            result.transpose(1, 2).view(4, 6, -1)
 
     run_ranks(2, program)

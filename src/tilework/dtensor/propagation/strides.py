@@ -34,10 +34,10 @@ _ASKED = """
     argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
     eigh einsum expand fft fft2 fftn geqrf hfft hfft2 hfftn householder_product ifft ifft2 ifftn
     ihfft ihfft2 ihfftn inner inv inv_ex inverse irfft irfft2 irfftn kron ldl_factor ldl_factor_ex
-    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nonzero ormqr
-    permute_copy qr rfft rfft2 rfftn rot90 solve solve_ex solve_triangular stft sum_to_size svd
-    tensorinv transpose_copy triangular_solve unravel_index unsafe_chunk unsafe_split
-    unsafe_split_with_sizes
+    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nanquantile nonzero
+    ormqr permute_copy qr quantile rfft rfft2 rfftn rot90 solve solve_ex solve_triangular stft
+    sum_to_size svd tensorinv transpose_copy triangular_solve unravel_index unsafe_chunk
+    unsafe_split unsafe_split_with_sizes
 """
 #: Elementwise, but their results are contiguous.
 _CONTIGUOUS = frozenset({"masked_fill"})
@@ -69,15 +69,15 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     if entry.is_view or entry.name in _asked:
         return meta_strides(called(call, without_memory(call.tensors), entry.is_view), outputs)
     inputs = input_strides(call.tensors)
-    if all(
+    if entry.name in _CONTIGUOUS or all(
         strides == row_major(tuple(tensor.shape))
         for strides, tensor in zip(inputs, call.tensors, strict=True)
     ):
         return None
     if entry.name in ("__getitem__", "stack"):  # with index tensors; it joins what lies as images
         return meta_strides(called(call, without_memory(call.tensors)), outputs)
-    if entry.name in _CONTIGUOUS:
-        return None
+    if entry.name == "scaled_dot_product_attention":
+        return _attention_strides(call, outputs)
     if entry.name in _SAME_STRIDES:
         return [inputs[0]] * len(outputs)
     if entry.name in _like_inputs:
@@ -166,6 +166,26 @@ def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
         return elementwise_strides(out.shape, [(tuple(first.shape), strides)])
     like = torch.empty_like(torch.empty_strided(first.shape, strides, device="meta"))
     return tuple(like.stride())
+
+
+def _attention_strides(call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """The strides of attention's result: those of queries where torch has a kernel for it."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    query, key, value = tensors = [given[name] for name in names[:3]]
+    mask = given.get("attn_mask")
+    batch, heads, _, depth = query.shape if query.dim() == 4 else (0, 0, 0, 0)
+    if not (
+        query.device.type == "cpu"
+        and not given.get("dropout_p")
+        and (mask is None or mask.dim() in (2, 4))
+        and all(each.dim() == 4 and each.numel() for each in tensors)
+        and all((each.shape[0], each.shape[3]) == (batch, depth) for each in (key, value))
+        and (given.get("enable_gqa") or key.shape[1] == value.shape[1] == heads)
+        and all(strides[3] == 1 for strides in input_strides(tensors))
+    ):
+        return None
+    return [_like_first(query, strides, outputs[0]) for strides in input_strides([query])]
 
 
 def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
