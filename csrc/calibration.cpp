@@ -42,19 +42,16 @@ int64_t thread_cpu_ns() {
   return int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
 }
 
-/// Run the calling thread on one of the cores that it may use, until the end.
+/// Run the calling thread on one CPU, if it may, until the end.
 class Pinned {
  public:
-  explicit Pinned(int nth) {
-    if (sched_getaffinity(0, sizeof before_, &before_) != 0) return;
-    for (int core = 0; core < CPU_SETSIZE; ++core) {
-      if (!CPU_ISSET(core, &before_) || nth-- > 0) continue;
-      cpu_set_t only;
-      CPU_ZERO(&only);
-      CPU_SET(core, &only);
-      pinned_ = sched_setaffinity(0, sizeof only, &only) == 0;
+  explicit Pinned(int cpu) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0)
       return;
-    }
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(cpu, &only);
+    pinned_ = sched_setaffinity(0, sizeof only, &only) == 0;
   }
   ~Pinned() {
     if (pinned_) sched_setaffinity(0, sizeof before_, &before_);
@@ -80,7 +77,9 @@ struct Turn {
 /// Two ranks, and a buffer of each.
 class Ranks {
  public:
-  Ranks() {
+  explicit Ranks(const std::vector<int>& cpus) {
+    if (cpus.size() < kRanks) throw std::runtime_error("two CPUs are needed");
+    std::copy_n(cpus.begin(), kRanks, cpus_);
     Tunables apart;
     apart.threads_apart = 1;
     const File file(create_segment(kRanks, kDefaultSlotBytes, "calibration", apart));
@@ -186,7 +185,7 @@ class Ranks {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < kRanks; ++rank)
       threads.emplace_back([&, rank] {
-        const Pinned pinned(rank);
+        const Pinned pinned(cpus_[rank]);
         try {
           act(rank);
         } catch (...) {
@@ -199,6 +198,7 @@ class Ranks {
       if (failure) std::rethrow_exception(failure);
   }
 
+  int cpus_[kRanks];
   std::shared_ptr<Group> groups_[kRanks];
   std::unique_ptr<char[]> buffers_[kRanks];
   size_t touched_[kRanks] = {};
@@ -217,8 +217,8 @@ double median(std::vector<double> values) {
 
 class Calibrator {
  public:
-  Calibrator(std::vector<Measurement>& measurements, bool insists)
-      : measurements_(measurements), insists_(insists) {}
+  Calibrator(const std::vector<int>& cpus, std::vector<Measurement>& measurements, bool insists)
+      : ranks_(cpus), measurements_(measurements), insists_(insists) {}
 
   bool can_read() { return ranks_.can_read(); }
 
@@ -418,9 +418,9 @@ void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
 
 }  // namespace
 
-Calibration calibrate(bool insists) {
+Calibration calibrate(const std::vector<int>& cpus, bool insists) {
   Calibration result;
-  Calibrator calibrator(result.measurements, insists);
+  Calibrator calibrator(cpus, result.measurements, insists);
   Tunables& tunables = result.tunables;
   calibrate_stores(calibrator, tunables);
   calibrate_streaming(calibrator, tunables);

@@ -1,5 +1,5 @@
 // The calibration of a host: tunables measured by running operations on two ranks that are threads of
-// this process, each on a core of its own, which read each other's memory through the kernel as
+// this process, each on a CPU of its own, which read each other's memory through the kernel as
 // processes do. It takes some 0.2 s.
 //
 // It sees what programs see: memory as the allocator gives it, both cores at work, messages up to sizes
@@ -27,8 +27,9 @@ struct Calibration {
   std::vector<Measurement> measurements;
 };
 
-/// Measure. Throws Fault and std::exception where no group can be made, and std::runtime_error where
+/// Measure on the first two of `cpus`, which need not be in this process's affinity: those of a job whose
+/// ranks are bound to one each are not. Throws Fault and std::exception where no group can be made, and std::runtime_error where
 /// other programs keep taking the cores, unless `insists`.
-Calibration calibrate(bool insists);
+Calibration calibrate(const std::vector<int>& cpus, bool insists);
 
 }  // namespace tilework

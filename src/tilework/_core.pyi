@@ -44,9 +44,11 @@ def create_segment(
     """A sealed memfd (F_SEAL_SHRINK|GROW|SEAL, close-on-exec) for `size` ranks; returns the fd.
     All ranks use its `tunables`, which are the defaults but for those given."""
 
-def calibrate(insists: bool = False) -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
+def calibrate(
+    cpus: Sequence[int], insists: bool = False
+) -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
     """(the tunables that are best on this host, [(operation, bytes of each rank, way, seconds)]).
-    Measured for some 0.2 s on two cores. RuntimeError where other programs still keep
+    Measured for some 0.2 s on the first two of `cpus`. RuntimeError where other programs still keep
     taking those for 0.1 s, unless `insists`."""
 
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:

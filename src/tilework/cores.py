@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,22 +12,28 @@ from typing import Final
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def usable_cores(root: Path = Path("/")) -> int:
+def usable_cores(root: Path = Path("/"), cpus: Collection[int] | None = None) -> int:
     """Cores this process may run on: its affinity, bounded by its control group's CPU quota.
 
     Args:
         root: Where ``proc`` and ``sys`` are; for tests.
+        cpus: The CPUs that count, instead of its affinity.
 
     Example:
         >>> usable_cores() >= 1
         True
     """
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux tells
-        cores = os.cpu_count() or 1
+    cores = len(affinity() if cpus is None else cpus)
     quota = cpu_quota(root)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def affinity() -> frozenset[int]:
+    """The numbers of the CPUs that this process may run on."""
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux tells
+        return frozenset(range(os.cpu_count() or 1))
 
 
 def has_spare_core(ranks: int) -> bool:

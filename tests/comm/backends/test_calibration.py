@@ -32,7 +32,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """An empty cache folder, and a core that measures at once; one entry for each time it does."""
     measured: list[int] = []
 
-    def calibrate(insists: bool) -> tuple[dict[str, int], list[Any]]:
+    def calibrate(cpus: list[int], insists: bool) -> tuple[dict[str, int], list[Any]]:
         measured.append(1)
         return dict(MEASURED), [("all_gather", 4096, "outboxes", 1e-6)]
 
@@ -40,7 +40,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setenv("TILEWORK_CALIBRATION", "1")
     monkeypatch.delenv("TILEWORK_SINGLE_COPY", raising=False)
     monkeypatch.setattr(_core, "calibrate", calibrate)
-    monkeypatch.setattr(calibration, "usable_cores", lambda: 2)
+    monkeypatch.setattr(calibration, "usable_cores", lambda cpus=None: 2)
     monkeypatch.setattr(calibration, "_known", {})
     return measured
 
@@ -90,7 +90,7 @@ def test_garbage_is_measured_again(
 def test_another_kernel_is_another_host(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     host_calibration()
     facts = {**calibration.host_facts(), "kernel": "7.0"}
-    monkeypatch.setattr(calibration, "host_facts", lambda: facts)
+    monkeypatch.setattr(calibration, "host_facts", lambda cpus: facts)
     host_calibration()
     assert (len(runs), len(files())) == (2, 2)
 
@@ -176,7 +176,7 @@ def test_chunks_fit_into_caches_that_ranks_share() -> None:
 
 
 def test_one_core_is_not_measured(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "usable_cores", lambda: 1)  # its affinity, or a CPU quota
+    monkeypatch.setattr(calibration, "usable_cores", lambda cpus=None: 1)  # a CPU quota, too
     assert host_calibration().origin == "not measured: that takes two cores"
     assert (runs, files()) == ([], [])
 
@@ -184,7 +184,7 @@ def test_one_core_is_not_measured(runs: list[int], monkeypatch: pytest.MonkeyPat
 def test_disturbed_measurements_are_not_kept(
     runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def calibrate(insists: bool) -> tuple[dict[str, int], list[Any]]:
+    def calibrate(cpus: list[int], insists: bool) -> tuple[dict[str, int], list[Any]]:
         raise RuntimeError("other programs kept taking the cores")
 
     monkeypatch.setattr(_core, "calibrate", calibrate)
@@ -204,6 +204,31 @@ def test_all_ranks_use_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch
     assert run_ranks(2, program, backend="shm") == [MEASURED, MEASURED]
 
 
+def test_ranks_bound_to_a_core_each_have_one_each(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of theirs is measured on the cores of all, and not taken for a crowded one."""
+    measured_on: list[list[int]] = []
+
+    def affinity() -> frozenset[int]:
+        return frozenset({5 + dist.get_rank()} if dist.is_initialized() else {0})
+
+    def calibrate(cpus: list[int], insists: bool) -> tuple[dict[str, int], list[Any]]:
+        measured_on.append(cpus)
+        return {**MEASURED, "slow_outbox_ns": 12345}, []
+
+    def program(rank: int) -> int:
+        group: Any = dist.new_group([0, 1])
+        return int(group.engine.group.tunables()["slow_outbox_ns"])
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(shm, "affinity", affinity)
+    monkeypatch.setattr(calibration, "usable_cores", lambda cpus=None: len(cpus or ()))
+    monkeypatch.setattr(_core, "calibrate", calibrate)
+    assert run_ranks(2, program, backend="shm") == [12345, 12345]
+    assert measured_on == [[5, 6]]
+
+
 def test_ranks_have_loaded_before_it_measures(
     runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +241,7 @@ def test_ranks_have_loaded_before_it_measures(
         came.append(request.group_rank)
         return join(request)
 
-    def calibrate(insists: bool) -> tuple[dict[str, int], list[Any]]:
+    def calibrate(cpus: list[int], insists: bool) -> tuple[dict[str, int], list[Any]]:
         came_before.extend(came)
         return dict(MEASURED), []
 
@@ -228,7 +253,10 @@ def test_ranks_have_loaded_before_it_measures(
 
 def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILEWORK_SINGLE_COPY", raising=False)
-    tunables, measurements = _core.calibrate(insists=True)
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("takes two cores")
+    tunables, measurements = _core.calibrate(cpus, insists=True)
     assert set(tunables) == set(_core.DEFAULT_TUNABLES)
     assert tunables["threads_apart"] == 0
     assert {way for _, _, way, _ in measurements} >= {"outboxes", "chunks", "cached stores"}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tilework.comm.backends.topology import Plan, host_topology, plan_for
-from tilework.cores import usable_cores
+from tilework.cores import affinity, usable_cores
 
 try:
     from tilework import _core
@@ -67,23 +67,27 @@ class Calibration:
 
 
 def group_tunables(
-    ranks: int = 2, before_measuring: Callable[[], object] | None = None
+    ranks: int = 2,
+    cpus: frozenset[int] | None = None,
+    before_measuring: Callable[[], object] | None = None,
 ) -> dict[str, int]:
     """The tunables for a new group's segment. May measure for some 0.2 s.
 
     Args:
         ranks: The group's size.
+        cpus: The CPUs that its ranks may use together; None: those of this process.
         before_measuring: Called if it comes to that, to wait for a quiet moment.
     """
-    known = host_calibration(before_measuring=before_measuring)
-    tunables = chunks_for(plan_for(host_topology(), ranks), known)
+    cpus = affinity() if cpus is None else cpus
+    known = host_calibration(cpus=cpus, before_measuring=before_measuring)
+    tunables = chunks_for(plan_for(host_topology(cpus), ranks), known)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
     if wanted in _ON:
         for name in _BETWEEN_PROCESSES:
             tunables |= {name: _WANTED_FROM_BYTES, below(name): _core.NEVER_BYTES}
     elif wanted in _OFF:
         tunables |= dict.fromkeys((*_BETWEEN_PROCESSES, "thread_copy_bytes"), _core.NEVER_BYTES)
-    elif ranks > usable_cores():
+    elif ranks > usable_cores(cpus=cpus):
         # Measured with a core for each rank. Where they share one, outboxes stay in its cache.
         tunables["single_copy_reduce_bytes"] = tunables["slow_outbox_ns"] = _core.NEVER_BYTES
         for name in _MOVES:
@@ -117,41 +121,48 @@ _known: dict[str, Calibration] = {}
 
 
 def host_calibration(
-    *, remake: bool = False, before_measuring: Callable[[], object] | None = None
+    *,
+    cpus: frozenset[int] | None = None,
+    remake: bool = False,
+    before_measuring: Callable[[], object] | None = None,
 ) -> Calibration:
     """This host's calibration: known, kept in the cache folder, or measured now.
 
     Args:
+        cpus: The CPUs that it is for; None: those of this process.
         remake: Measure in any case, and keep that.
         before_measuring: Called if it comes to that.
     """
     if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
         return _defaults("turned off, by TILEWORK_CALIBRATION=0")
-    facts = host_facts()
+    cpus = affinity() if cpus is None else cpus
+    facts = host_facts(cpus)
     path = cache_folder() / f"calibration-{_digest(facts)}.json"
 
     def kept() -> Calibration | None:
         return None if remake else _known.get(str(path)) or load(path, facts)
 
-    if before_measuring and usable_cores() > 1 and kept() is None:
+    if before_measuring and usable_cores(cpus=cpus) > 1 and kept() is None:
         before_measuring()  # not under the lock: it may wait for ranks that need it
     with _lock:  # threads of one process make groups at the same time
         known = kept()
         if known is None:
-            known = _measured(path, facts, patient=not remake)
+            known = _measured(path, facts, cpus, patient=not remake)
         _known[str(path)] = known
         return known
 
 
-def _measured(path: Path, facts: Mapping[str, object], *, patient: bool) -> Calibration:
+def _measured(
+    path: Path, facts: Mapping[str, object], cpus: frozenset[int], *, patient: bool
+) -> Calibration:
     """Measure, and keep it; the defaults where this is no time for that, and ``patient``."""
-    if usable_cores() < 2:
+    if usable_cores(cpus=cpus) < 2:
         return _defaults("not measured: that takes two cores")
     with _alone(path) as alone:
         if patient and not alone:
             return _defaults("not measured: another process was measuring")
         try:
-            tunables, measurements = _core.calibrate(insists=not patient)
+            tunables, measurements = _core.calibrate(sorted(cpus), insists=not patient)
         except (OSError, RuntimeError) as error:
             return _defaults(f"not measured: {error}")
     kept = save(path, facts, tunables, measurements)
@@ -192,12 +203,12 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"tilework-{os.getuid()}"
 
 
-def host_facts() -> dict[str, object]:
-    """All that a calibration depends on."""
+def host_facts(cpus: frozenset[int] | None = None) -> dict[str, object]:
+    """All that a calibration for some CPUs depends on; None: those of this process."""
     return {
         "processor": processor_name(),
         "caches": cache_sizes(),
-        "cores": usable_cores(),
+        "cores": usable_cores(cpus=cpus),
         "kernel": platform.release(),
         "huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled"),
         "tilework": _version(),

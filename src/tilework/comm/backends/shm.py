@@ -27,7 +27,7 @@ from tilework.comm.backends.calibration import group_tunables
 from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
 from tilework.comm.elastic.ledger import MemoryLedger
 from tilework.comm.elastic.watched_store import look
-from tilework.cores import cpu_quota
+from tilework.cores import affinity, cpu_quota
 from tilework.errors import DistBackendError, DistStoreError, PeerLostError, StoreTimeoutError
 
 try:
@@ -92,7 +92,7 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     # Socket names are there for every user to read: the nonce must not be in one.
     name = f"tilework-shm-{secrets.token_hex(16)}"
     ranks = request.group_size
-    tunables = group_tunables(ranks, lambda: _await_others(request))
+    tunables = group_tunables(ranks, _cpus_of_all(request), lambda: _await_others(request))
     fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, tunables)
     ledger_fd, group = -1, None
     try:
@@ -129,6 +129,21 @@ def _await_others(request: DistributedBackendOptions) -> None:
     others = [f"shm/here/{rank}" for rank in range(1, request.group_size)]
     with contextlib.suppress(StoreTimeoutError):
         request.store.wait(others, min(_LOADING_TIMEOUT, request.timeout / 2))
+
+
+def _cpus_of_all(request: DistributedBackendOptions) -> frozenset[int]:
+    """The CPUs that the ranks may run on together: a launcher may have bound each to its own.
+
+    The others' are waited for only where this rank's are too few for all and not all there are.
+    """
+    cpus, store = affinity(), request.store
+    if len(cpus) >= min(request.group_size, os.cpu_count() or 1):
+        return cpus
+    _await_others(request)
+    for rank in range(1, request.group_size):
+        if store.check([f"shm/here/{rank}"]):
+            cpus |= {int(cpu) for cpu in store.get(f"shm/here/{rank}").split()}
+    return cpus
 
 
 def _error_of(verdict: str) -> DistBackendError:
@@ -301,7 +316,7 @@ def _is_ready(connection: socket.socket) -> bool:
 def _join(request: DistributedBackendOptions) -> _Ends:
     """Any other rank's side."""
     store = request.store
-    store.set(f"shm/here/{request.group_rank}", "")
+    store.set(f"shm/here/{request.group_rank}", " ".join(map(str, sorted(affinity()))))
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
     with contextlib.ExitStack() as undo:
         ends = None

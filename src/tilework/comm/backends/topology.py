@@ -7,11 +7,12 @@ docs/algorithms/topology.md.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+from tilework.cores import affinity
 
 #: Nanoseconds in which a cache line comes from another core, within and between memory nodes.
 NEAR_NS, FAR_NS = 60.0, 200.0
@@ -62,7 +63,7 @@ def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -
         usable: CPUs that count, if they are online; None: this process's affinity.
     """
     system = root / "sys/devices/system"
-    cpus = frozenset(_affinity() if usable is None else usable)
+    cpus = frozenset(affinity() if usable is None else usable)
     online = _read_list(system / "cpu/online")
     cpus = cpus & online or cpus
     nodes = _groups(cpus, (_read_list(f / "cpulist") for f in _numbered(system / "node", "node")))
@@ -76,14 +77,17 @@ def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -
     return Topology((*nodes, *rest), (*cores, *singles), next(filter(None, caches), 0))
 
 
-def host_topology() -> Topology:
-    """This host's, read once for each affinity that this process has had.
+def host_topology(usable: frozenset[int] | None = None) -> Topology:
+    """This host's, read once for each set of CPUs.
+
+    Args:
+        usable: CPUs that count; None: this process's affinity.
 
     Example:
         >>> host_topology().cpus >= 1
         True
     """
-    return _known_topology(frozenset(_affinity()))
+    return _known_topology(affinity() if usable is None else usable)
 
 
 @functools.cache
@@ -182,13 +186,6 @@ def two_level_round_ns(nodes: int, ranks_per_node: int) -> float:
 
 def _align_down(nbytes: int) -> int:
     return nbytes // 4096 * 4096
-
-
-def _affinity() -> Iterable[int]:
-    try:
-        return os.sched_getaffinity(0)
-    except AttributeError:  # only Linux tells
-        return range(os.cpu_count() or 1)
 
 
 def _numbered(folder: Path, name: str) -> Iterator[Path]:
