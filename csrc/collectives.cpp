@@ -32,14 +32,14 @@ void write_slot(const Exchange& x, const Routes& routes, size_t offset) {
     const int peer = routes.split() ? i : (x.rank + 1) % x.size;
     if (peer == x.rank) continue;
     const Buffer from = routes.outgoing(peer);
-    const size_t cell = routes.cell(x.rank, peer);
+    const Cell cell = routes.cell(x.rank, peer);
     const size_t bytes = bytes_of(from, offset, routes.cell_bytes());
     if (!routes.read_from_peer(from))
       x.stores().put(bytes, [&](bool streamed) {
-        copy_rows({x.slot() + cell, bytes}, 0, from, offset, bytes, streamed);
+        copy_rows({x.slot(cell, bytes), bytes}, 0, from, offset, bytes, streamed);
       });
     else if (offset == 0)
-      x.show(cell, routes.shown_index(peer), from);
+      x.show(cell.offset, routes.shown_index(peer), from);
   }
 }
 
@@ -55,8 +55,8 @@ void read_slots(const Exchange& x, const Routes& routes, size_t offset) {
     const Buffer to = routes.incoming(peer);
     if (routes.read_from_peer(to)) continue;
     const size_t bytes = bytes_of(to, offset, routes.cell_bytes());
-    char* from = const_cast<char*>(x.slot_of(peer)) + routes.cell(peer, x.rank);
-    copy_rows(to, offset, {from, bytes}, 0, bytes, routes.streamed());
+    const char* from = x.slot_of(peer, routes.cell(peer, x.rank), bytes);
+    copy_rows(to, offset, {const_cast<char*>(from), bytes}, 0, bytes, routes.streamed());
   }
 }
 
@@ -82,7 +82,7 @@ bool read_shown(const Exchange& x, const Routes& routes) {
     const int peer = (x.rank + i) % x.size;
     const Buffer to = routes.incoming(peer);
     if (!routes.read_from_peer(to)) continue;
-    const ShownBuffer from = x.shown(peer, routes.cell(peer, x.rank), routes.shown_index(x.rank));
+    const ShownBuffer from = x.shown(peer, routes.cell(peer, x.rank).offset, routes.shown_index(x.rank));
     if (!reading.copy(peer, from, 0, to, routes.streamed())) break;
   }
   return reading.finish();
@@ -188,10 +188,13 @@ void reduce_scatter(Exchange& x) {
       x.round();
     }
     const size_t skip = std::min(cell, done > offset ? done - offset : 0);
-    const Buffer result = slice(x.operation.outputs[0], offset + skip, cell - skip);
+    const Buffer output = x.operation.outputs[0];
+    const Buffer result = slice(output, offset + skip, cell - skip);
+    const size_t shown = bytes_of(output, offset, cell);
     for (int peer = 0; peer < x.size; ++peer)
-      x.sources()[peer] = peer == x.rank ? x.operation.inputs[peer].data + offset + skip
-                                         : x.slot_of(peer) + routes.cell(peer, x.rank) + skip;
+      x.sources()[peer] = peer == x.rank
+                              ? x.operation.inputs[peer].data + offset + skip
+                              : x.slot_of(peer, routes.cell(peer, x.rank), shown) + skip;
     reduce_blocks(x, result.data, nullptr, result.bytes);
     offset += cell;
     if (offset < x.longest_bytes() && x.readable_in_place())
@@ -208,11 +211,12 @@ void put(const Exchange& x, char* to, const Buffer& from) {
 
 /// In a single round: every rank publishes its input, and each rank that wants the result reduces all.
 void reduce_one_shot(Exchange& x, const Buffer& input, char* output) {
-  if (x.size > 1) put(x, x.slot(), input);  // alone, it may be larger than a slot
+  const Cell cell = {0, x.slot_bytes};
+  if (x.size > 1) put(x, x.slot(cell, input.bytes), input);  // alone, it may be larger than a slot
   x.round();
   if (!output) return;
   for (int peer = 0; peer < x.size; ++peer)
-    x.sources()[peer] = peer == x.rank ? input.data : x.slot_of(peer);
+    x.sources()[peer] = peer == x.rank ? input.data : x.slot_of(peer, cell, input.bytes);
   reduce_blocks(x, output, nullptr, input.bytes);
 }
 
@@ -264,18 +268,21 @@ void reduce_rest_in_place(Exchange& x, size_t offset) {
 /// `output` is null on ranks that do not want the result.
 void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
   ReductionChunks plan(input.bytes, x.size, x.tunables().reduce_chunk_bytes);
+  const Cell whole = {0, x.slot_bytes};
+  const auto slot = [&] { return x.slot(whole, plan.chunk); };
+  const auto slot_of = [&](int peer) { return x.slot_of(peer, whole, plan.chunk); };
   bool in_place = false;
   for (size_t t = 0; t <= plan.chunks; ++t) {
     for (int owner = 0; t < plan.chunks && owner < x.size; ++owner) {
       const Buffer part = plan.of(input.data, t, owner);
-      if (owner != x.rank) put(x, x.slot() + owner * plan.cell, part);
+      if (owner != x.rank) put(x, slot() + owner * plan.part, part);
     }
     x.round();
     if (t < plan.chunks) {
       const Buffer mine = plan.of(input.data, t, x.rank);
       for (int peer = 0; peer < x.size; ++peer)
-        x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer) + x.rank * plan.cell;
-      char* const finished = x.slot() + x.rank * plan.cell;
+        x.sources()[peer] = peer == x.rank ? mine.data : slot_of(peer) + x.rank * plan.part;
+      char* const finished = slot() + x.rank * plan.part;
       char* const own = output ? plan.of(output, t, x.rank).data : nullptr;
       if (own && x.stores().streams(mine.bytes)) {
         reduce_blocks(x, own, nullptr, mine.bytes);
@@ -292,7 +299,7 @@ void reduce_chunked(Exchange& x, const Buffer& input, char* output) {
     for (int i = 1; t > 0 && output && i < x.size; ++i) {
       const int owner = (x.rank + i) % x.size;
       const Buffer part = plan.of(output, t - 1, owner);
-      copy(part.data, x.slot_of(owner) + owner * plan.cell, part.bytes);
+      copy(part.data, slot_of(owner) + owner * plan.part, part.bytes);
     }
   }
   if (in_place) x.check_stopped();

@@ -16,19 +16,36 @@ constexpr size_t kReadPiece = 1024 * 1024;
 
 size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine * kLine; }
 
-/// Copy to and from a ring, whose end may lie inside.
-void write_ring(char* ring, uint64_t at, const char* from, size_t bytes, bool streamed) {
-  const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
-  const auto store = streamed ? copy_streaming : copy;
-  store(ring + offset, from, first);
-  store(ring, from + first, bytes - first);
-}
+/// A channel's ring, addressed by positions of its cursors.
+class Ring {
+ public:
+  Ring(char* data, size_t bytes) : data_(data), bytes_(bytes) {}
 
-void read_ring(const char* ring, uint64_t at, char* to, size_t bytes, bool streamed) {
-  const size_t offset = at % kRingBytes, first = std::min(bytes, kRingBytes - offset);
-  const auto put = streamed ? copy_streaming : copy;
-  put(to, ring + offset, first);
-  put(to + first, ring, bytes - first);
+  /// The line at a position.
+  char* at(uint64_t position) const { return data_ + offset(position); }
+  /// Copy to and from it, also over its end.
+  void write(uint64_t position, const char* from, size_t bytes, bool streamed) const {
+    const size_t first = std::min(bytes, bytes_ - offset(position));
+    const auto store = streamed ? copy_streaming : copy;
+    store(at(position), from, first);
+    store(data_, from + first, bytes - first);
+  }
+  void read(uint64_t position, char* to, size_t bytes, bool streamed) const {
+    const size_t first = std::min(bytes, bytes_ - offset(position));
+    const auto store = streamed ? copy_streaming : copy;
+    store(to, at(position), first);
+    store(to + first, data_, bytes - first);
+  }
+
+ private:
+  size_t offset(uint64_t position) const { return position & (bytes_ - 1); }
+
+  char* data_;
+  size_t bytes_;
+};
+
+Ring ring_of(const Segment& segment, int source, int destination) {
+  return {segment.ring(source, destination), segment.ring_bytes()};
 }
 
 std::optional<Fault> check_fit(const Request& request, const Envelope& envelope, int source) {
@@ -107,6 +124,7 @@ PointToPoint::PointToPoint(RankContext& context)
     : context_(context),
       segment_(context.segment),
       rank_(context.rank),
+      ring_bytes_(segment_.ring_bytes()),
       stores_(segment_.tunables().slow_outbox_ns),
       outgoing_(context.size),
       incoming_(context.size) {}
@@ -337,7 +355,7 @@ bool PointToPoint::has_room(int peer, size_t room) {
   Outgoing& out = outgoing_[peer];
   const auto has = [&] {
     const uint64_t used = out.head - out.known_tail;
-    return used <= kRingBytes && kRingBytes - used >= room;
+    return used <= ring_bytes_ && ring_bytes_ - used >= room;
   };
   if (has()) return true;
   out.known_tail = segment_.cursor(rank_, peer).tail.load();
@@ -348,12 +366,12 @@ bool PointToPoint::has_room(int peer, size_t room) {
 bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char* data) {
   Outgoing& out = outgoing_[peer];
   Cursor& cursor = segment_.cursor(rank_, peer);
-  char* ring = segment_.ring(rank_, peer);
+  const Ring ring = ring_of(segment_, rank_, peer);
   const size_t room = fragment_room(envelope.bytes);
   if (!has_room(peer, room)) return false;
-  memcpy(ring + out.head % kRingBytes, &envelope, sizeof envelope);
+  memcpy(ring.at(out.head), &envelope, sizeof envelope);
   stores_.put(envelope.bytes, [&](bool streamed) {
-    write_ring(ring, out.head + kLine, data, envelope.bytes, streamed);
+    ring.write(out.head + kLine, data, envelope.bytes, streamed);
   });
   out.head += room;
   if (is_short(envelope)) write_short(cursor.last, envelope, data, out.head);
@@ -382,14 +400,15 @@ bool PointToPoint::receive_now(int peer, const Buffer& buffer, DType dtype, int6
   Cursor& cursor = segment_.cursor(peer, rank_);
   const uint64_t head = cursor.head.load(), available = head - in.tail;
   const size_t room = fragment_room(buffer.bytes);
-  if (in.active || in.corrupt || available > kRingBytes || available < room) return false;
+  if (in.active || in.corrupt || available > ring_bytes_ || available < room) return false;
   const Envelope expected = envelope_of(buffer, dtype, tag, label);
   const bool alone = available == room && is_short(expected);
   if (!alone || !read_short(cursor.last, head, expected, buffer.data)) {
     Envelope envelope;  // a private copy: what is checked is what is used
-    memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
+    const Ring ring = ring_of(segment_, peer, rank_);
+    memcpy(&envelope, ring.at(in.tail), sizeof envelope);
     if (memcmp(&envelope, &expected, sizeof envelope) != 0) return false;
-    read_ring(segment_.ring(peer, rank_), in.tail + kLine, buffer.data, buffer.bytes, false);
+    ring.read(in.tail + kLine, buffer.data, buffer.bytes, false);
   }
   in.tail += room;
   cursor.tail.store(in.tail);
@@ -411,7 +430,7 @@ void PointToPoint::receive_fragments(int peer) {
     const uint64_t available = cursor.head.load() - in.tail;
     if (available == 0) return;
     const uint64_t before = in.tail;
-    in.corrupt = available > kRingBytes || available < kLine || !receive_fragment(peer, available);
+    in.corrupt = available > ring_bytes_ || available < kLine || !receive_fragment(peer, available);
     if (in.tail == before) return;
     cursor.tail.store(in.tail);
     ++fragments_;
@@ -423,7 +442,7 @@ void PointToPoint::receive_fragments(int peer) {
 bool PointToPoint::receive_fragment(int peer, uint64_t available) {
   Incoming& in = incoming_[peer];
   Envelope envelope;  // a private copy: what is checked is what is used
-  memcpy(&envelope, segment_.ring(peer, rank_) + in.tail % kRingBytes, sizeof envelope);
+  memcpy(&envelope, ring_of(segment_, peer, rank_).at(in.tail), sizeof envelope);
   if (envelope.bytes > kFragment || fragment_room(envelope.bytes) > available) return false;
   if ((envelope.first != 0) == in.active) return false;
   if (envelope.shown != 0 && (in.active || envelope.bytes != sizeof(ShownBuffer))) return false;
@@ -465,7 +484,7 @@ bool PointToPoint::begin_message(int peer, const Envelope& envelope) {
 void PointToPoint::begin_reading(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
   ++in.shown_count;
-  memcpy(&in.shown, segment_.ring(peer, rank_) + (in.tail + kLine) % kRingBytes, sizeof in.shown);
+  memcpy(&in.shown, ring_of(segment_, peer, rank_).at(in.tail + kLine), sizeof in.shown);
   if (in.unexpected || in.shown.bytes != envelope.total || in.shown.row_bytes != 0)
     return answer(peer, true);
   in.reading = true;
@@ -502,15 +521,14 @@ void PointToPoint::answer(int peer, bool refused) {
 
 void PointToPoint::store_fragment(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
-  const char* ring = segment_.ring(peer, rank_);
+  const Ring ring = ring_of(segment_, peer, rank_);
   if (in.target && !in.target->finished) {
-    read_ring(ring, in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes,
+    ring.read(in.tail + kLine, in.target->buffer.data + in.received, envelope.bytes,
               in.current.total >= kStreamedBytes);
   } else if (in.unexpected) {
     in.unexpected->data.resize(
         in.received + envelope.bytes);  // grows by the bytes that came, not by those announced
-    read_ring(ring, in.tail + kLine, in.unexpected->data.data() + in.received, envelope.bytes,
-              false);
+    ring.read(in.tail + kLine, in.unexpected->data.data() + in.received, envelope.bytes, false);
   }
   in.received += envelope.bytes;
 }

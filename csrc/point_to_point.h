@@ -1,6 +1,6 @@
 // Point-to-point messages of one rank.
 //
-// Each ordered pair of ranks has a ring of kRingBytes. A message is split into fragments of at most
+// Each ordered pair of ranks has a ring of its own. A message is split into fragments of at most
 // kFragment bytes; each has a 64-byte envelope. A message that fits is sent at once; a longer one
 // streams while the receiver drains. Messages of a pair arrive in order.
 //
@@ -178,6 +178,7 @@ class PointToPoint {
   std::weak_ptr<void> owner_;
   Segment& segment_;
   const int rank_;
+  const size_t ring_bytes_;
   OutboxStores stores_;  // into rings
 
   std::mutex mutex_;

@@ -55,10 +55,8 @@ class Routes {
     return operation_.kind == OpKind::kScatter || operation_.kind == OpKind::kAllToAll ||
            operation_.kind == OpKind::kReduceScatter;
   }
-  size_t cell_bytes() const {
-    const size_t chunk = x_.tunables().chunk_bytes;
-    return split() ? align_down(chunk / std::max(1, x_.size - 1)) : chunk;
-  }
+  /// The most bytes of a message that a round moves.
+  size_t cell_bytes() const { return share(x_.tunables().chunk_bytes); }
   /// True if a message is read from its sender's memory, and its cell only shows where it is.
   bool read_from_peer(const Buffer& message) const {
     return !through_outboxes_ && x_.shows(message.bytes);
@@ -68,8 +66,11 @@ class Routes {
   /// The number of what `from` shows to `to`.
   size_t shown_index(int to) const { return split() ? to : 0; }
 
-  /// The offset in the slot of `from` of the data for `to`.
-  size_t cell(int from, int to) const { return split() ? (to - (to > from)) * cell_bytes() : 0; }
+  /// The part of the slot of `from` that has the data for `to`.
+  Cell cell(int from, int to) const {
+    const size_t bytes = share(x_.slot_bytes);
+    return {split() ? (to - (to > from)) * bytes : 0, bytes};
+  }
 
   Buffer outgoing(int peer) const {
     switch (operation_.kind) {
@@ -91,6 +92,10 @@ class Routes {
 
  private:
   bool root() const { return x_.rank == operation_.root; }
+  /// What each message has of `bytes` bytes of a slot.
+  size_t share(size_t bytes) const {
+    return split() ? align_down(bytes / std::max(1, x_.size - 1)) : bytes;
+  }
 
   const Exchange& x_;
   const Operation& operation_;

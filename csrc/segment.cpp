@@ -32,6 +32,14 @@ int duplicate(int fd) {
   return copy;
 }
 
+/// Bytes of a channel's ring: those to one rank have together what its two outboxes have, twice, so that in a
+/// small group a sender writes where its receiver has read long ago (see Cell in exchange.h).
+size_t affordable_ring(size_t size, size_t slot_bytes) {
+  size_t bytes = kLeastRingBytes;
+  while (2 * bytes <= 4 * slot_bytes / size) bytes *= 2;
+  return bytes;
+}
+
 /// Bytes of one arena: a share of the machine's memory, so that all arenas together hold no more.
 size_t affordable_arena(int size) {
   const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
@@ -97,7 +105,10 @@ File::~File() {
 }
 
 SegmentLayout::SegmentLayout(int size_, size_t slot_bytes_, size_t arena_bytes_)
-    : size(size_), slot_bytes(slot_bytes_), arena_bytes(arena_bytes_) {
+    : size(size_),
+      slot_bytes(slot_bytes_),
+      arena_bytes(arena_bytes_),
+      ring_bytes(affordable_ring(std::max(size_, 1), slot_bytes_)) {
   if (size < 1 || size > kMaxRanks)
     throw std::invalid_argument("size: " + std::to_string(size) + " given, 1 to " +
                                 std::to_string(kMaxRanks) + " ranks are possible");
@@ -114,7 +125,7 @@ SegmentLayout::SegmentLayout(int size_, size_t slot_bytes_, size_t arena_bytes_)
   cursors = round_up(tables + n * 2 * 2 * n * sizeof(int64_t), kPage);
   outboxes = round_up(cursors + n * n * sizeof(Cursor), kPage);
   channels = outboxes + n * 2 * slot_bytes;
-  arenas = channels + n * n * kRingBytes;
+  arenas = channels + n * n * ring_bytes;
   total = arenas + n * arena_bytes;
 }
 

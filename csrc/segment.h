@@ -5,7 +5,7 @@
 //   int64         x N x 2 x 2N           bytes each rank sends to and expects from each other rank
 //   Cursor        x N x N                heads and tails of the point-to-point channels
 //   outbox slots  x N x 2 x slot_bytes   data that a rank publishes in a round
-//   channels      x N x N x kRingBytes   point-to-point rings
+//   channels      x N x N x ring_bytes   point-to-point rings
 //   arenas        x N x arena_bytes      buffers that peers use in place; mapped when needed
 //
 // The file is sparse: a page costs memory once it is touched, so idle channels cost nothing.
@@ -28,11 +28,11 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 10;
+constexpr uint32_t kAbi = 11;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
-constexpr size_t kRingBytes = 128 * 1024;
+constexpr size_t kLeastRingBytes = 128 * 1024;
 constexpr size_t kLine = 64;
 constexpr size_t kDefaultSlotBytes = 512 * 1024;
 
@@ -149,7 +149,7 @@ struct SegmentLayout {
   SegmentLayout(int size, size_t slot_bytes, size_t arena_bytes);  // throws std::invalid_argument
 
   int size;
-  size_t slot_bytes, arena_bytes;
+  size_t slot_bytes, arena_bytes, ring_bytes;  // the latter a power of two
   size_t tables, cursors, outboxes, channels, arenas, total;
 };
 
@@ -183,6 +183,7 @@ class Segment {
   size_t slot_bytes() const { return layout_.slot_bytes; }
   size_t bytes() const { return layout_.arenas; }
   size_t arena_bytes() const { return layout_.arena_bytes; }
+  size_t ring_bytes() const { return layout_.ring_bytes; }
   const Tunables& tunables() const { return tunables_; }
   void set_tunables(const Tunables& tunables) { tunables_ = tunables; }
   /// A number that tells segments apart while they exist.
@@ -206,7 +207,7 @@ class Segment {
     return reinterpret_cast<Cursor*>(base_ + layout_.cursors)[channel(source, destination)];
   }
   char* ring(int source, int destination) const {
-    return base_ + layout_.channels + channel(source, destination) * kRingBytes;
+    return base_ + layout_.channels + channel(source, destination) * layout_.ring_bytes;
   }
   /// The memory file; it stays open.
   int fd() const { return fd_.fd; }

@@ -140,7 +140,7 @@ bool reduce_scatter_by_reading(Exchange& x, const Routes& routes, size_t& done) 
   const Buffer output = x.operation.outputs[0];
   std::vector<ShownBuffer> shown(x.size);
   for (int peer = 0; peer < x.size; ++peer)
-    if (peer != x.rank) shown[peer] = x.shown(peer, routes.cell(peer, x.rank), x.rank);
+    if (peer != x.rank) shown[peer] = x.shown(peer, routes.cell(peer, x.rank).offset, x.rank);
   ReadReduction reduction(x, std::move(shown), 0, x.operation.inputs[x.rank].data);
   done = reduction.run(output.data, output.bytes);
   return all_read(x, done == output.bytes);

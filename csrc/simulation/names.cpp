@@ -82,9 +82,9 @@ std::string place_in(const SegmentLayout& layout, size_t at) {
   if (at >= layout.arenas)
     return "rank " + number((at - layout.arenas) / layout.arena_bytes) + "'s arena+" +
            number((at - layout.arenas) % layout.arena_bytes);
-  const size_t channel = (at - layout.channels) / kRingBytes;
+  const size_t channel = (at - layout.channels) / layout.ring_bytes;
   return "channel " + number(channel % size) + " to " + number(channel / size) + "+" +
-         number((at - layout.channels) % kRingBytes);
+         number((at - layout.channels) % layout.ring_bytes);
 }
 
 /// Where the program was loaded.

@@ -46,8 +46,9 @@ def test_a_large_group_costs_little_until_it_is_used() -> None:
 def stated_bound(ranks: int, pairs: int = 0) -> int:
     """The bytes that a group holds at most, says docs/algorithms/shared-memory.md."""
     outboxes, control, page = 2 * _core.DEFAULT_SLOT_BYTES, 4096, 4096
+    ring = max(128 * 1024, 2 * outboxes // ranks)
     tables = ranks * 2 * 2 * ranks * 8 + ranks * ranks * 128
-    return ranks * (outboxes + control) + tables + pairs * 128 * 1024 + 4 * page
+    return ranks * (outboxes + control) + tables + pairs * ring + 4 * page
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32, 64])
@@ -79,6 +80,26 @@ def test_memory_of_a_group_is_bounded(ranks: int) -> None:
         for run in runs:
             run.result()
         assert 0 < os.fstat(fd).st_blocks * 512 <= stated_bound(ranks)
+        for end in ends:
+            end.close()
+
+
+def test_rounds_use_all_of_an_outbox() -> None:
+    """A rank writes where its peers, whose caches keep what they read of late, read longest ago."""
+    short = torch.zeros(8 * 1024)
+    rounds = 2 * _core.DEFAULT_SLOT_BYTES // short.nbytes
+
+    def program(rank: Rank) -> None:
+        for _ in range(rounds):
+            rank.run("broadcast", [], [short.clone()])
+
+    with segment(2, _core.DEFAULT_SLOT_BYTES) as fd:
+        ends = [_core.Group(fd, rank, 2, NONCE) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(program, Rank(end, i, 2)) for i, end in enumerate(ends)]
+        for run in runs:
+            run.result()
+        assert os.fstat(fd).st_blocks * 512 >= 2 * _core.DEFAULT_SLOT_BYTES
         for end in ends:
             end.close()
 

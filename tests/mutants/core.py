@@ -62,8 +62,8 @@ INTERLEAVINGS = [
     Mutant(
         "channel: the bound of its ring dropped",
         POINT_TO_POINT,
-        "    return used <= kRingBytes && kRingBytes - used >= room;\n",
-        "    return used <= 2 * kRingBytes;\n",
+        "    return used <= ring_bytes_ && ring_bytes_ - used >= room;\n",
+        "    return used <= 2 * ring_bytes_;\n",
         SIMULATION,
     ),
     Mutant(
