@@ -49,6 +49,8 @@ class DTensorBase(TiledTensor):
     _writes: int = 0
     #: Autograd's number when that memory was last written to, where torch would count the write.
     _written_at: int = -1
+    #: Layouts that it had in the same memory, before it was given data of that in another.
+    _specs_before: tuple[DTensorSpec, ...] = ()
     #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
     _anchor: DTensorBase | None = None
     #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.
@@ -192,11 +194,39 @@ class Origin:
 Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any]]
 
 
+def data_of(tensor: Tensor) -> Tensor:
+    """The tensor's data: the same memory, whose writes torch does not count."""
+    return tensor.data
+
+
 def memory_of(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that owns the memory which a view shows: itself if it is no view."""
+    """The tensor that owns the memory which a view shows: itself if it is no view.
+
+    Where that was given other data since, the first of its views that are left.
+    """
     while (viewed := tensor._viewed) is not None:
-        tensor = viewed[0]
+        base = viewed[0]
+        if base._spec is not viewed[1] and base_then(tensor) is None:
+            return tensor
+        tensor = base
     return tensor
+
+
+def base_then(tensor: DTensorBase) -> DTensorBase | None:
+    """The tensor that a view was made of, as it was laid out then; None: it shows other memory now.
+
+    Each has its layout as an object of its own: a tensor changes it for another where its dims are
+    changed in place, which makes it a view of what it was, and where it is given other data.
+    """
+    assert tensor._viewed is not None
+    base, spec, *_ = tensor._viewed
+    if base._spec is spec or any(its is spec for its in base._specs_before):
+        return base
+    found: DTensorBase | None = base if base._in_place else None
+    while found is not None and found._spec is not spec:
+        its = found._viewed
+        found = None if its is None or its[2] is data_of else its[0]
+    return found
 
 
 class View:

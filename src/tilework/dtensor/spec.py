@@ -223,13 +223,17 @@ class DTensorSpec:
         strides = tuple(strides)
         if strides == self.strides:
             return self
-        variants = self._by_strides
-        spec = variants.get(strides)
+        spec = self._by_strides.get(strides)
         if spec is None:
-            spec = DTensorSpec(self.mesh, self.placements, self.shape, self.order, self.splits)
+            spec = self.copy()
             spec.strides = strides
-            spec._by_strides = variants
-            spec = variants.setdefault(strides, spec)
+            spec = self._by_strides.setdefault(strides, spec)
+        return spec
+
+    def copy(self) -> DTensorSpec:
+        """An equal layout that is another object, as one that tells when a tensor had it."""
+        spec = DTensorSpec(self.mesh, self.placements, self.shape, self.order, self.splits)
+        spec.strides, spec._by_strides = self.strides, self._by_strides
         return spec
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:

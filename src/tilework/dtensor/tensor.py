@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph, origins
-from tilework.dtensor.base import DTensorBase, wrap_as
+from tilework.dtensor.base import DTensorBase, data_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.from_local import spec_from_local
@@ -30,7 +30,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.places import data_of, keep_place
+from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
@@ -454,12 +454,7 @@ def _takes_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 #: The fields of an instance, which a copy makes anew.
-_OWN = {
-    *("_local_tensor", "_spec", "_grad", "_aliases", "_view_of", "_viewed", "_writes", "_anchor"),
-    *("_written_at", "_graph_base"),
-    *("_became", "_in_place", "_handed_out", "_made_without_grad", "_places", "_origin"),
-    *("_digest", "_made", "_written", "_content", "_family", "_cleared", "_noted"),
-}
+_OWN = set(DTensorBase.__annotations__) - {"_is_param"}
 
 
 def _rebuild(

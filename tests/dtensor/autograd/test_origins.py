@@ -113,3 +113,36 @@ def test_data_of_another_shape_are_not_used_beside_those_before() -> None:
             torch.autograd.backward(y + (x * 3).sum())
 
     run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "v0.data = v0.data * 2",
+        "v0.data = v0.data.clone()",
+        "v0.data = v0.data.t()",
+        "v0.data = v0.data.t()\nwith torch.no_grad(): v0.t_()",
+        "with torch.no_grad(): v0.t_()\nv0.data = v0.data * 2",
+    ],
+)
+@pytest.mark.parametrize(
+    "views",
+    [
+        "v1 = v0.detach().as_strided([3, 2], [1, 2])",
+        "v1 = v0.detach()[1:3]\nv2 = v1[0]",
+        "v1 = v0.data\nv2 = v1[:, 1]",
+    ],
+)
+@pytest.mark.parametrize("placement", ["R", "S0", "S1"])
+def test_views_made_before_show_the_memory_of_then(placement: str, views: str, data: str) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 4), 22, '{placement}')\n{views}\n{data}\nv1.detach().mul_(0.25)\n"
+        "with torch.no_grad(): v0.mul_(3)\nv8 = v1 * 3\nv9 = v0 * 3"
+    )
+
+
+def test_data_whose_memory_is_smaller_than_that_of_views_made_before() -> None:
+    compare(
+        "v0 = leaf('v0', (1, 6), 59, 'R')\nv1 = v0.detach().as_strided([1, 1], [4, 4])\n"
+        "v2 = v1 @ v1\nv0.data = v2.data\nv2.zero_()"
+    )

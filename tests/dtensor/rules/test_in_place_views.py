@@ -86,3 +86,7 @@ def test_what_a_leaf_whose_dims_changed_was_saved_for_is_refused() -> None:
     assert not program.graded
     (outcome,) = run_programs([program])
     assert outcome.kind == "right", outcome.why
+
+
+def test_a_leaf_that_has_views_is_copied_and_saved() -> None:
+    compare("v0 = leaf('v0', (4, 4), 62, 'S0')\nv1 = v0[1]\nv2 = copied(v0)\nv3 = pickled(v0)")

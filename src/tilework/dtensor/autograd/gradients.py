@@ -150,7 +150,7 @@ def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
 def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
     check_no_leaf(tensor)
-    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
     tensor._aliases = tensor._grad = tensor._anchor = None
     note_write(tensor, digest_of(value))
     _show_shape(tensor)
@@ -280,12 +280,14 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         with torch.inference_mode(False):
             shown = shown.clone()
     tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
-    tensor._spec, tensor._grad = value._spec, None
+    is_own = memory_of(value) is tensor
+    tensor._specs_before = (*tensor._specs_before, tensor._spec) if is_own else ()
+    tensor._spec, tensor._grad = value._spec.copy(), None
     if copied_views.is_view(tensor):
         tensor._graph_base = copied_views.base_in_graph(tensor)
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
     note_write(tensor, digest)
-    if not is_new and memory_of(value) is not tensor:
+    if not (is_new or is_own):
         copied_views.share_memory(tensor, value)
     _show_shape(tensor)
 

@@ -25,6 +25,8 @@ from tilework.dtensor.base import (
     Redo,
     View,
     Write,
+    base_then,
+    data_of,
     memory_of,
     version_of,
     wrap_as,
@@ -32,14 +34,13 @@ from tilework.dtensor.base import (
 from tilework.dtensor.provenance.digests import digest_of, follow
 from tilework.dtensor.views.leaf_views import note_view
 from tilework.dtensor.views.memory_layout import (
-    base_then,
     full_in_memory_order,
     full_memory,
     replicated_as,
     window_of,
     write_memory,
 )
-from tilework.dtensor.views.places import data_of, keep_place
+from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
@@ -380,7 +381,10 @@ def shown_of(tensor: DTensorBase) -> tuple[DTensorBase, str]:
             apart = max(apart, view.apart, key=len)
         elif viewed[2] is Tensor.detach or viewed[2] is data_of:
             apart = "data" if viewed[2] is data_of else apart or "detach"
-        overlaps, base = base._spec.overlaps, base_then(base)
+        overlaps, then = base._spec.overlaps, base_then(base)
+        if then is None:
+            break
+        base = then
         if overlaps:
             found = base, apart
     return found
@@ -447,7 +451,7 @@ def hand_out(tensor: DTensorBase) -> None:
     while base is not None:
         if base._view_of is None:
             base._view_of = WATCHED
-        base = None if base._viewed is None else base._viewed[0]
+        base = None if base._viewed is None else base_then(base)
 
 
 def _counts_apart(tensor: DTensorBase) -> bool:

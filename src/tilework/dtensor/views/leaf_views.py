@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, memory_of
+from tilework.dtensor.base import DTensorBase, data_of, memory_of
 from tilework.dtensor.views.places import keep_place
 
 _FEW = 16
@@ -53,7 +53,7 @@ def derive_anew(tensor: DTensorBase, before: Tensor) -> None:
             _move(view, tensor)
             view._aliases = None
     viewed = tensor._viewed
-    while viewed is not None:
+    while viewed is not None and viewed[2] is not data_of:
         _move(viewed[0], tensor)
         viewed = viewed[0]._viewed
 

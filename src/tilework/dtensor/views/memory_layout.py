@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, base_then, memory_of, wrap_as
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -104,20 +104,11 @@ def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
     tensor.copy_(replicated_as(tensor, window_of(tensor).of(memory)))
 
 
-def base_then(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that a view was made of, as it was laid out then."""
-    assert tensor._viewed is not None
-    base, spec, *_ = tensor._viewed
-    while base._spec is not spec and base._viewed is not None:
-        base = base._viewed[0]  # it has become a view of what it was
-    return base
-
-
 def offset_of(tensor: DTensorBase) -> int:
     """The place in memory, in elements, at which a tensor begins, were it plain. Local."""
-    if tensor._viewed is None:
+    if tensor._viewed is None or (base := base_then(tensor)) is None:
         return 0
-    base, spec, func, args, kwargs = tensor._viewed
+    _, spec, func, args, kwargs = tensor._viewed
     start = offset_of(base)
     if func is None:
         return start

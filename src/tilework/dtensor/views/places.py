@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place, memory_of
+from tilework.dtensor.base import DTensorBase, Place, data_of, memory_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -23,11 +23,6 @@ _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
-
-
-def data_of(tensor: Tensor) -> Tensor:
-    """The tensor's data: the same memory, whose writes torch does not count."""
-    return tensor.data
 
 
 def keep_place(tensor: DTensorBase, written: bool = False) -> None:
@@ -48,7 +43,7 @@ def keep_place(tensor: DTensorBase, written: bool = False) -> None:
             left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
             tensor._places = (*tensor._places, Place(place, tensor._spec, left))
         viewed = tensor._viewed
-        if viewed is None or written:
+        if viewed is None or written or viewed[2] is data_of:
             return
         tensor = viewed[0]
 
