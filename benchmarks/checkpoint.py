@@ -8,8 +8,9 @@ The same processes run all contestants by turns, on the same bytes and the same 
 with flushes: only ratios within one run mean much. Each round another one begins, since what one
 has replaced the system may free while the next is at work; for the thread on which tilework frees
 it, all wait. A time is that of the slowest rank, from a barrier to a barrier; of several rounds the
-median counts. Plain files are read by readinto() into
-memory that was touched before, as all contestants' is; where a rank needs columns, as many bytes.
+median counts. Plain files are read by readinto() into memory that was touched before, as all
+contestants' is. Where a rank needs columns, "plain files" are as many bytes in one piece, which no
+program that needs columns can read so; "pread of each row" are the very bytes, by a call for each.
 "Room" is what the memory of a rank grew by while it loaded, at the most, beside what it loads into.
 Last comes a step of training by one rank, alone and beside async_save: on two cores or more.
 """
@@ -57,6 +58,7 @@ warnings.simplefilter("ignore")
 MIB = 1 << 20
 LIMIT = timedelta(minutes=5)
 PLAIN, OURS, DCP, SAFETENSORS = "plain files", "tilework", "DCP", "safetensors"
+ROWS = "pread of each row"
 Call = Callable[[], object]
 #: The dim in which a rank has what it loads; None: it has all. Saved is dim 0.
 LAYOUTS = {"load, same layout": 0, "load, rows to columns": 1, "load, all of it": None}
@@ -160,7 +162,21 @@ class Contest:
         def theirs_() -> None:
             load_dcp(theirs, storage_reader=FileSystemReader(self.folder / "dcp"))
 
-        return {PLAIN: plain, OURS: ours_, DCP: theirs_}
+        def rows() -> None:
+            """Columns, from files that have rows."""
+            width = bytes_of(memory[0][:1]).nbytes
+            row, here = width * self.ranks, width * self.rank
+            for number in range(self.ranks):
+                with open(self.folder / "plain" / str(number), "rb", buffering=0) as file:
+                    fd, at = file.fileno(), here
+                    for x in memory:
+                        view, first = bytes_of(x), number * self.rows // self.ranks * width
+                        for start in range(first, first + self.rows // self.ranks * width, width):
+                            os.preadv(fd, [view[start : start + width]], at)
+                            at += row
+
+        calls: dict[str, Call] = {PLAIN: plain, OURS: ours_, DCP: theirs_}
+        return {**calls, ROWS: rows} if dim == 1 else calls
 
     # -- asynchronous ------------------------------------------------------------------------
 

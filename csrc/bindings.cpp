@@ -387,42 +387,65 @@ size_t chunks_in(size_t nbytes, size_t chunk) {
   return (nbytes + chunk - 1) / chunk;
 }
 
-/// The outcome as Python has it: None, or what is wrong: (chunk, checksum), the latter None at the
-/// file's end.
-nb::object read_part(FileReader& reader, int fd, uint64_t offset, size_t nbytes, size_t chunk,
-                     const nb::bytes& checksums, const nb::bytes& checked, const nb::tuple& runs,
-                     size_t begin, size_t end) {
-  const size_t chunks = chunks_in(nbytes, chunk);
-  if (checked.size() != chunks || checksums.size() != chunks * sizeof(uint32_t))
-    throw std::invalid_argument("there is a checksum for each chunk");
-  const ChunkedPart part = {
-      offset,          nbytes,
-      chunk,           static_cast<const uint32_t*>(static_cast<const void*>(checksums.c_str())),
-      checked.c_str(), nullptr};
-  const Runs wanted = runs_from(runs, part, begin, end);
-  ReadOutcome outcome;
-  {
-    nb::gil_scoped_release unlocked;
-    outcome = reader.read(fd, part, wanted, begin, end);
-  }
-  if (outcome.kind == ReadOutcome::kRead) return nb::none();
-  if (outcome.kind == ReadOutcome::kTruncated) return nb::make_tuple(outcome.chunk, nb::none());
-  return nb::make_tuple(outcome.chunk, outcome.found);
+/// A read from Python, and the number of the part's chunks: (descriptor, offset, bytes, runs, begin,
+/// end, ...).
+std::pair<PartRead, size_t> part_read_from(const nb::tuple& given, size_t chunk) {
+  PartRead read;
+  read.fd = nb::cast<int>(nb::handle(given[0]));
+  read.part.offset = nb::cast<uint64_t>(nb::handle(given[1]));
+  read.part.bytes = nb::cast<size_t>(nb::handle(given[2]));
+  read.part.chunk = chunk;
+  read.begin = nb::cast<size_t>(nb::handle(given[4]));
+  read.end = nb::cast<size_t>(nb::handle(given[5]));
+  const size_t chunks = chunks_in(read.part.bytes, chunk);
+  read.runs = runs_from(nb::cast<nb::tuple>(nb::handle(given[3])), read.part, read.begin, read.end);
+  return {std::move(read), chunks};
 }
 
-/// The shares of what is wanted in the checksums of the chunks; at the file's end, the chunk's number.
-nb::object read_shares(FileReader& reader, int fd, uint64_t offset, size_t nbytes, size_t chunk,
-                       const nb::tuple& runs, size_t begin, size_t end) {
-  std::vector<uint32_t> shares(chunks_in(nbytes, chunk));
-  const ChunkedPart part = {offset, nbytes, chunk, nullptr, nullptr, shares.data()};
-  const Runs wanted = runs_from(runs, part, begin, end);
+/// None, or what is wrong: (number of the read, chunk, checksum, error). The checksum is None at the
+/// file's end; the error is 0 unless the system cannot read.
+nb::object read_all(FileReader& reader, const std::vector<PartRead>& reads) {
   ReadOutcome outcome;
   {
     nb::gil_scoped_release unlocked;
-    outcome = reader.read(fd, part, wanted, begin, end);
+    outcome = reader.read(reads);
   }
-  if (outcome.kind == ReadOutcome::kTruncated) return nb::int_(outcome.chunk);
-  return nb::bytes(shares.data(), shares.size() * sizeof(uint32_t));
+  if (outcome.kind == ReadOutcome::kRead) return nb::none();
+  nb::object found = nb::none();
+  if (outcome.kind == ReadOutcome::kDamaged) found = nb::int_(outcome.found);
+  return nb::make_tuple(outcome.read, outcome.chunk, found, outcome.error);
+}
+
+nb::object read_parts(FileReader& reader, const nb::list& given, size_t chunk) {
+  std::vector<PartRead> reads;
+  for (nb::handle each : given) {
+    const nb::tuple item = nb::cast<nb::tuple>(each);
+    auto [read, chunks] = part_read_from(item, chunk);
+    const nb::bytes checksums = nb::cast<nb::bytes>(nb::handle(item[6]));
+    const nb::bytes checked = nb::cast<nb::bytes>(nb::handle(item[7]));
+    if (checked.size() != chunks || checksums.size() != chunks * sizeof(uint32_t))
+      throw std::invalid_argument("there is a checksum for each chunk");
+    // `given` keeps both.
+    read.part.checksums = static_cast<const uint32_t*>(static_cast<const void*>(checksums.c_str()));
+    read.part.checked = checked.c_str();
+    reads.push_back(std::move(read));
+  }
+  return read_all(reader, reads);
+}
+
+nb::object read_shares(FileReader& reader, const nb::list& given, size_t chunk, uintptr_t shares,
+                       size_t count) {
+  std::vector<PartRead> reads;
+  for (nb::handle each : given) {
+    const nb::tuple item = nb::cast<nb::tuple>(each);
+    auto [read, chunks] = part_read_from(item, chunk);
+    const size_t at = nb::cast<size_t>(nb::handle(item[6]));
+    if (at > count || chunks > count - at)
+      throw std::invalid_argument("there is room for a share of each chunk");
+    read.part.shares = reinterpret_cast<uint32_t*>(shares) + at;
+    reads.push_back(std::move(read));
+  }
+  return read_all(reader, reads);
 }
 
 void bind_memory_hold(nb::module_& m) {
@@ -441,10 +464,8 @@ void bind_memory_hold(nb::module_& m) {
 void bind_files(nb::module_& m) {
   nb::class_<FileReader>(m, "FileReader")
       .def(nb::init<>())
-      .def("read", read_part, "fd"_a, "offset"_a, "nbytes"_a, "chunk"_a, "checksums"_a, "checked"_a,
-           "runs"_a, "begin"_a, "end"_a)
-      .def("read_shares", read_shares, "fd"_a, "offset"_a, "nbytes"_a, "chunk"_a, "runs"_a,
-           "begin"_a, "end"_a);
+      .def("read", read_parts, "reads"_a, "chunk"_a)
+      .def("read_shares", read_shares, "reads"_a, "chunk"_a, "shares"_a, "count"_a);
   m.def(
       "copy_streamed",
       [](const std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>& copies) {

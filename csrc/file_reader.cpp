@@ -255,7 +255,7 @@ struct FileReader::Walk {
     const size_t chunk = (end - 1) / part.chunk;
     if (collects) {
       share.skip(end - passed);
-      part.shares[chunk] = share.value();
+      part.shares[chunk] ^= share.value();
       share.restart(), passed = end;
       return true;
     }
@@ -291,8 +291,10 @@ const char* FileReader::large_page(int fd, uint64_t offset, size_t bytes) {
   if (address_space_ == nullptr || bytes < kLeastMapped) return nullptr;
   if (to_pass_ > 0) return --to_pass_, nullptr;
   char* aligned = address_space_ + -reinterpret_cast<uintptr_t>(address_space_) % kLargePage;
-  if (mapped_bytes_ == 0 || offset < mapped_from_ || offset >= mapped_from_ + mapped_bytes_) {
-    mapped_from_ = offset / kLargePage * kLargePage, mapped_bytes_ = 0;
+  const bool is_mapped =
+      fd == mapped_fd_ && offset >= mapped_from_ && offset - mapped_from_ < mapped_bytes_;
+  if (!is_mapped) {
+    mapped_fd_ = fd, mapped_from_ = offset / kLargePage * kLargePage, mapped_bytes_ = 0;
     if (mmap(aligned, kMapped, PROT_READ, MAP_SHARED | MAP_FIXED, fd,
              static_cast<off_t>(mapped_from_)) == MAP_FAILED)
       return nullptr;
@@ -388,13 +390,30 @@ void FileReader::read_window(int fd, const Window& window, Walk& walk) {
   fence_streamed_copies();
 }
 
-ReadOutcome FileReader::read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin,
-                             size_t end) {
+ReadOutcome FileReader::read(const std::vector<PartRead>& reads) {
   struct Unmapping {
     FileReader& reader;
     ~Unmapping() { reader.unmap(); }
   } unmapping{*this};
-  Walk walk(runs, begin, part.shares != nullptr);
+  for (size_t number = 0; number < reads.size(); ++number) {
+    ReadOutcome outcome;
+    try {
+      outcome = read_part(reads[number]);
+    } catch (const std::system_error& error) {
+      outcome = {ReadOutcome::kFailed, 0, 0, error.code().value()};
+    }
+    outcome.read = number;
+    if (outcome.kind != ReadOutcome::kRead) return outcome;
+  }
+  return {};
+}
+
+ReadOutcome FileReader::read_part(const PartRead& read) {
+  const ChunkedPart& part = read.part;
+  const int fd = read.fd;
+  size_t begin = read.begin;
+  const size_t end = read.end;
+  Walk walk(read.runs, begin, part.shares != nullptr);
   while (begin < end && walk.outcome.kind == ReadOutcome::kRead) {
     // Nothing is read that is neither checked nor wanted.
     if (!part.compares(begin) && (walk.over() || walk.next() > begin)) {

@@ -29,17 +29,27 @@ struct ChunkedPart {
   size_t bytes, chunk;
   const uint32_t* checksums = nullptr;
   const char* checked = nullptr;  // for each chunk: true if this call compares its checksum
-  /// For each chunk: where the share of the wanted bytes in its checksum goes. Not null: nothing is
-  /// compared, and nothing is read that is not wanted.
+  /// For each chunk: what the share of the wanted bytes in its checksum is added to (exclusive or).
+  /// Not null: nothing is compared, and nothing is read that is not wanted.
   uint32_t* shares = nullptr;
 
   bool compares(size_t at) const { return shares == nullptr && checked[at / chunk]; }
 };
 
+/// What is wanted of a part between `begin` and `end`, multiples of a chunk or the part's end.
+struct PartRead {
+  int fd;
+  ChunkedPart part;
+  Runs runs;
+  size_t begin, end;
+};
+
 struct ReadOutcome {
-  enum Kind { kRead, kDamaged, kTruncated } kind = kRead;
+  enum Kind { kRead, kDamaged, kTruncated, kFailed } kind = kRead;
   size_t chunk = 0;
   uint32_t found = 0;  // its checksum
+  int error = 0;       // the system's number, where it cannot read
+  size_t read = 0;     // of several
 };
 
 /// Reads parts of files, each byte but once where it can be: checksums are computed of what is in a
@@ -56,14 +66,14 @@ class FileReader {
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
 
-  /// Read what is wanted of a part between `begin` and `end`, multiples of a chunk or the part's end.
-  /// Throws std::system_error where the system cannot read.
-  ReadOutcome read(int fd, const ChunkedPart& part, const Runs& runs, size_t begin, size_t end);
+  /// Read one after the other, up to the first that cannot be. Cheapest in the order of the files.
+  ReadOutcome read(const std::vector<PartRead>& reads);
 
  private:
   struct Window;
   struct Walk;
 
+  ReadOutcome read_part(const PartRead& read);
   const char* large_page(int fd, uint64_t offset, size_t bytes);
   void unmap();
   bool read_mapped(const char* source, const Window& window, Walk& walk);
@@ -72,7 +82,8 @@ class FileReader {
   char* bounce();
 
   char* address_space_;
-  /// What of the file is mapped.
+  /// What of which file is mapped.
+  int mapped_fd_ = -1;
   uint64_t mapped_from_ = 0;
   size_t mapped_bytes_ = 0;
   /// Blocks to read without looking, and how many that will be after the next that is no large page.

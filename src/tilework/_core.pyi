@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -60,47 +60,42 @@ def copy_streamed(copies: Sequence[tuple[int, int, int]]) -> None:
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Have the system begin to bring bytes of a file to the disk. A hint: no errors."""
 
+_Runs: TypeAlias = tuple[int, int, int, list[int], list[int], list[int]]
+
 class FileReader:
     """Reads parts of files whose chunks have checksums; one thread at a time."""
 
     def read(
         self,
-        fd: int,
-        offset: int,
-        nbytes: int,
+        reads: list[tuple[int, int, int, _Runs, int, int, bytes, bytes]],
         chunk: int,
-        checksums: bytes,
-        checked: bytes,
-        runs: tuple[int, int, int, list[int], list[int], list[int]],
-        begin: int,
-        end: int,
-    ) -> tuple[int, int | None] | None:
-        """Read what is wanted of a part of ``nbytes`` from ``offset`` on, with the GIL released.
+    ) -> tuple[int, int, int | None, int] | None:
+        """Read what is wanted of parts of files, one after the other, with the GIL released.
 
-        ``checksums`` are uint32, one for each chunk, and ``checked`` a byte for each: not 0 if it is
-        to be compared. ``runs``: an address (0: nothing is wanted), where the first run begins in the
+        Each is ``(fd, offset, nbytes, runs, begin, end, checksums, checked)``: a part of ``nbytes``
+        from ``offset`` on, of which chunks from ``begin`` to ``end`` are read. ``checksums`` are
+        uint32, one for each chunk of the part, and ``checked`` a byte for each: not 0 if it is to be
+        compared. ``runs``: an address (0: nothing is wanted), where the first run begins in the
         part, a run's bytes, and for each dim: the number of runs, their distance there and at the
-        address. Chunks from ``begin`` to ``end`` are read.
+        address.
 
-        The number of a damaged chunk with the checksum that it has; None for that: the file ends.
-        Raises OSError.
+        What is wrong with the first that cannot be read: its number, the number of a chunk, the
+        checksum that this has, None where the file ends, and the system's error, 0 if it has none.
         """
 
     def read_shares(
         self,
-        fd: int,
-        offset: int,
-        nbytes: int,
+        reads: list[tuple[int, int, int, _Runs, int, int, int]],
         chunk: int,
-        runs: tuple[int, int, int, list[int], list[int], list[int]],
-        begin: int,
-        end: int,
-    ) -> bytes | int:
+        shares: int,
+        count: int,
+    ) -> tuple[int, int, int | None, int] | None:
         """Read likewise what is wanted, and nothing else.
 
-        The shares of these bytes in the checksums, uint32, one for each chunk of the part. Their
-        exclusive or over all who read some, and crc32() of as many zeros, is the chunk's checksum.
-        An int: the number of the chunk in which the file ends. Raises OSError.
+        Each is ``(fd, offset, nbytes, runs, begin, end, place)``. The shares of its bytes in the
+        checksums of the part's chunks are added (exclusive or) to ``count`` uint32 at the address
+        ``shares``, from number ``place`` on. The exclusive or over all who read some, and crc32() of
+        as many zeros, is the chunk's checksum.
         """
 
 def segment_bytes(size: int, slot_bytes: int) -> int: ...

@@ -49,8 +49,25 @@ def read(
 ) -> tuple[int, int | None] | None:
     chunks = -(-len(data) // chunk)
     flags = b"\1" * chunks if checked is None else checked
-    reader = _core.FileReader()
-    return reader.read(file, offset, len(data), chunk, sums(data, chunk), flags, runs, 0, len(data))
+    one = (file, offset, len(data), runs, 0, len(data), sums(data, chunk), flags)
+    wrong = _core.FileReader().read([one], chunk)
+    if wrong is None:
+        return None
+    assert wrong[0] == 0
+    if wrong[3]:
+        raise OSError(wrong[3], os.strerror(wrong[3]))
+    return wrong[1:3]
+
+
+def read_shares(
+    file: int, offset: int, nbytes: int, chunk: int, runs: Runs
+) -> tuple[bytes, tuple[int, int, int | None, int] | None]:
+    """The shares of what is wanted in the checksums of all chunks, and what is wrong."""
+    shares = bytearray(4 * -(-nbytes // chunk))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(shares))
+    one = (file, offset, nbytes, runs, 0, nbytes, 0)
+    wrong = _core.FileReader().read_shares([one], chunk, address, len(shares) // 4)
+    return bytes(shares), wrong
 
 
 @settings(max_examples=25, deadline=None)
@@ -142,6 +159,33 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def test_several_reads_of_files_that_lie_at_the_same_place(tmp_path: Path) -> None:
+    """What is mapped of one file is not taken for another's, whatever the order."""
+    contents = [os.urandom(4 * MIB) for _ in range(3)]
+    files = []
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
+        files.append(os.open(tmp_path / str(number), os.O_RDONLY))
+    memory = torch.zeros(6, 2 * MIB, dtype=torch.uint8)
+    reads = [
+        (
+            *(files[number], at, 2 * MIB, whole(memory[2 * number + at // (2 * MIB)])),
+            *(0, 2 * MIB, sums(contents[number][at : at + 2 * MIB], MIB), b"\1\1"),
+        )
+        for at in (0, 2 * MIB)
+        for number in range(3)
+    ]
+    try:
+        assert _core.FileReader().read(reads, MIB) is None
+        assert bytes(memory.flatten().numpy()) == b"".join(contents)
+        wrong = (*reads[4][:6], bytes(8), b"\0\1")
+        found = _core.FileReader().read([*reads[:4], wrong, reads[5]], MIB)
+        assert found == (4, 1, zlib.crc32(contents[1][3 * MIB :]), 0)
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+
+
 def test_arguments_that_make_no_sense(file: int) -> None:
     os.write(file, data := b"x" * 64)
     memory = ctypes.create_string_buffer(64)
@@ -190,10 +234,8 @@ def test_shares_of_columns_make_the_checksum(
             target = torch.zeros(rows, end - begin, dtype=torch.int32)
             runs = runs_of(Box((0, 0), (rows, columns)), Box((0, begin), target.shape), target)
             assert runs is not None
-            found = _core.FileReader().read_shares(
-                descriptor, offset, len(content), chunk, runs, 0, len(content)
-            )
-            assert isinstance(found, bytes)
+            found, wrong = read_shares(descriptor, offset, len(content), chunk, runs)
+            assert wrong is None
             total ^= int.from_bytes(found, "little")
             assert target.equal(saved[:, begin:end])
     finally:
@@ -209,6 +251,6 @@ def test_shares_of_a_file_that_ends_too_early(file: int) -> None:
         runs = (memory.data_ptr(), 0, run, [5 * MIB // run], [2 * run], [run])
         for length in (10 * MIB, 7 * MIB + 5):
             os.ftruncate(file, length)
-            found = _core.FileReader().read_shares(file, 0, 10 * MIB, MIB, runs, 0, 10 * MIB)
-            assert isinstance(found, bytes) if length == 10 * MIB else found == 7
+            _, wrong = read_shares(file, 0, 10 * MIB, MIB, runs)
+            assert wrong == (None if length == 10 * MIB else (0, 7, None, 0))
         os.ftruncate(file, 10 * MIB)

@@ -136,6 +136,9 @@ def plan_load(
                     plan.reads.append(Read(number, part, need))
                 for reader in need.ranks:
                     loads[reader] += need.box.volume * itemsize
+    # In the order of the files, whose pages are mapped many at a time.
+    plan.reads.sort(key=_place_of_part)
+    plan.split.sort(key=_place_of_part)
     for shared in plan.shared:
         itemsize = wanted[shared.tensor].saved.torch_dtype.itemsize
         for unit in _units(*shared, itemsize, chunk):
@@ -143,6 +146,10 @@ def plan_load(
             loads[reader] += (unit.stop - unit.start) * itemsize
             plan.units[reader].append(unit)
     return plan
+
+
+def _place_of_part(each: Read | SharedPart) -> tuple[str, int]:
+    return each.part.file, each.part.offset
 
 
 class _Uses:

@@ -318,10 +318,11 @@ def _fill(
 
     def read() -> None:
         reader.check_sizes(sorted({each.part.file for each in plan.reads}))
-        for each in plan.reads:
-            saved = wanted[each.tensor].saved
-            target = places.place(each.tensor, each.part, each.need)
-            reader.read_box(saved, each.part, each.need.box, target)
+        with reader.together():
+            for each in plan.reads:
+                saved = wanted[each.tensor].saved
+                target = places.place(each.tensor, each.part, each.need)
+                reader.read_box(saved, each.part, each.need.box, target)
 
     def split() -> None:
         if host.group is not None and plan.split:

@@ -7,12 +7,12 @@ become another dtype go by way of a buffer.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
+from tilework.checkpoint.core_reads import CoreRead, CoreReads, share_of
 from tilework.checkpoint.format import Index, Part, SavedTensor, chunk_count
 from tilework.checkpoint.load_planning import blocks_of, span
 from tilework.checkpoint.memory import (
@@ -39,8 +39,6 @@ except ImportError:  # installed without the core
 BOUNCE_BYTES = 4 << 20
 #: Read and checked at once, where the core does not.
 _STEP_BYTES = 256 << 10
-#: Read by one call of the core: between calls come signals and progress.
-_CALL_BYTES = 64 << 20
 Progress = Callable[[int], None]
 
 
@@ -62,7 +60,9 @@ class PartReader:
         self.bytes_read = 0
         #: Told the bytes of boxes as they are read, in the dtype of the checkpoint.
         self.progress: Progress = ignored
-        self._by_core = _core.FileReader() if _core is not None and storage.is_local else None
+        self._by_core = _core is not None and storage.is_local
+        self._reads: CoreReads | None = None
+        self._is_together = False
         self._open: dict[str, FileReader] = {}
         self._bounce: Tensor | None = None
 
@@ -123,7 +123,7 @@ class PartReader:
 
         Else, as at URLs, ranks send each other what they have read.
         """
-        return self._by_core is not None
+        return self._by_core
 
     def all_chunks(self, part: Part) -> bytes:
         """The chunks of a part that are to be checked if it is read by itself: a byte for each."""
@@ -142,10 +142,11 @@ class PartReader:
         self, tensor: SavedTensor, part: Part, start: int, memory: memoryview, checked: bytes
     ) -> None:
         """Likewise, but check those chunks only for which there is a byte that is not 0."""
-        if self._by_core is not None:
+        if self._by_core:
             if memory.nbytes:
                 runs: Runs = (address_of(memory), start, memory.nbytes, [], [], [])
-                self._read_by_core(tensor, part, runs, checked, (start, start + memory.nbytes))
+                reach = (start, start + memory.nbytes)
+                self._read_by_core(CoreRead(tensor, part, runs, reach), checked, at_once=True)
             return
         file, chunk = self._file(part.file), self.index.chunk_bytes
         step_bytes = _STEP_BYTES if self.storage.is_local else chunk
@@ -160,76 +161,58 @@ class PartReader:
             if is_checked and found != part.crc32[(start + at) // chunk]:
                 raise self.damaged(tensor, part, (start + at) // chunk, found)
 
-    def _read_by_core(
-        self,
-        tensor: SavedTensor,
-        part: Part,
-        runs: Runs,
-        checked: bytes,
-        reach: tuple[int, int],
-        counted: int = 0,
-    ) -> None:
-        """Read what lies in a part's chunks; progress is told of ``counted`` bytes in all."""
-        assert self._by_core is not None
-        chunk, sums = self.index.chunk_bytes, array("I", part.crc32).tobytes()
-        descriptor = self._descriptor(part)
-        for at, stop in self._calls(reach, counted):
-            try:
-                wrong = self._by_core.read(
-                    descriptor, part.offset, part.nbytes, chunk, sums, checked, runs, at, stop
-                )
-            except OSError as error:
-                error.filename = self.storage.where(part.file)
-                raise
-            if wrong is not None:
-                raise self.damaged(tensor, part, *wrong)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have the core do what it is to read meanwhile as one list, at the end at the latest.
 
-    def _shares_by_core(
-        self,
-        tensor: SavedTensor,
-        part: Part,
-        runs: Runs,
-        reach: tuple[int, int],
-        counted: int = 0,
-    ) -> int:
-        assert self._by_core is not None
-        chunk, shares = self.index.chunk_bytes, 0
-        descriptor = self._descriptor(part)
-        for at, stop in self._calls(reach, counted):
-            try:
-                found = self._by_core.read_shares(
-                    descriptor, part.offset, part.nbytes, chunk, runs, at, stop
-                )
-            except OSError as error:
-                error.filename = self.storage.where(part.file)
-                raise
-            if isinstance(found, int):
-                raise self.damaged(tensor, part, found, None)
-            shares ^= int.from_bytes(found, sys.byteorder)
-        return shares
+        Targets are to live as long. Errors come where the list is read.
+        """
+        self._is_together = True
+        try:
+            yield
+            self._finish_reads()
+        finally:
+            self._is_together = False
+            self._reads = None  # after an error, what is left
+
+    @property
+    def _core_reads(self) -> CoreReads:
+        if self._reads is None:
+            self._reads = CoreReads(
+                self.index, self._descriptor, self.storage.where, self.damaged, self._tell_bytes
+            )
+        return self._reads
+
+    def _finish_reads(self) -> None:
+        if self._reads is not None:
+            self._reads.run()
+
+    def _read_by_core(self, read: CoreRead, checked: bytes, at_once: bool = False) -> None:
+        """Read what lies in a part's chunks: now, or with others."""
+        self._core_reads.add_checked(read, checked)
+        if at_once or not self._is_together:
+            self._core_reads.run()
+
+    def _shares_by_core(self, read: CoreRead, place: int, at_once: bool = False) -> None:
+        self._core_reads.add_shared(read, place)
+        if at_once or not self._is_together:
+            self._core_reads.run()
+
+    def collect_shares(self, shares: memoryview) -> None:
+        """Have :meth:`read_split_box` add shares to these numbers, of uint32."""
+        self._core_reads.shares = shares
 
     def _descriptor(self, part: Part) -> int:
         descriptor = self._file(part.file).descriptor
         assert descriptor is not None
         return descriptor
 
-    def _calls(self, reach: tuple[int, int], counted: int) -> Iterator[tuple[int, int]]:
-        """The ranges of chunks that calls of the core read; each is told when it is read."""
-        begin, end = reach
-        step = max(1, _CALL_BYTES // self.index.chunk_bytes) * self.index.chunk_bytes
-        for at in range(begin, end, step):
-            stop = min(at + step, end)
-            yield at, stop
-            self._tell(counted, reach, at, stop)
+    def _tell_bytes(self, nbytes: int) -> None:
+        self.progress(nbytes)
 
     def _tell(self, counted: int, reach: tuple[int, int], at: int, stop: int) -> None:
         """Count what has come with ``at`` to ``stop`` of ``counted`` bytes that lie in a reach."""
-        if counted:
-            begin, end = reach
-            start, stop = max(at, begin), min(stop, end)
-            length = end - begin
-            done = counted * (stop - begin) // length - counted * (start - begin) // length
-            self.progress(done)
+        self.progress(share_of(counted, reach, at, stop))
 
     def damaged(
         self, tensor: SavedTensor, part: Part, chunk: int, found: int | None
@@ -293,36 +276,39 @@ class PartReader:
         checked = own if self.verify else bytes(len(own))
         if box is None or target is None:
             if self.verify:
-                self._read_by_core(tensor, part, no_runs(), checked, reach)
+                self._read_by_core(CoreRead(tensor, part, no_runs(), reach), checked)
         else:
             self._read_box(tensor, part, box, target, checked, reach)
         tail = len(own) * chunk - part.nbytes
         self.bytes_read += own.count(1) * chunk - (tail if own.endswith(b"\1") else 0)
 
-    def read_split_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> int:
+    def read_split_box(
+        self, tensor: SavedTensor, part: Part, box: Box, target: Place, place: int
+    ) -> None:
         """Read a box of a part of which other ranks read the rest, and check nothing.
 
-        Returns:
-            The box's share in the checksum of each chunk: the bytes of uint32, as a number.
+        The box's shares in the part's checksums are added from ``place`` on.
 
         Raises:
             CheckpointError: The file ends.
         """
         reach = self._reach(tensor, part, box, target)
+        itemsize = tensor.torch_dtype.itemsize
+        counted = box.volume * itemsize
         if isinstance(target, tuple):
-            counted = box.volume * tensor.torch_dtype.itemsize
-            return self._shares_by_core(tensor, part, target, reach, counted)
+            self._shares_by_core(CoreRead(tensor, part, target, reach, counted), place)
+            return
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
         if runs is not None:
-            return self._shares_by_core(tensor, part, runs, reach, target.nbytes)
-        shares, itemsize = 0, tensor.torch_dtype.itemsize
+            self._shares_by_core(CoreRead(tensor, part, runs, reach, counted), place)
+            return
         for start, stop in self._bounces(part, *reach):
             memory = self._bounced(stop - start)
             runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
-            shares ^= self._shares_by_core(tensor, part, runs, (start, stop))
+            read = CoreRead(tensor, part, runs, (start, stop))
+            self._shares_by_core(read, place, at_once=True)
             copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
-            self._tell(box.volume * itemsize, reach, start, stop)
-        return shares
+            self._tell(counted, reach, start, stop)
 
     def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
         """Read a box of a part, and check nothing. Local.
@@ -363,11 +349,11 @@ class PartReader:
             return
         if isinstance(target, tuple):
             counted = box.volume * tensor.torch_dtype.itemsize
-            self._read_by_core(tensor, part, target, checked, reach, counted)
+            self._read_by_core(CoreRead(tensor, part, target, reach, counted), checked)
             return
         runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
-        if runs is not None and self._by_core is not None:
-            self._read_by_core(tensor, part, runs, checked, reach, target.nbytes)
+        if runs is not None and self._by_core:
+            self._read_by_core(CoreRead(tensor, part, runs, reach, target.nbytes), checked)
             return
         if runs is not None and runs[2] == target.nbytes and reach == (runs[1], runs[1] + runs[2]):
             self.read_some_chunks(tensor, part, reach[0], byte_view(target), checked)

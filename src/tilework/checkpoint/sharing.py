@@ -35,16 +35,17 @@ def read_shared(
     """
     rank, targets = here
     own = _own_chunks(plan, rank, wanted, reader.index.chunk_bytes)
-    for number, part, needs in plan.shared:
-        tensor = wanted[number].saved
-        checked = bytes(own[number, part.file, part.offset])
-        boxes = [need for need in needs if rank in need.ranks]
-        for need in boxes:
-            target = targets.place(number, part, need)
-            reader.read_shared_box(tensor, part, need.box, target, checked)
-            checked = bytes(len(checked))
-        if not boxes:
-            reader.read_shared_box(tensor, part, None, None, checked)
+    with reader.together():
+        for number, part, needs in plan.shared:
+            tensor = wanted[number].saved
+            checked = bytes(own[number, part.file, part.offset])
+            boxes = [need for need in needs if rank in need.ranks]
+            for need in boxes:
+                target = targets.place(number, part, need)
+                reader.read_shared_box(tensor, part, need.box, target, checked)
+                checked = bytes(len(checked))
+            if not boxes:
+                reader.read_shared_box(tensor, part, None, None, checked)
 
 
 def _own_chunks(

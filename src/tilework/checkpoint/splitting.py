@@ -8,7 +8,6 @@ exchanged when all is read.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import xor
@@ -56,42 +55,43 @@ class SplitReading:
             CheckpointError: What this rank needs some of is damaged; or it is missing, on the rank
                 that noticed.
         """
-        shares = bytearray(4 * self._group.size())
+        ranks = self._group.size()
+        shares = bytearray(4 * (ranks + sum(map(self._chunks, self._parts))))
         failure: CheckpointError | OSError | None = None
         try:
-            shares += self._read()
+            self._read(memoryview(shares)[4 * ranks :].cast("I"))
         except (CheckpointError, OSError) as error:
             shares[4 * self._group.rank()] = 1
-            shares += bytes(4 * sum(map(self._chunks, self._parts)))
             failure = error
         if self._reader.verify:
             all_reduce(torch.frombuffer(shares, dtype=torch.int32), ReduceOp.BXOR, self._group)
         if failure is not None:
             raise failure
-        if self._reader.verify and not any(shares[: 4 * self._group.size()]):  # else it tells
-            self._compare(memoryview(shares)[4 * self._group.size() :].cast("I"))
+        if self._reader.verify and not any(shares[: 4 * ranks]):  # else it tells
+            self._compare(memoryview(shares)[4 * ranks :].cast("I"))
 
     def _chunks(self, split: SharedPart) -> int:
         return chunk_count(split.part.nbytes, self._reader.index.chunk_bytes)
 
-    def _read(self) -> bytes:
-        """The shares of this rank in the checksums of all split parts, as uint32."""
-        here, reader, shares = self._here, self._reader, bytearray()
-        for turn, split in enumerate(self._parts):
-            tensor, total = self._wanted[split.tensor].saved, 0
-            for need in split.needs:
-                if here not in need.ranks:
-                    continue
-                target = self._targets.place(split.tensor, split.part, need)
-                nbytes = need.box.volume * tensor.torch_dtype.itemsize
-                counts = need.ranks[turn % len(need.ranks)] == here
-                if reader.verify and counts:
-                    total ^= reader.read_split_box(tensor, split.part, need.box, target)
-                else:
-                    reader.read_unchecked_box(tensor, split.part, need.box, target)
-                reader.bytes_read += nbytes if counts else 0
-            shares += total.to_bytes(4 * self._chunks(split), sys.byteorder)
-        return bytes(shares)
+    def _read(self, shares: memoryview) -> None:
+        """Read, and add the shares of this rank in the checksums of all split parts, as uint32."""
+        here, reader, place = self._here, self._reader, 0
+        with reader.together():
+            reader.collect_shares(shares)
+            for turn, split in enumerate(self._parts):
+                tensor = self._wanted[split.tensor].saved
+                for need in split.needs:
+                    if here not in need.ranks:
+                        continue
+                    target = self._targets.place(split.tensor, split.part, need)
+                    counts = need.ranks[turn % len(need.ranks)] == here
+                    if reader.verify and counts:
+                        reader.read_split_box(tensor, split.part, need.box, target, place)
+                    else:
+                        reader.read_unchecked_box(tensor, split.part, need.box, target)
+                    nbytes = need.box.volume * tensor.torch_dtype.itemsize
+                    reader.bytes_read += nbytes if counts else 0
+                place += self._chunks(split)
 
     def _compare(self, sums: Sequence[int]) -> None:
         chunk, at = self._reader.index.chunk_bytes, 0
