@@ -33,6 +33,7 @@ from tilework.dtensor.dispatch.call_key import (
     position_names,
 )
 from tilework.dtensor.dispatch.local_inputs import local_inputs
+from tilework.dtensor.dispatch.number_tensors import with_numbers
 from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
 from tilework.dtensor.dispatch.results import (
     as_no_view,
@@ -248,6 +249,9 @@ class Operator:
         except TypeError:  # an argument without a hash: this call's sharding is not cached
             sharding, key = None, []
         if sharding is None:
+            in_numbers = with_numbers(self.name, args, kwargs)
+            if in_numbers is not None:
+                return func(*in_numbers[0], **in_numbers[1])
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
         seeds[0] = sharding.digest
         digest = hash(tuple(seeds))

@@ -1,0 +1,67 @@
+"""Tensors without dims in the place of sizes, dims and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.testing import run_ranks
+
+FULL = torch.arange(36.0).sin().reshape(6, 6)
+
+
+def t(number: int) -> Tensor:
+    return torch.tensor(number)
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(torch.div(x.shape[0], 2, rounding_mode="floor"), -1),
+    "view of a list": lambda x: x.view([t(3), 12]),
+    "view, twice": lambda x: x.view(t(3), -1).view(t(2), -1),
+    "a sharded number": lambda x: x.view((x > -9).sum() // 12, -1),
+    "reshape": lambda x: x.reshape(4, t(9)),
+    "expand": lambda x: x[None].expand(t(2), -1, -1),
+    "repeat": lambda x: x.repeat(t(2), 1),
+    "permute": lambda x: x.permute(t(1), t(0)),
+    "transpose": lambda x: x.transpose(t(0), dim1=t(1)),
+    "unsqueeze": lambda x: x.unsqueeze(dim=t(0)),
+    "unsqueeze_": lambda x: (x * 1).unsqueeze_(t(0)),
+    "unfold": lambda x: x.unfold(0, t(3), t(2)),
+    "narrow": lambda x: x.narrow(t(0), t(1), t(2)),
+    "sum": lambda x: x.sum(t(0)),
+    "maximum of two": lambda x: torch.max(x.mul(9).long(), t(0)),
+    "topk": lambda x: x.topk(t(2))[0],
+    "pad": lambda x: F.pad(x, (t(1), 0)),
+    "cat": lambda x: torch.cat([x, x], t(0)),
+    "gather": lambda x: x.gather(t(1), x.argsort(1)),
+    "one_hot": lambda x: F.one_hot(x.argmax(1), t(6)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_may_stand_for_a_number(name: str) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            result = CALLS[name](distribute_tensor(FULL, mesh, [placement]))
+            assert isinstance(result, DTensor)
+            expected = CALLS[name](FULL)
+            assert result.stride() == expected.stride()
+            torch.testing.assert_close(result.full_tensor(), expected)
+
+    run_ranks(2, program)
+
+
+def test_another_number_is_another_call() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(FULL, init_device_mesh("cpu", (2,)), [Shard(0)])
+        assert [x.view(t(n), -1).shape[0] for n in (2, 3, 2)] == [2, 3, 2]
+        for n in (0, 1):
+            torch.testing.assert_close(x.sum(t(n)).full_tensor(), FULL.sum(n))
+
+    run_ranks(2, program)
