@@ -101,12 +101,13 @@ class Ranks {
 
   /// The median seconds of some calls of an operation, on the slower rank.
   Turn measure(Work work, size_t bytes, const Tunables& tunables) {
-    const size_t calls = std::max<size_t>(1, std::min<size_t>(8, kMiB / bytes));
+    const size_t calls = std::max<size_t>(1, std::min<size_t>(8, 4 * kMiB / bytes));
     Turn turns[kRanks];
     for (auto& group : groups_) group->set_tunables(tunables);
     on_both([&](int rank) {
       touch(rank, bytes);
-      if (bytes < kLong) run(rank, work, bytes);
+      // The way before has left the lines of both outboxes as it does; they hold a MiB together.
+      for (size_t done = 0; bytes <= kLong && done < kMiB; done += bytes) run(rank, work, bytes);
       std::vector<double> taken;
       const int64_t switches = context_switches(), cpu = thread_cpu_ns(), start = now_ns();
       for (size_t call = 0; call < calls; ++call) {
@@ -253,15 +254,17 @@ class Calibrator {
     return from;
   }
 
-  /// The range of sizes in which `second` gains most over `first`, beginning and ending with such at
-  /// which it is clearly faster; `sizes` grow, and each stands for those up to halfway to the next.
+  /// The range of sizes in which the last way gains most over the best of the others in each turn, beginning
+  /// and ending with such at which it is clearly faster; `sizes` grow, and each stands for those up to
+  /// halfway to the next.
   SizeRange sizes_within(Work work, const std::vector<size_t>& sizes, const Tunables& base,
-                         const Way& first, const Way& second) {
+                         const std::vector<Way>& ways) {
     std::vector<double> gains;
     for (const size_t bytes : sizes) {
-      const auto seconds = compare(work, bytes, base, {first, second});
-      const double gain = std::log(median(seconds[0]) / median(seconds[1]));
-      gains.push_back(clearly_faster(bytes, seconds[1], seconds[0]) ? gain : std::min(gain, 0.0));
+      const auto seconds = compare(work, bytes, base, ways);
+      const std::vector<double>&last = seconds.back(), others = least(seconds);
+      const double gain = std::log(median(others) / median(last));
+      gains.push_back(clearly_faster(bytes, last, others) ? gain : std::min(gain, 0.0));
     }
     double most = 0;
     SizeRange best;
@@ -276,11 +279,6 @@ class Calibrator {
       }
     }
     return best;
-  }
-
-  /// Median seconds.
-  double seconds_of(Work work, size_t bytes, const Tunables& base, const Way& way) {
-    return median(compare(work, bytes, base, {way})[0]);
   }
 
   /// The way that is best: the first, unless another is clearly faster in all and slower at no size.
@@ -306,6 +304,15 @@ class Calibrator {
     return static_cast<uint64_t>(std::sqrt(static_cast<double>(one) * static_cast<double>(other)));
   }
 
+  /// Of each turn the least seconds of all ways but the last.
+  static std::vector<double> least(const std::vector<std::vector<double>>& seconds) {
+    std::vector<double> result = seconds[0];
+    for (size_t way = 1; way + 1 < seconds.size(); ++way)
+      for (size_t turn = 0; turn < result.size(); ++turn)
+        result[turn] = std::min(result[turn], seconds[way][turn]);
+    return result;
+  }
+
   /// Not by its median alone, but in all turns, of five except one.
   static bool clearly_faster(size_t bytes, const std::vector<double>& one,
                              const std::vector<double>& other) {
@@ -318,7 +325,6 @@ class Calibrator {
 
   /// True if no way was faster than the first in any turn yet, so that none will be chosen.
   static bool hopeless(const std::vector<std::vector<double>>& seconds) {
-    if (seconds.size() == 1) return false;
     for (const auto& way : seconds)
       for (size_t turn = 0; turn < way.size(); ++turn)
         if (way[turn] < seconds[0][turn]) return false;
@@ -383,14 +389,22 @@ void calibrate_streaming(Calibrator& calibrator, Tunables& tunables) {
   tunables.streamed_bytes = from == kNeverBytes ? from : from * kRanks;  // of all outputs
 }
 
+/// Stores into outboxes. Which of them are faster may change within seconds, and is found out while programs
+/// run (outbox_stores.h).
+const Way kOrdinaryStores = {"outboxes", [](Tunables& t) { t.slow_outbox_ns = kNeverBytes; }};
+const Way kStreamingStores = {"streaming into outboxes",
+                              [](Tunables& t) { t.slow_outbox_ns = OutboxStores::kAlways; }};
+
 /// Ordinary stores into an outbox are slow if they alone take longer than a whole move by stores past
-/// the caches, both ends of it.
-void calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
+/// the caches, both ends of it. Returns that limit. The rest is measured with those that are faster now, so that
+/// nothing is chosen because of stores that programs would not use.
+uint64_t calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
   constexpr size_t kBytes = 128 * kKiB;
-  const double seconds = calibrator.seconds_of(
-      Work::kBroadcast, kBytes, tunables,
-      {"streaming into outboxes", [](Tunables& t) { t.slow_outbox_ns = OutboxStores::kAlways; }});
-  tunables.slow_outbox_ns = static_cast<uint64_t>(seconds * 1e9 * kMiB / kBytes);
+  const auto seconds = calibrator.compare(Work::kBroadcast, kBytes, tunables,
+                                          {kOrdinaryStores, kStreamingStores});
+  const double past_caches = median(seconds[1]);
+  (past_caches < median(seconds[0]) ? kStreamingStores : kOrdinaryStores).choose(tunables);
+  return static_cast<uint64_t>(past_caches * 1e9 * kMiB / kBytes);
 }
 
 void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
@@ -408,11 +422,11 @@ void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
                                  Reading{Work::kBroadcast, &Tunables::read_rooted_moves, all},
                                  Reading{Work::kAllReduce, &Tunables::read_reductions, all},
                                  Reading{Work::kMessages, &Tunables::read_messages, long_ones}}) {
-    const Way outboxes = {"outboxes", [](Tunables&) {}};
     const Way single = {"single copy",
                         [&](Tunables& t) { t.*(reading.lengths) = {0, kNeverBytes}; }};
     tunables.*(reading.lengths) =
-        calibrator.sizes_within(reading.work, reading.sizes, tunables, outboxes, single);
+        calibrator.sizes_within(reading.work, reading.sizes, tunables,
+                                {kOrdinaryStores, kStreamingStores, single});
   }
 }
 
@@ -422,11 +436,12 @@ Calibration calibrate(const std::vector<int>& cpus, bool insists) {
   Calibration result;
   Calibrator calibrator(cpus, result.measurements, insists);
   Tunables& tunables = result.tunables;
-  calibrate_stores(calibrator, tunables);
+  const uint64_t slow_outbox_ns = calibrate_stores(calibrator, tunables);
   calibrate_streaming(calibrator, tunables);
   calibrate_chunks(calibrator, tunables);
   calibrate_one_shot(calibrator, tunables);
   calibrate_reading(calibrator, tunables);
+  tunables.slow_outbox_ns = slow_outbox_ns;
   return result;
 }
 

@@ -1,6 +1,6 @@
 // The calibration of a host: tunables measured by running operations on two ranks that are threads of
 // this process, each on a CPU of its own, which read each other's memory through the kernel as
-// processes do. It takes some 0.2 s.
+// processes do. It takes some 0.3 s.
 //
 // It sees what programs see: memory as the allocator gives it, both cores at work, messages up to sizes
 // that leave the second-level cache. Ways are measured by turns; a turn in which another program took

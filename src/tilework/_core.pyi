@@ -48,7 +48,7 @@ def calibrate(
     cpus: Sequence[int], insists: bool = False
 ) -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
     """(the tunables that are best on this host, [(operation, bytes of each rank, way, seconds)]).
-    Measured for some 0.2 s on the first two of `cpus`. RuntimeError where other programs still keep
+    Measured for some 0.3 s on the first two of `cpus`. RuntimeError where other programs still keep
     taking those for 0.1 s, unless `insists`."""
 
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:

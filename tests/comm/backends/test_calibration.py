@@ -153,7 +153,7 @@ def test_ranks_that_share_cores_read_later(
     assert crowded["single_copy_rooted_bytes"] == _core.NEVER_BYTES
     assert crowded["single_copy_below_bytes"] == 131072  # the range is empty
     assert crowded["single_copy_reduce_bytes"] == _core.NEVER_BYTES
-    assert crowded["slow_outbox_ns"] == _core.NEVER_BYTES
+    assert crowded["slow_outbox_ns"] == MEASURED["slow_outbox_ns"]  # some peers are on other cores
 
 
 def test_chunks_fit_into_caches_that_ranks_share() -> None:

@@ -71,7 +71,7 @@ def group_tunables(
     cpus: frozenset[int] | None = None,
     before_measuring: Callable[[], object] | None = None,
 ) -> dict[str, int]:
-    """The tunables for a new group's segment. May measure for some 0.2 s.
+    """The tunables for a new group's segment. May measure for some 0.3 s.
 
     Args:
         ranks: The group's size.
@@ -89,7 +89,7 @@ def group_tunables(
         tunables |= dict.fromkeys((*_BETWEEN_PROCESSES, "thread_copy_bytes"), _core.NEVER_BYTES)
     elif ranks > usable_cores(cpus=cpus):
         # Measured with a core for each rank. Where they share one, outboxes stay in its cache.
-        tunables["single_copy_reduce_bytes"] = tunables["slow_outbox_ns"] = _core.NEVER_BYTES
+        tunables["single_copy_reduce_bytes"] = _core.NEVER_BYTES
         for name in _MOVES:
             tunables[name] = min(_core.NEVER_BYTES, _CROWDED_FACTOR * tunables[name])
     return tunables
