@@ -27,6 +27,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "layer_norm": (lambda x: F.layer_norm(x, (4,), DOUBLE), SINGLE),
     "rms_norm": (lambda x: F.rms_norm(x, (4,)), WHOLE),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, DOUBLE, training=True), SINGLE),
+    "cumsum": (lambda x: x.clone().cumsum_(0) + x.clone().cumsum_(1), FLAGS),
+    "masked.cumsum": (lambda x: torch.masked.cumsum(x, 0) + torch.masked.cumsum(x, 1), FLAGS),
+    "index_reduce": (
+        lambda x: x.index_reduce(0, torch.tensor([0]), x[:1], "prod", include_self=False),
+        FLAGS,
+    ),
 }
 
 

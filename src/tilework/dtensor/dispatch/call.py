@@ -506,6 +506,11 @@ def _composed_in_place(
     kept = target.clone() if target.requires_grad and _grad_enabled() else target
     result = composed(kept, *args[1:], **kwargs)
     if result is not target:
+        if not torch.can_cast(result.dtype, target.dtype):
+            raise RuntimeError(
+                f"result type {result.dtype} can't be cast to that of the tensor that it would be "
+                f"written to in place, {target.dtype}"
+            )
         target.copy_(result)
     if isinstance(target, DTensor):
         note_write(target, digest)

@@ -5,7 +5,6 @@ Into a sharded dim each rank writes the elements of its shard; the written tenso
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,7 +118,10 @@ def on_mesh(input: Tensor, *others: Any) -> DTensor:
 
 
 def register_writer(
-    name: str, local_rule: Callable[..., RuleResult], write: Callable[..., Any]
+    name: str,
+    local_rule: Callable[..., RuleResult],
+    write: Callable[..., Any],
+    is_refused: Callable[..., bool] = lambda *args, **named: False,
 ) -> None:
     """Register the rules of an operator that writes elements, and of its form in place.
 
@@ -128,7 +130,16 @@ def register_writer(
         local_rule: Its rule for calls that run on shards as they are, else None; its first argument
             is whether the call writes in place.
         write: Writes to its first argument by other operators.
+        is_refused: Takes the call's arguments; True if torch refuses it, which is to raise then.
     """
+
+    def rule(writes: bool, composed: Callable[..., Any]) -> Callable[..., RuleResult]:
+        def choose(*args: Any, **named: Any) -> RuleResult:
+            if is_refused(*args, **named):
+                return None
+            return local_rule(writes, *args, **named) or Decomposition(composed)
+
+        return choose
 
     def anew(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copy = on_mesh(input, *args, *kwargs.values()).clone()
@@ -139,12 +150,8 @@ def register_writer(
         write(input, *args, **kwargs)
         return input
 
-    dtensor_rule(name)(
-        lambda *args, **named: local_rule(False, *args, **named) or Decomposition(anew)
-    )
-    dtensor_rule(getattr(Tensor, name + "_"))(
-        lambda *args, **named: local_rule(True, *args, **named) or Decomposition(in_place)
-    )
+    dtensor_rule(name)(rule(False, anew))
+    dtensor_rule(getattr(Tensor, name + "_"))(rule(True, in_place))
 
 
 def no_local_rule(*_: Any, **__: Any) -> None:
@@ -213,30 +220,19 @@ def _write_along_dim(
     input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
 ) -> None:
     """Write to the places along a dim that an index of one dim, or a number, has."""
-    is_scalar_of_vector = not source.dim() and bool(input.dim())
-    if index.dim() > 1 or (is_scalar_of_vector and (accumulate or index.numel() != 1)):
-        raise RuntimeError(
-            f"an index of shape {list(index.shape)} and a source of shape {list(source.shape)} do "
-            f"not fit a tensor of shape {list(input.shape)}: the index has one dim, and the source "
-            f"those of the tensor"
-        )
     if input.dim() == 0:
         input = input.view(1)
-    if source.dim():
-        wanted = [*input.shape]
-        wanted[dim] = index.numel()
-        if source.numel() != math.prod(wanted) or (source.dim() > 1 and [*source.shape] != wanted):
-            raise RuntimeError(
-                f"the source has shape {list(source.shape)}, for this index of {index.numel()} "
-                f"along dim {dim} of a tensor of shape {list(input.shape)} it must be {wanted}"
-            )
     places: list[Any] = [None] * input.dim()
     places[dim] = index.reshape(-1)
     put_at_(input, places, source, accumulate)
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> None:
-    _write_along_dim(input, dim, index, source if alpha == 1 else source * alpha, True)
+    _write_along_dim(input, dim, index, _scaled(source, alpha), True)
+
+
+def _scaled(source: Tensor, alpha: Any) -> Tensor:
+    return source if alpha == 1 else (source * alpha).to(source.dtype)
 
 
 def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
@@ -276,7 +272,33 @@ def _index_reduce(
     input.scatter_reduce_(dim, places, source, reduce, include_self=include_self)
 
 
-register_writer("index_add", _index_rule(True), _index_add)
-register_writer("index_copy", _index_rule(True), _index_copy)
-register_writer("index_fill", _index_rule(True), _index_fill)
-register_writer("index_reduce", _index_rule(False), _index_reduce)
+def _is_refused(name: str) -> Callable[..., bool]:
+    """Whether torch refuses a call for its shapes or dtypes: asked of small tensors."""
+    method = getattr(Tensor, name)
+
+    def asked(*args: Any, **named: Any) -> bool:
+        sizes = {0: 0, 1: 1}
+
+        def small(arg: Any) -> Any:
+            """A tensor in which sizes are as equal to others as those of the argument."""
+            if not isinstance(arg, Arg):
+                return arg
+            shape = [sizes.setdefault(size, len(sizes)) for size in arg.shape]
+            return torch.zeros(shape, dtype=arg.dtype)
+
+        try:
+            method(*map(small, args), **{name: small(arg) for name, arg in named.items()})
+        except (RuntimeError, IndexError):
+            return True
+        return False
+
+    return asked
+
+
+for _name, _linear, _write in (
+    ("index_add", True, _index_add),
+    ("index_copy", True, _index_copy),
+    ("index_fill", True, _index_fill),
+    ("index_reduce", False, _index_reduce),
+):
+    register_writer(_name, _index_rule(_linear), _write, _is_refused(_name))
