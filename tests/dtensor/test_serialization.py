@@ -176,3 +176,20 @@ def test_state_dicts_keep_layouts_and_take_values_of_any() -> None:
             model.load_state_dict({**state, "0.weight": torch.ones(1, 3)})
 
     run_ranks(2, program)
+
+
+def test_a_copied_parameter_has_no_gradient() -> None:
+    """As plain ones: a copy of a model amid training would add to what the model had."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        layer = distribute_module(nn.Linear(2, 2), mesh)
+        leaf = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]).requires_grad_()
+        layer(leaf).sum().backward()
+        twin, copied = copy.deepcopy(layer), copy.deepcopy(leaf)
+        assert all(p.grad is None and p.requires_grad and p.is_leaf for p in twin.parameters())
+        assert leaf.grad is not None
+        assert copied.grad is not None
+        assert copied.grad.tolist() == leaf.grad.tolist()
+
+    run_ranks(2, program)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph, origins
@@ -416,8 +417,8 @@ class DTensor(DTensorBase):
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
         local = local_graph.local_of(self)
-        if self._origin is not None:
-            local = local.detach().requires_grad_()
+        if self._origin is not None or isinstance(self, Parameter):  # which leave their gradients
+            local = local.detach().requires_grad_(local.requires_grad)
         local = copy.deepcopy(local, memo)
         copied = memo[id(self)] = wrap(
             local, self._spec, self._digest if self._made is None else digest_of(self)

@@ -85,3 +85,26 @@ def test_a_number_gets_the_gradient_of_all_ranks(number: str) -> None:
         "torch._foreach_add_([v1], v2)\nv3 = torch._foreach_mul([v0], v2)[0]\n"
         "v4 = gradient(v3, v2)"
     )
+
+
+@pytest.mark.parametrize("name", ["addcdiv", "addcmul"])
+@pytest.mark.parametrize("number", [0.25, [0.25, 4.0], torch.tensor([0.25, 4.0])])
+def test_the_numbers_of_products_come_last(name: str, number: Any) -> None:
+    others = [one + 1 for one in WHOLE]
+    wanted = getattr(torch, f"_foreach_{name}")(WHOLE, WHOLE, others, number)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        first, second, third = (
+            [cut(one, mesh, [placement]) for one in tensors]
+            for tensors, placement in ((WHOLE, Shard(0)), (WHOLE, Shard(1)), (others, Shard(0)))
+        )
+        for got, want in zip(
+            getattr(torch, f"_foreach_{name}")(first, second, third, number), wanted, strict=True
+        ):
+            assert_close(full(got), want)
+        getattr(torch, f"_foreach_{name}_")(first, second, third, number)
+        for got, want in zip(first, wanted, strict=True):
+            assert_close(full(got), want)
+
+    run_ranks(2, program)

@@ -25,6 +25,8 @@ _SINGLE = {
     "norm": torch.linalg.vector_norm,
     "powsum": lambda x, power, **kwargs: x.abs().pow(power).sum(**kwargs),
 }
+#: Operators whose numbers, here the last argument, are to be named where they take one tensor.
+_WITH_VALUE = frozenset({"addcdiv", "addcmul"})
 #: Steps of optimizers on lists of parameters, gradients and states.
 _FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
 
@@ -158,6 +160,8 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     operator = _SINGLE.get(plain)
     if operator is None:
         operator = getattr(Tensor, f"{plain}_") if writes else getattr(torch, plain)
+    if plain in _WITH_VALUE:
+        args, kwargs = _with_value(*args, **kwargs)
     length = len(next(arg for arg in args if _is_list(arg)))
     results = []
     for at in range(length):
@@ -169,3 +173,13 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             operator(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
         )
     return None if writes else results
+
+
+def _with_value(
+    tensors: Any, first: Any, second: Any, value: Any = 1, *, scalars: Any = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of addcdiv and addcmul, their numbers by name."""
+    values = value if scalars is None else scalars
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    return (tensors, first, second), {"value": values}
