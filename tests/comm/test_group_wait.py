@@ -72,6 +72,19 @@ def test_a_lost_store_is_the_loss_of_the_rank_that_served_it() -> None:
     assert explained.ranks == (0,)
 
 
+def test_a_lost_store_of_a_rank_whose_groups_were_aborted_is_no_loss() -> None:
+    """Rank 0 ended because of what rank 2 found; rank 1, which waits, has yet to hear of it."""
+    verdict = CollectiveMismatchError("ranks called different things", ranks=[0, 2])
+
+    class Aborted:
+        def why_aborted(self) -> DistBackendError:
+            return verdict
+
+    groups = [cast(ProcessGroup, Aborted())]
+    wait = GroupWait("g", 1, range(3), HashStore(), groups=groups)
+    assert wait.explain(DistNetworkError("gone")) is verdict
+
+
 def test_rank_0_stays_with_the_store_until_those_that_wait_have_heard() -> None:
     store = HashStore()
 

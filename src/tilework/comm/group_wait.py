@@ -160,7 +160,10 @@ class GroupWait:
         return failed
 
     def explain(self, error: DistNetworkError) -> DistError:
-        """The error for a store that went away: the loss of the rank that served it, if one did."""
+        """The error for a store that went away: why the rank that served it left, if one did."""
+        aborted = self.groups[0].why_aborted() if self.groups else None
+        if aborted is not None:  # which has ended that rank, perhaps
+            return aborted
         deadline = time.monotonic() + _GONE_SECONDS
         while self.watch is not None and time.monotonic() < deadline:
             lost = self.watch.ended_here(self.watch.everyone())
