@@ -90,6 +90,47 @@ def test_the_job_goes_on_smaller(tmp_path: Path) -> None:
     assert "the group goes on with ranks 0, 2" in done.stderr
 
 
+STOPPED = """
+import os, signal
+from datetime import timedelta
+import torch
+import tilework.distributed as dist
+from tilework.parallel import Resilient
+from tilework.parallel.resilient import resilient
+
+dist.init_process_group()
+seat, shrink = dist.get_rank(), resilient.shrink_group
+
+
+def stop_or_shrink(**options):
+    if seat == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return shrink(**options)
+
+
+def step(state, number):
+    if seat == 1 and number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(state["w"])
+
+
+resilient.shrink_group = stop_or_shrink
+loop = Resilient(lambda: {"w": torch.zeros(4)}, step, patience=timedelta(seconds=0.5))
+print(len(list(loop.run(6))), dist.get_world_size())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_job_that_others_finish_without_a_stopped_rank_has_not_failed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STOPPED)
+    command = [sys.executable, "-m", "tilework", "run", "-n", "3", "--elastic", "1:3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.stdout == "[0] 6 1\n", done.stderr
+    assert "2  ended: the others have finished without it" in done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_options_a_death_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, time\nos.environ['RANK'] == '1' and os._exit(3)\ntime.sleep(60)")

@@ -331,10 +331,12 @@ class Supervisor:
     def _outlives(self, rank: RankProcess) -> bool:
         """True if the job goes on although this rank has failed, or while it is about to end."""
         recovery = self.around.recovery
-        if recovery is None or self._stop_began is not None or self._failures:
+        if recovery is None or self._failures:
             return False
         if rank.pid in self._outlived:
             return True
+        if self._stop_began is not None:
+            return False
         if rank.ending is None:
             return rank.report is not None
         if rank.ending.code == 0:
