@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,14 +93,41 @@ def test_made_up_indexes_are_refused(
 
 @pytest.mark.parametrize(
     "state",
-    [{"$": "tensor", "v": "z"}, {"$": "pickle", "v": ""}, {"$": "tensor", "v": 3}, {"$": "dict"}],
+    [
+        *({"$": "tensor", "v": "z"}, {"$": "tensor", "v": 3}, {"$": "pickle", "v": ""}, {"$": []}),
+        *({"$": "dict"}, {"$": "dict", "v": [[1]]}, {"$": "dict", "v": [[[1], 2]]}),
+        *({"$": "int", "v": []}, {"$": "int", "v": "9" * 5000}, {"$": "bytes", "v": "!"}),
+        *({"$": "complex", "v": []}, {"$": "dtype", "v": "nn"}, {"$": "device", "v": "x"}),
+        *({"$": "set", "v": [[1]]}, {"$": "set", "v": [{"$": "tuple", "v": [{}]}]}),
+        *({"$": "per_rank", "v": [{}]}, {"$": "tuple", "v": 3}),
+    ],
 )
 def test_made_up_states_are_refused(tmp_path: Path, state: Any) -> None:
-    body = saved(tmp_path)
+    body = saved(tmp_path / "a")
+    checkpoint.save({"x": numbers(6, 4)}, tmp_path / "b")
     body["state"]["n"] = state
-    (tmp_path / "index.json").write_bytes(sealed(body))
+    (tmp_path / "a" / "index.json").write_bytes(sealed(body))
     with pytest.raises(CheckpointError):
-        checkpoint.read(tmp_path)
+        checkpoint.read(tmp_path / "a")
+    if state != {"$": "tensor", "v": "z"}:  # whose names are none of theirs
+        with pytest.raises(CheckpointError):
+            checkpoint.show(tmp_path / "a")
+        with pytest.raises(CheckpointError):
+            checkpoint.diff(tmp_path / "b", tmp_path / "a")
+        assert checkpoint.verify(tmp_path / "a")
+
+
+def test_names_do_not_command_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do they end a program that prints them."""
+    state = {"a\x1b[2J": numbers(3), "b\ud800": "c\x07"}
+    checkpoint.save(state, tmp_path)
+    assert torch.equal(checkpoint.read(tmp_path)["a\x1b[2J"], numbers(3))
+    checkpoint.show(tmp_path)
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("a\\x1b[2J", "b\\ud800 = c\\x07"))
+    assert "\x1b[2J" not in out
 
 
 def test_deep_nesting_and_keys_that_come_twice_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tilework.checkpoint.save_planning import FILE_BYTES
 from tilework.checkpoint.showing import show
 from tilework.checkpoint.verifying import diff, verify
 from tilework.errors import CheckpointError
+from tilework.tiled.terminal import printable
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -62,7 +63,7 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         status: int = options.work(options)
     except (CheckpointError, OSError, ImportError, TypeError, ValueError) as error:
-        print(f"tilework checkpoint: {error}", file=sys.stderr)
+        print(printable(f"tilework checkpoint: {error}"), file=sys.stderr)
         return 2
     return status
 
@@ -77,7 +78,7 @@ def _verify(options: argparse.Namespace) -> int:
     with Progress(f"verifying {options.path}", total) as progress:
         problems = verify(options.path, progress)
     for problem in problems:
-        print(problem)
+        print(printable(problem))
     if not problems:
         print(f"{options.path}: {total:,} bytes are as they were written")
     return 1 if problems else 0
@@ -86,7 +87,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     found = diff(options.a, options.b)
     for each in found:
-        print(f"{each.name}: {each.text}")
+        print(printable(f"{each.name}: {each.text}"))
     return 1 if found else 0
 
 

@@ -54,10 +54,9 @@ from tilework.checkpoint.flat_state import (
     flatten,
     rebuild,
     state_json,
-    state_of_json,
 )
 from tilework.checkpoint.format import CHUNK_BYTES, Index, Part, SavedFile, SavedTensor
-from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.loading import read_index, saved_state
 from tilework.checkpoint.memory import pieces_in_order
 from tilework.checkpoint.reading import PartReader, read_region
 from tilework.checkpoint.save_planning import (
@@ -265,7 +264,7 @@ class TileworkReader(StorageReader):
         """The index, and the path and the leaf of each key."""
         if self._index is None:
             self._index = read_index(self._storage)
-        flat = state_of_json(self._index.state)
+        flat = saved_state(self._index, self._storage)
         keys: dict[str, tuple[Any, Any]] = {}
         for path, leaf in flat.leaves.items():
             own = leaf.variants[0][1] if isinstance(leaf, PerRank) else leaf

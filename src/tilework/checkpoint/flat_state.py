@@ -208,11 +208,14 @@ def state_of_json(listed: Any) -> FlatState:
         ValueError: It is JSON of something else.
     """
     flat = FlatState()
-    for path, kind, value in _walk(listed, ()):
-        if kind == "leaf":
-            flat.leaves[path] = value
-        else:
-            flat.containers[path] = kind
+    try:
+        for path, kind, value in _walk(listed, ()):
+            if kind == "leaf":
+                flat.leaves[path] = value
+            else:
+                flat.containers[path] = kind
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"it is not as docs/format.md says ({error})") from error
     return flat
 
 
@@ -230,12 +233,22 @@ def _walk(listed: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
         pairs = [(decode_value(key), value) for key, value in listed["v"]]
     elif kind in ("tuple", "set", "numpy"):
         pairs = list(enumerate(listed["v"]))
+        if kind == "set" and not all(_can_be_in_set(value) for _, value in pairs):
+            raise ValueError("a set has lists, dicts or sets in it")
     else:
         yield path, "leaf", _leaf_of(listed)
         return
     yield path, kind, None
     for key, value in pairs:
         yield from _walk(value, (*path, key))
+
+
+def _can_be_in_set(listed: Any) -> bool:
+    if not isinstance(listed, dict):
+        return not isinstance(listed, list)
+    if listed.get(KIND) == "tuple":
+        return all(map(_can_be_in_set, listed["v"]))
+    return listed.get(KIND) not in (None, "dict", "set", "numpy")
 
 
 def _is_plain(listed: Any) -> bool:

@@ -172,7 +172,7 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
             check_files(reader, list(index.files)[ranks.number :: len(ranks.all)])
         filling = Filling(
             index,
-            _state_of(index, storage),
+            saved_state(index, storage),
             ranks.here,
             patterns,
             options.map_names,
@@ -240,10 +240,15 @@ def check_files(reader: PartReader, names: Iterable[str]) -> None:
         reader.check_size(name)
 
 
-def _state_of(index: Index, storage: Storage) -> FlatState:
+def saved_state(index: Index, storage: Storage) -> FlatState:
+    """The state that an index has.
+
+    Raises:
+        CheckpointError: It is not as docs/format.md says.
+    """
     try:
         return state_of_json(index.state)
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         where = storage.where(INDEX_NAME)
         raise CheckpointError(f"{where}: the state cannot be read: {error}", file=where) from None
 
@@ -433,7 +438,7 @@ def read_all(
 ) -> Any:
     """The state of a checkpoint, in plain containers and tensors. Local."""
     index = read_index(storage)
-    flat = _state_of(index, storage)
+    flat = saved_state(index, storage)
     reader = PartReader(storage, index, verify)
     tensors: dict[Any, Tensor] = {}
     patterns = NamePatterns(names)

@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.flat_state import PerRank, Value, dotted, state_of_json
+from tilework.checkpoint.flat_state import FlatState, PerRank, Value, dotted
 from tilework.checkpoint.format import Index, SavedTensor
-from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.loading import read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture, print_styled
@@ -37,15 +37,21 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
         >>> checkpoint.show(folder)  # doctest: +ELLIPSIS
         1 tensor, 8 B in 1 file, saved by 1 rank ...
     """
-    index = read_index(storage_at(path))
+    storage = storage_at(path)
+    index = read_index(storage)
+    state = saved_state(index, storage) if not names else FlatState()
     patterns = NamePatterns(names or None)
     tensors = [t for t in index.tensors.values() if patterns.match(t.name)]
     patterns.check()
-    print_styled(lambda width: list(_lines(index, tensors, names, width)))
+    print_styled(lambda width: list(_lines(index, state, tensors, names, width)))
 
 
 def _lines(
-    index: Index, tensors: list[SavedTensor], names: Sequence[str] | None, width: int
+    index: Index,
+    state: FlatState,
+    tensors: list[SavedTensor],
+    names: Sequence[str] | None,
+    width: int,
 ) -> Iterable[StyledLine]:
     yield [(_headline(index), "bold")]
     if index.meta:
@@ -63,8 +69,7 @@ def _lines(
     if len(tensors) > len(listed):
         yield [(f"… and {len(tensors) - len(listed):,} more: name them to see them", "")]
     yield from _pictures(tensors, _DRAWN if not names else len(tensors), width)
-    if not names:
-        yield from _values(index)
+    yield from _values(state)
 
 
 def _headline(index: Index) -> str:
@@ -136,8 +141,7 @@ def _colour(writer: str) -> str:
     return COLOURS[int(writer) % len(COLOURS)] if writer.isdecimal() else COLOURS[0]
 
 
-def _values(index: Index) -> Iterable[StyledLine]:
-    state = state_of_json(index.state)
+def _values(state: FlatState) -> Iterable[StyledLine]:
     values = [
         (dotted(path), leaf)
         for path, leaf in state.leaves.items()

@@ -102,7 +102,10 @@ def decode_value(listed: Any) -> Any:
     decode = _DECODERS.get(kind) if isinstance(kind, str) else None
     if decode is None:
         raise ValueError(f"values of kind {kind!r} are not known")
-    return decode(value)
+    try:
+        return decode(value)
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise ValueError(f"{value!r:.60} is no value of kind {kind!r}: {error}") from None
 
 
 def _dtype(name: str) -> torch.dtype:

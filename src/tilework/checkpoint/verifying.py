@@ -12,10 +12,9 @@ import torch
 from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.dtypes import stored
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
-from tilework.checkpoint.flat_state import state_of_json as state_of
 from tilework.checkpoint.format import Index, SavedTensor
 from tilework.checkpoint.index_text import part_key
-from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.loading import read_index, saved_state
 from tilework.checkpoint.memory import crc32
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
@@ -61,9 +60,9 @@ def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None)
     finally:
         reader.close()
     try:
-        state_of(index.state)
-    except (ValueError, KeyError, TypeError) as error:
-        problems.append(f"{storage.location}: the state cannot be read: {error}")
+        saved_state(index, storage)
+    except CheckpointError as error:
+        problems.append(str(error))
     return list(dict.fromkeys(problems))
 
 
@@ -242,7 +241,7 @@ def _volume(tensor: SavedTensor) -> int:
 
 
 def _different_values(a: PartReader, b: PartReader) -> Iterator[Difference]:
-    first, second = (_values(state_of(each.index.state)) for each in (a, b))
+    first, second = (_values(saved_state(each.index, each.storage)) for each in (a, b))
     for name in dict.fromkeys([*first, *second]):
         if name not in second or name not in first:
             yield Difference(name, f"only in the {'first' if name in first else 'second'}")

@@ -32,7 +32,25 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]]) -> None:
     for line in render(min(console.width, _MAX_WIDTH)):
         if not unicode:
             line = [(text.translate(_ASCII), style) for text, style in line]
+        line = [(printable(text), style) for text, style in line]
         console.print(Text.assemble(*line), overflow="fold")
+
+
+def printable(text: str) -> str:
+    r"""The text with what a terminal would obey, or no encoding has, as escapes.
+
+    Example:
+        >>> printable("x\x1b[2J"), printable("a\nb\ud800")
+        ('x\\x1b[2J', 'a\nb\\ud800')
+    """
+    return "\n".join(map(_escaped, text.split("\n")))
+
+
+def _escaped(line: str) -> str:
+    if line.isprintable():
+        return line
+    letters = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(letters)
 
 
 def coloured_picture(lines: Iterable[Line], colour_of: Callable[[int], str]) -> list[StyledLine]:
