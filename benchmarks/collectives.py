@@ -37,12 +37,14 @@ from drawing import (
     times_table,
 )
 from figures import (
+    ASYNC_OPERATIONS,
     GLOO,
     ITEM_BYTES,
     KIB,
     MIB,
     OPEN_MPI,
     OPERATIONS,
+    SIZES,
     TILEWORK,
     Cell,
     Plan,
@@ -224,7 +226,9 @@ def parse_options() -> argparse.Namespace:
     """The flags; ends the program with a message where they are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
+    known = (*OPERATIONS, *ASYNC_OPERATIONS)
+    parser.add_argument("--operations", nargs="+", choices=known, default=OPERATIONS)
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, help="in bytes")
     parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=list(ITEM_BYTES))
     parser.add_argument("--quick", action="store_true", help="fewer calls and sizes")
     parser.add_argument(
@@ -254,8 +258,11 @@ def main() -> None:
         *(peers, usable_cores(), tuple(options.operations), tuple(options.dtypes)),
         neighbours=options.neighbours,
     )
+    if options.sizes:
+        plan = dataclasses.replace(plan, sizes=tuple(options.sizes))
     if options.quick:
-        sizes = tuple(size for size in plan.sizes if size not in (4 * KIB, 16 * MIB))
+        left_out = () if options.sizes else (4 * KIB, 16 * MIB)
+        sizes = tuple(size for size in plan.sizes if size not in left_out)
         plan = dataclasses.replace(plan, sizes=sizes, rounds=3, seconds=0.02)
     console = Console()
     console.width = max(console.width, 132)  # a table in a file is not squeezed

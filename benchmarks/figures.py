@@ -26,6 +26,10 @@ OPERATIONS = (
     "barrier",
     "send_recv",
 )
+#: Measured when they are asked for: what does not block at its call, and is waited for at once.
+ASYNC_OPERATIONS = ("exchange", "batch", "async_all_reduce")
+#: Between two ranks.
+_OF_A_PAIR = ("send_recv", "exchange", "batch")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 #: The first is compared with all others.
 TILEWORK, GLOO, OPEN_MPI = "tilework", "Gloo", "Open MPI"
@@ -98,7 +102,7 @@ class Plan:
         for operation in self.operations:
             if operation == "barrier":
                 yield Case(operation, "-", 0)
-            elif operation != "send_recv" or ranks == 2:
+            elif operation not in _OF_A_PAIR or ranks == 2:
                 for dtype in self.dtypes:
                     most = LARGEST // parts(operation, ranks)
                     for size in sorted({min(size, most) for size in self.sizes}):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,7 +45,7 @@ class Workload:
             count = max(count - count % ranks, ranks)
         whole = count * parts(case.operation, ranks)
         self.source = empty(whole if case.operation == "reduce_scatter" else count, dtype=dtype)
-        if case.operation in ("all_reduce", "broadcast"):
+        if case.operation in ("all_reduce", "async_all_reduce", "broadcast"):
             self.target = self.source
         else:
             self.target = empty(whole if case.operation == "all_gather" else count, dtype=dtype)
@@ -70,6 +70,9 @@ class Workload:
             "all_to_all": ranks,
             "barrier": [],
             "send_recv": [2 - self.rank],
+            "exchange": [2 - self.rank],
+            "batch": [2 - self.rank],
+            "async_all_reduce": [total],
         }[self.case.operation]
         for part, value in zip(self.target.chunk(max(1, len(expected))), expected, strict=False):
             if not bool((part == value).all()):
@@ -116,6 +119,12 @@ def there_and_back(rank: int, send: Call, receive: Call) -> Call:
     return call
 
 
+def wait_for(works: Sequence[Any]) -> None:
+    """Wait until they are done."""
+    for work in works:
+        work.wait()
+
+
 class TorchLike(Peer):
     """A module with torch.distributed's names."""
 
@@ -146,6 +155,13 @@ class TorchLike(Peer):
             "all_to_all": lambda: dist.all_to_all_single(target, source),
             "barrier": lambda: dist.barrier(),
             "send_recv": there_and_back(work.rank, *halves),
+            "exchange": lambda: wait_for([dist.isend(source, other), dist.irecv(target, other)]),
+            "batch": lambda: wait_for(
+                dist.batch_isend_irecv(
+                    [dist.P2POp(dist.isend, source, other), dist.P2POp(dist.irecv, target, other)]
+                )
+            ),
+            "async_all_reduce": lambda: dist.all_reduce(target, async_op=True).wait(),
         }
         return calls[work.case.operation]
 
@@ -207,6 +223,10 @@ class OpenMPI(Peer):
             lambda: comm.Send(source, other),
             lambda: comm.Recv(target, other),
         )
+
+        def exchange() -> None:
+            self.mpi.Request.Waitall([comm.Isend(source, other), comm.Irecv(target, other)])
+
         calls: dict[str, Call] = {
             "all_reduce": lambda: comm.Allreduce(self.mpi.IN_PLACE, target),
             "broadcast": lambda: comm.Bcast(target, 0),
@@ -215,9 +235,13 @@ class OpenMPI(Peer):
             "all_to_all": lambda: comm.Alltoall(source, target),
             "barrier": lambda: comm.Barrier(),
             "send_recv": there_and_back(work.rank, *halves),
+            "exchange": exchange,
+            "batch": exchange,
+            "async_all_reduce": lambda: comm.Iallreduce(self.mpi.IN_PLACE, target).Wait(),
         }
         if work.case.dtype == "bfloat16":
-            del calls["all_reduce"], calls["reduce_scatter"]
+            for adds in ("all_reduce", "async_all_reduce", "reduce_scatter"):
+                del calls[adds]
         return calls.get(work.case.operation)
 
     def close(self) -> None:

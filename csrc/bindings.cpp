@@ -238,14 +238,10 @@ void bind_wait_history(nb::module_& m) {
 void bind_completion(nb::module_& m) {
   nb::class_<PyCompletion>(m, "Completion")
       .def("done", [](const PyCompletion& self) { return self.completion->done(); })
+      .def("poll", &PyCompletion::poll)
       .def("wait", &PyCompletion::wait, "timeout"_a)
       .def("fault", &PyCompletion::fault)
-      .def(
-          "add_done_callback",
-          [](const PyCompletion& self, nb::callable fn) {
-            self.completion->when_done(callback_of(std::move(fn)));
-          },
-          "fn"_a)
+      .def("add_done_callback", &PyCompletion::when_done, "fn"_a)
       .def("source", [](const PyCompletion& self) { return self.completion->source(); });
 }
 

@@ -225,10 +225,9 @@ FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::obj
       flight_(*nb::cast<FlightRing*>(flight_owner_)),
       on_failure_(std::move(on_failure)) {}
 
-/// Messages up to this length are copied with the GIL held: releasing it takes longer.
+/// Messages up to this length are copied with the GIL held: releasing it takes longer. So are short
+/// collectives.
 constexpr size_t kCopiedWithGil = 4096;
-/// So are collectives of up to this length, over all ranks.
-constexpr size_t kShortBytes = 64 * 1024;
 
 /// What surrounds the execution of an operation: a slot in the flight ring, the versions of tensors
 /// that it writes, and the GIL. A short one keeps the GIL until it has to wait, and leaves the rest

@@ -7,6 +7,16 @@
 #include <stdexcept>
 
 namespace tilework {
+namespace {
+
+size_t bytes_of(const Operation& operation) {
+  size_t bytes = 0;
+  for (const Buffers* side : {&operation.inputs, &operation.outputs})
+    for (int i = 0; i < side->count; ++i) bytes += (*side)[i].bytes;
+  return bytes;
+}
+
+}  // namespace
 
 /// A submitted collective; owns its lists of buffers.
 struct Group::QueuedOperation {
@@ -127,7 +137,7 @@ std::shared_ptr<Completion> Group::take_turn_in_order(Operation& operation, doub
   std::lock_guard<std::mutex> lock(order_);
   if (turn_.load() & (kRunning | kWaiting)) check_may_block();
   if (take_turn(operation, true, true) == Turn::kRuns) return nullptr;
-  return enqueue(operation, timeout);
+  return enqueue(operation, timeout, false);  // the caller waits for it
 }
 
 void Group::use_interlude(Interlude* interlude, WaitOptions& options) const {
@@ -156,7 +166,7 @@ void Group::check_may_block() {
 void Group::end_turn() {
   if (!(turn_.fetch_sub(kRunning) & kWaiting)) return;
   std::lock_guard<std::mutex> lock(order_);
-  work_.notify_one();
+  wake_up_.post(sleepers_ > 0);
 }
 
 void Group::run(Operation& operation, double timeout, SignalCheck signals, Interlude* interlude) {
@@ -167,7 +177,15 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals, Inter
     active.emplace(*this);
     if (const auto completion = take_turn_in_order(operation, timeout)) {
       if (interlude) interlude->published(), interlude->waits();
-      return wait_for_queued(*completion, signals);
+      try {
+        wait_for_queued(*completion, -1, signals);
+      } catch (const Interrupted&) {
+        engine_->collectives.cancel();  // the caller may free the buffers once we return
+        wait_for_queued(*completion, -1, nullptr);
+        throw;
+      }
+      if (auto fault = completion->fault()) throw *fault;
+      return;
     }
   }
   struct EndTurn {
@@ -184,27 +202,37 @@ std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) 
   validate(operation, rank_, size_);
   std::lock_guard<std::mutex> lock(order_);
   take_turn(operation, false, true);
-  return enqueue(operation, timeout);
+  return enqueue(operation, timeout, bytes_of(operation) > kShortBytes / size_);
 }
 
-/// Under order_.
-std::shared_ptr<Completion> Group::enqueue(const Operation& operation, double timeout) {
+/// Under order_. `at_once`: the thread is woken, since nobody is expected to wait soon.
+std::shared_ptr<Completion> Group::enqueue(const Operation& operation, double timeout,
+                                           bool at_once) {
   queue_.push_back(std::make_unique<QueuedOperation>(operation, timeout));
   if (!thread_.joinable())
     thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
-  work_.notify_one();
+  wake_up_.post(at_once);
   return queue_.back()->completion;
 }
 
-void Group::wait_for_queued(Completion& completion, SignalCheck signals) {
-  try {
-    completion.sleep_until_done(wait_options(-1, signals, background_pace()));
-  } catch (const Interrupted&) {
-    engine_->collectives.cancel();  // the caller may free the buffers once we return
-    completion.sleep_until_done(wait_options(-1, nullptr, background_pace()));
-    throw;
-  }
-  if (auto fault = completion.fault()) throw *fault;
+/// False after `timeout` seconds. Without a limit this thread executes what is queued before it: an
+/// operation that has begun cannot be left.
+bool Group::wait_for_queued(Completion& completion, double timeout, SignalCheck signals) {
+  if (timeout < 0) execute_queued_until(completion, signals);
+  if (completion.done()) return true;
+  struct Sleeper {
+    explicit Sleeper(Group& group_) : group(group_) {
+      std::lock_guard<std::mutex> lock(group.order_);
+      ++group.sleepers_;
+      if (!group.queue_.empty()) group.wake_up_.post(true);
+    }
+    ~Sleeper() {
+      std::lock_guard<std::mutex> lock(group.order_);
+      --group.sleepers_;
+    }
+    Group& group;
+  } sleeper(*this);
+  return completion.sleep_until_done(wait_options(timeout, signals, background_pace()));
 }
 
 /// The oldest queued operation, for this thread to execute; null if there is none, or another
@@ -224,11 +252,11 @@ std::unique_ptr<Group::QueuedOperation> Group::take_oldest() {
 }
 
 /// Execute a dequeued operation, and complete it.
-void Group::execute(QueuedOperation& queued, SignalCheck signals, Pace pace) {
+void Group::execute(QueuedOperation& queued, const WaitOptions& options) {
   std::optional<Fault> fault;
   bool interrupted = false;
   try {
-    engine_->collectives.execute(queued.operation, wait_options(queued.timeout, signals, pace));
+    engine_->collectives.execute(queued.operation, options);
   } catch (const Fault& caught) {
     fault = caught;
   } catch (const Interrupted&) {
@@ -243,20 +271,22 @@ void Group::execute(QueuedOperation& queued, SignalCheck signals, Pace pace) {
 /// The progress thread: operations in order; once the group is closed each fails at once.
 void Group::run_thread() {
   for (;;) {
-    std::unique_ptr<QueuedOperation> next;
-    {
-      std::unique_lock<std::mutex> lock(order_);
-      work_.wait(lock, [this] { return queue_.empty() ? stopping_ : !running(); });
-      if (queue_.empty()) return;
-      next = take_oldest();
-      if (!next) continue;  // another thread was faster
+    std::unique_lock<std::mutex> lock(order_);
+    wake_up_.wait(
+        lock,
+        [this] { return queue_.empty() || running() ? 0 : queue_.front()->operation.sequence; },
+        [this] { return stopping_ && (queue_.empty() || !running()); });
+    if (queue_.empty() && stopping_) return;
+    while (std::unique_ptr<QueuedOperation> next = take_oldest()) {
+      lock.unlock();
+      execute(*next, wait_options(next->timeout, nullptr, background_pace()));
+      lock.lock();
     }
-    execute(*next, nullptr, background_pace());
   }
 }
 
-/// Execute queued operations up to that of `completion` on the thread that waits for it, as long as
-/// the progress thread has not woken up: that takes some tens of microseconds.
+/// Execute queued operations up to that of `completion` on the thread that waits for it, as far as the
+/// progress thread has not come to do it.
 void Group::execute_queued_until(const Completion& completion, SignalCheck signals) {
   std::optional<ActiveCall> active;
   try {
@@ -271,7 +301,7 @@ void Group::execute_queued_until(const Completion& completion, SignalCheck signa
       next = take_oldest();
     }
     if (!next) return engine_->context.note_blocked(completion.number);
-    execute(*next, signals, pace());
+    execute(*next, own_wait_options(next->timeout, signals));
   }
 }
 
@@ -318,6 +348,30 @@ void Group::cancel(const RequestPtr& request) {
   engine_->point_to_point.cancel(request);
 }
 
+bool Group::poll(const Completion& completion, bool is_message) {
+  if (completion.done()) return true;
+  if (!is_message) {
+    expect_nobody_waits(false);
+    return false;
+  }
+  try {
+    ActiveCall active(*this);
+    engine_->point_to_point.poll();
+  } catch (const Fault&) {  // closing: it fails by itself
+  }
+  return completion.done();
+}
+
+void Group::expect_nobody_waits(bool is_message) {
+  try {
+    ActiveCall active(*this);
+    if (is_message) return engine_->point_to_point.expect_nobody_waits();
+    std::lock_guard<std::mutex> lock(order_);
+    if (!queue_.empty()) wake_up_.post(true);
+  } catch (const Fault&) {  // closing
+  }
+}
+
 bool Group::wait(Completion& completion, bool is_message, double timeout, SignalCheck signals) {
   if (completion.done()) return true;
   if (!is_message) {
@@ -325,9 +379,7 @@ bool Group::wait(Completion& completion, bool is_message, double timeout, Signal
       std::lock_guard<std::mutex> lock(order_);
       check_may_block();
     }
-    if (timeout < 0)
-      execute_queued_until(completion, signals);  // an operation that has begun cannot be left
-    return completion.sleep_until_done(wait_options(timeout, signals, background_pace()));
+    return wait_for_queued(completion, timeout, signals);
   }
   ActiveCall active(*this);
   return engine_->point_to_point.wait(completion, own_wait_options(timeout, signals));
@@ -492,7 +544,7 @@ void Group::stop_thread() {
   {
     std::lock_guard<std::mutex> lock(order_);
     stopping_ = true;  // only now: no active call can still queue
-    work_.notify_one();
+    wake_up_.post(true);
   }
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }

@@ -2,7 +2,6 @@
 // progress thread, messages, failure reports, and an orderly close.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <string>
@@ -13,8 +12,12 @@
 #include "completion.h"
 #include "point_to_point.h"
 #include "rank_context.h"
+#include "wake_up.h"
 
 namespace tilework {
+
+/// Operations of up to this length, over all ranks, take less time than to hand them to a thread.
+constexpr size_t kShortBytes = 64 * 1024;
 
 /// Runs Python's handlers of pending signals, and what is to be done in a wait that has lasted so many
 /// nanoseconds; true if one raised.
@@ -36,7 +39,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void run(Operation& operation, double timeout, SignalCheck signals,
            Interlude* interlude = nullptr);
 
-  /// Queue a collective for the progress thread. Copies the lists of buffers, not the buffers.
+  /// Queue a collective for the progress thread, or for who waits first if it is short. Copies the
+  /// lists of buffers, not the buffers.
   std::shared_ptr<Completion> submit(Operation& operation, double timeout);
 
   /// Start a message; see PointToPoint::start.
@@ -52,6 +56,12 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Wait for a submitted collective or a message, whose progress this runs; false after `timeout`
   /// seconds.
   bool wait(Completion& completion, bool is_message, double timeout, SignalCheck signals);
+
+  /// True if it is done, maybe by this call, which never waits for other ranks.
+  bool poll(const Completion& completion, bool is_message);
+  /// Have what is pending done in the background at once, however short it is: nobody will wait for it,
+  /// or not so that whoever waits does it.
+  void expect_nobody_waits(bool is_message);
 
   /// This rank's arena; valid also after the group is closed.
   std::shared_ptr<Arena> arena();
@@ -114,8 +124,8 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Of a wait on the caller's thread, which others learn from.
   WaitOptions own_wait_options(double timeout, SignalCheck signals) const;
   void use_interlude(Interlude* interlude, WaitOptions& options) const;
-  std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout);
-  void wait_for_queued(Completion& completion, SignalCheck signals);
+  std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout, bool at_once);
+  bool wait_for_queued(Completion& completion, double timeout, SignalCheck signals);
   enum class Turn { kRuns, kQueued, kRefused };
   Turn take_turn(Operation& operation, bool may_run, bool may_queue);
   void end_turn();
@@ -127,7 +137,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void check_not_forked() const;
   void check_may_block();
   std::unique_ptr<QueuedOperation> take_oldest();
-  void execute(QueuedOperation& queued, SignalCheck signals, Pace pace);
+  void execute(QueuedOperation& queued, const WaitOptions& options);
   void execute_queued_until(const Completion& completion, SignalCheck signals);
   void run_thread();
   void stop_thread();
@@ -155,7 +165,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::mutex order_;  // guards what follows
   std::deque<std::unique_ptr<QueuedOperation>> queue_;
-  std::condition_variable work_;
+  WakeUp wake_up_;
+  int sleepers_ = 0;  // threads that wait for a queued operation, which others execute
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -65,6 +65,8 @@ std::optional<Fault> check_fit(const Request& request, const Envelope& envelope,
                    " bytes of " + dtype_name(dtype) + " are received");
 }
 
+bool is_long(const Request& request) { return request.buffer.bytes > kFragment; }
+
 bool is_short(const Envelope& envelope) {
   return envelope.first == 1 && envelope.shown == 0 && envelope.bytes == envelope.total &&
          envelope.bytes <= ShortMessage::kBytes;
@@ -142,14 +144,16 @@ void PointToPoint::start(const RequestPtr& request, bool will_wait) {
     context_.memory.try_peers();
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    request->number = ++started_;
     requests_.push_back(request);
     pending_ = requests_.size();
+    long_requests_ += is_long(*request);
     if (request->is_send)
       outgoing_[request->peer].queue.push_back(request);
     else if (!deliver_unexpected(request))
       posted_.push_back(request);
     progress(Checks::kLocal);
-    if (!will_wait) ensure_progress_thread();
+    if (!will_wait) ensure_progress_thread(is_long(*request));
     outcomes.swap(outcomes_);
   }
   deliver(outcomes);
@@ -241,27 +245,39 @@ bool PointToPoint::wait(const Completion& completion, const WaitOptions& options
     ~Waiter() {
       if (--engine.waiters_ > 0 || engine.pending_ == 0) return;
       std::lock_guard<std::mutex> lock(engine.mutex_);
-      engine.ensure_progress_thread();
+      engine.ensure_progress_thread(engine.long_requests_ > 0);
     }
     PointToPoint& engine;
   } waiter(*this);
   return progress_until([&] { return completion.done(); }, options);
 }
 
-/// Start or wake the core's thread if requests are pending and no thread waits for them.
-void PointToPoint::ensure_progress_thread() {
-  if (requests_.empty() || waiters_ > 0 || stopping_) return;
+void PointToPoint::expect_nobody_waits() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (requests_.empty() || stopping_) return;
+  start_thread();
+  wake_up_.post(true);  // also if a thread waits: for when it has its own
+}
+
+void PointToPoint::start_thread() {
   if (!thread_.joinable()) thread_ = std::thread([this, owner = owner_.lock()] { run_thread(); });
-  wake_thread_.notify_one();
+}
+
+/// Have the core's thread look, or start at once, if requests are pending and no thread waits for them.
+void PointToPoint::ensure_progress_thread(bool at_once) {
+  if (requests_.empty() || waiters_ > 0 || stopping_) return;
+  start_thread();
+  wake_up_.post(at_once);
 }
 
 void PointToPoint::run_thread() {
   WaitOptions options;
   options.pace = background_pace_for(context_.size, context_.cores());
-  auto needed = [this] { return pending_ > 0 && waiters_ == 0; };
+  const auto needed = [this] { return pending_ > 0 && waiters_ == 0; };
+  const auto oldest = [&] { return needed() ? requests_.front()->number : 0; };
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
-    wake_thread_.wait(lock, [&] { return stopping_ || needed(); });
+    wake_up_.wait(lock, oldest, [&] { return stopping_.load(); });
     lock.unlock();
     progress_until([&] { return stopping_ || !needed(); }, options);
     lock.lock();
@@ -276,7 +292,7 @@ void PointToPoint::close() {
     const Fault closed("closed", {rank_}, "the group was closed on this rank");
     fail_if([&](const Request&) { return std::optional<Fault>(closed); });
     outcomes.swap(outcomes_);
-    wake_thread_.notify_one();
+    wake_up_.post(true);
   }
   deliver(outcomes);
   segment_.control(rank_).message_event.notify_always();
@@ -598,6 +614,7 @@ void PointToPoint::finish(const RequestPtr& request, std::optional<Fault> fault,
   }
   requests_.remove(request);
   pending_ = requests_.size();
+  long_requests_ -= is_long(*request);
   outcomes_.push_back({request->completion, std::move(fault), source});
 }
 

@@ -11,7 +11,8 @@
 //
 // All pending requests of a rank progress together, whichever thread runs the progress engine: two
 // ranks that send each other long messages before they receive cannot block each other. The
-// threads in wait() run it; while there is none, a thread of the core does.
+// threads in wait() run it; while there is none, a thread of the core does, as soon as it is needed or
+// looks (wake_up.h).
 //
 // A long message may be read from its sender's memory (peer_memory.h): its one fragment says where it is, and
 // the sender waits for the answer. If that is no, because the memory cannot be read, or the message
@@ -21,7 +22,6 @@
 // fragment at most.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <list>
 #include <memory>
@@ -33,6 +33,7 @@
 #include "operation.h"
 #include "outbox_stores.h"
 #include "rank_context.h"
+#include "wake_up.h"
 
 namespace tilework {
 
@@ -51,6 +52,7 @@ struct Request {
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   size_t moved = 0;       // bytes of a send that are in the ring
   bool refused = false;   // the receiver cannot read its memory
+  uint64_t number = 0;    // of those that the rank has started
   bool finished = false;  // succeeded or failed: drop it wherever it is still held
 };
 using RequestPtr = std::shared_ptr<Request>;
@@ -76,7 +78,7 @@ class PointToPoint {
   ~PointToPoint();
 
   /// Start a send or a receive. With `will_wait` the caller calls wait() next, and the core's
-  /// thread is not woken.
+  /// thread has nothing to do with it.
   void start(const RequestPtr& request, bool will_wait);
 
   /// The short way of a message that fits its ring and has nothing in its way: send it, and true; or
@@ -92,6 +94,13 @@ class PointToPoint {
 
   /// Fail a request; its buffer is not touched after this returns.
   void cancel(const RequestPtr& request);
+
+  /// Run the progress engine once, if no other thread does and anything is pending.
+  void poll() {
+    if (pending_ > 0) try_progress(Checks::kNone);
+  }
+  /// Have the core's thread run it as long as no thread waits, also for short messages.
+  void expect_nobody_waits();
 
   /// Run the progress engine until `completion` is done (true) or options.deadline has passed.
   bool wait(const Completion& completion, const WaitOptions& options);
@@ -165,7 +174,8 @@ class PointToPoint {
   void fail_lost(bool check_processes);
   template <class FaultOf>
   void fail_if(FaultOf&& fault_of);
-  void ensure_progress_thread();
+  void start_thread();
+  void ensure_progress_thread(bool at_once);
 
   bool try_progress(Checks checks);  // true if anything moved
   void deliver(std::vector<Outcome>& outcomes);
@@ -190,10 +200,12 @@ class PointToPoint {
   std::vector<Outcome> outcomes_;
   uint64_t fragments_ = 0;          // moved so far
   std::atomic<size_t> pending_{0};  // length of requests_, for those without the lock
+  uint64_t started_ = 0;            // requests so far
+  size_t long_requests_ = 0;        // of requests_, those of several fragments
   std::atomic<int> waiters_{0};
   LivenessTimer liveness_timer_;  // one for all waits, so that short ones do not starve it
   std::atomic<bool> stopping_{false};
-  std::condition_variable wake_thread_;
+  WakeUp wake_up_;
   std::thread thread_;
 };
 

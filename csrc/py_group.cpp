@@ -67,6 +67,19 @@ RequestPtr request_of(bool is_send, int peer, Buffer buffer, DType dtype, int64_
   return request;
 }
 
+bool PyCompletion::poll() const {
+  if (completion->done()) return true;
+  nb::gil_scoped_release nogil;
+  return group->poll(*completion, is_message);
+}
+
+void PyCompletion::when_done(nb::callable fn) const {
+  completion->when_done(callback_of(std::move(fn)));
+  if (completion->done()) return;
+  nb::gil_scoped_release nogil;
+  group->expect_nobody_waits(is_message);
+}
+
 bool PyCompletion::wait(double timeout) const {
   nb::gil_scoped_release nogil;
   if (!group->wait(*completion, is_message, timeout, signal_raised)) return false;

@@ -10,7 +10,9 @@ struct PyCompletion {
   GroupRef group;
   bool is_message;
 
+  bool poll() const;
   bool wait(double timeout) const;
+  void when_done(nb::callable fn) const;
   nb::object fault() const;
 };
 

@@ -113,8 +113,11 @@ class WaitHistory:
     def should_move(self, now: int) -> bool: ...
 
 class Completion:
-    """The handle of a submitted operation."""
+    """The handle of a submitted operation. A short one is executed by who waits for it; the core's
+    thread looks after it now and then, and at once where a callback is to come."""
     def done(self) -> bool: ...
+    def poll(self) -> bool:
+        """done(), after a try to get on with it that never waits for other ranks."""
     def wait(self, timeout: float) -> bool:
         """Block (GIL released, signals honoured) until done; False after `timeout` seconds
         (negative: no bound). Raises Fault if the operation failed."""

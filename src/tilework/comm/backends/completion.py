@@ -58,6 +58,9 @@ class PythonCompletion:
         with self._changed:
             return self._changed.wait_for(lambda: self._done, seconds)
 
+    def poll(self) -> bool:
+        return self.done()
+
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         with self._changed:
             if not self._done:

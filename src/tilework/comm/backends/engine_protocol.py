@@ -151,6 +151,10 @@ class Completion(Protocol):
     """The end of an operation that was handed to an engine."""
 
     def done(self) -> bool: ...
+    def poll(self) -> bool:
+        """:meth:`done`, for who asks until it is: some engines leave short operations to callers."""
+        ...
+
     def wait(self, timeout: float) -> bool:
         """Block until done; False after ``timeout`` seconds (negative: no limit). Raise Fault."""
         ...

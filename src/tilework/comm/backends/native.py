@@ -605,7 +605,7 @@ class Call(Work):
         return True
 
     def is_completed(self) -> bool:
-        done = self._completion.done()
+        done = self._completion.poll()
         if done:
             self._finish()
         return done

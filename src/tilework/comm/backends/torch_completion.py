@@ -63,6 +63,9 @@ class TorchCompletion(PythonCompletion):
         self._watch()
         return super().wait(timeout)
 
+    def poll(self) -> bool:
+        return self.done()
+
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._watch()
         super().add_done_callback(fn)
