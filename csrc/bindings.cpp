@@ -99,21 +99,11 @@ void bind_group(nb::module_& m) {
       .def("statistics", &PyGroup::statistics);
 }
 
-/// FastPath.run as a plain C function: nanobind's conversion of the arguments takes as long as the
-/// rest of the call into the core.
-PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  PyObject* arguments[] = {nullptr, Py_None, Py_None, Py_None, nullptr, Py_None, Py_None};
-  if (count < 1 || count > static_cast<Py_ssize_t>(count_of(arguments))) {
-    PyErr_Format(PyExc_TypeError, "run() takes 1 to 7 arguments, %zd arguments", count);
-    return nullptr;
-  }
-  std::copy(args, args + count, arguments);
-  const long root = arguments[4] ? PyLong_AsLong(arguments[4]) : 0;
-  if (root == -1 && PyErr_Occurred()) return nullptr;
+/// What `act` returns, its exceptions as Python's.
+template <class Act>
+PyObject* guarded(Act&& act) {
   try {
-    FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
-    return PyBool_FromLong(fast_path.run(arguments[0], arguments[1], arguments[2], arguments[3],
-                                         static_cast<int>(root), arguments[5], arguments[6]));
+    return act();
   } catch (nb::python_error& error) {
     error.restore();
   } catch (const std::exception& error) {
@@ -122,39 +112,59 @@ PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count)
   return nullptr;
 }
 
-/// FastPath.send and recv, likewise.
-template <class Result>
-PyObject* fast_path_message(PyObject* self, PyObject* const* args, Py_ssize_t count,
-                            Result (FastPath::*act)(nb::handle, int, int64_t, bool)) {
-  if (count < 3 || count > 4) {
+PyObject* or_none(nb::object object) {
+  return object.is_valid() ? object.release().ptr() : Py_NewRef(Py_None);
+}
+
+/// FastPath.run and post as plain C functions: nanobind's conversion of the arguments takes as long as
+/// the rest of the call into the core.
+template <class Act>
+PyObject* fast_path_collective(PyObject* const* args, Py_ssize_t count, Act&& act) {
+  PyObject* arguments[] = {nullptr, Py_None, Py_None, Py_None, nullptr, Py_None, Py_None};
+  if (count < 1 || count > static_cast<Py_ssize_t>(count_of(arguments))) {
+    PyErr_Format(PyExc_TypeError, "1 to 7 arguments are taken, not %zd", count);
+    return nullptr;
+  }
+  std::copy(args, args + count, arguments);
+  const long root = arguments[4] ? PyLong_AsLong(arguments[4]) : 0;
+  if (root == -1 && PyErr_Occurred()) return nullptr;
+  return guarded([&] { return act(arguments, static_cast<int>(root)); });
+}
+
+PyObject* fast_path_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return fast_path_collective(args, count, [&](PyObject* const* a, int root) {
+    FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
+    return PyBool_FromLong(fast_path.run(a[0], a[1], a[2], a[3], root, a[5], a[6]));
+  });
+}
+
+PyObject* fast_path_post(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return fast_path_collective(args, count, [&](PyObject* const* a, int root) {
+    FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
+    return or_none(fast_path.post(a[0], a[1], a[2], a[3], root, a[5], a[6]));
+  });
+}
+
+/// Those of messages, likewise.
+template <auto act>
+PyObject* fast_path_message(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
     PyErr_Format(PyExc_TypeError, "a tensor, a rank and a tag are needed, %zd arguments", count);
     return nullptr;
   }
   const long peer = PyLong_AsLong(args[1]);
   const long long tag = PyLong_AsLongLong(args[2]);
   if (PyErr_Occurred()) return nullptr;
-  try {
+  return guarded([&] {
     FastPath& fast_path = *nb::inst_ptr<FastPath>(self);
-    const Result result =
-        (fast_path.*act)(args[0], static_cast<int>(peer), tag, count == 4 && args[3] == Py_True);
-    if constexpr (std::is_same_v<Result, bool>)
+    auto result = (fast_path.*act)(args[0], static_cast<int>(peer), tag);
+    if constexpr (std::is_same_v<decltype(result), bool>)
       return PyBool_FromLong(result);
-    else
+    else if constexpr (std::is_same_v<decltype(result), int>)
       return PyLong_FromLong(result);
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-PyObject* fast_path_send(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return fast_path_message(self, args, count, &FastPath::send);
-}
-
-PyObject* fast_path_recv(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return fast_path_message(self, args, count, &FastPath::recv);
+    else
+      return or_none(std::move(result));
+  });
 }
 
 PyCFunction fast_call(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
@@ -162,16 +172,22 @@ PyCFunction fast_call(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssiz
 }
 
 void bind_fast_path(nb::module_& m) {
+  const auto message = [](const char* name, auto function) {
+    return PyMethodDef{name, fast_call(function), METH_FASTCALL, nullptr};
+  };
   static PyMethodDef methods[] = {{"run", fast_call(fast_path_run), METH_FASTCALL, nullptr},
-                                  {"send", fast_call(fast_path_send), METH_FASTCALL, nullptr},
-                                  {"recv", fast_call(fast_path_recv), METH_FASTCALL, nullptr}};
+                                  {"post", fast_call(fast_path_post), METH_FASTCALL, nullptr},
+                                  message("send", fast_path_message<&FastPath::send>),
+                                  message("recv", fast_path_message<&FastPath::recv>),
+                                  message("isend", fast_path_message<&FastPath::isend>),
+                                  message("irecv", fast_path_message<&FastPath::irecv>)};
   nb::class_<FastPath> fast_path(m, "FastPath");
   for (PyMethodDef& method : methods)
     fast_path.attr(method.ml_name) =
         nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path.ptr()), &method));
   fast_path
-      .def(nb::init<nb::object, nb::object, double, nb::object>(), "group"_a, "flight"_a,
-           "timeout"_a, "on_failure"_a)
+      .def(nb::init<nb::object, nb::object, double, nb::object, nb::object>(), "group"_a,
+           "flight"_a, "timeout"_a, "on_failure"_a, "make_work"_a)
       .def_rw("timeout", &FastPath::timeout);
   m.def("fast_function", &make_fast_function, "function"_a, "inputs"_a, "outputs"_a);
   m.def("register_world", &set_world_types, "variable"_a, "world_type"_a, "group_type"_a);
@@ -192,7 +208,12 @@ void bind_flight_ring(nb::module_& m) {
             self.end(slot, std::move(failure));
           },
           "slot"_a, "failure"_a = "")
-      .def("follow", &FlightRing::follow, "slot"_a, "pending"_a)
+      .def(
+          "follow",
+          [](FlightRing& self, uint64_t slot, nb::object pending) {
+            self.follow(slot, std::move(pending));
+          },
+          "slot"_a, "pending"_a)
       .def("records", &FlightRing::records);
 }
 
@@ -243,6 +264,15 @@ void bind_completion(nb::module_& m) {
       .def("fault", &PyCompletion::fault)
       .def("add_done_callback", &PyCompletion::when_done, "fn"_a)
       .def("source", [](const PyCompletion& self) { return self.completion->source(); });
+}
+
+void bind_posted_call(nb::module_& m) {
+  nb::class_<PostedCall>(m, "PostedCall")
+      .def_prop_ro("completion", &PostedCall::completion, nb::rv_policy::reference_internal)
+      .def_prop_ro("slot", &PostedCall::slot)
+      .def("site", &PostedCall::site)
+      .def("finish", &PostedCall::finish, "blocks"_a)
+      .def("let_go", &PostedCall::let_go);
 }
 
 /// Integers are taken modulo 2^64.
@@ -452,8 +482,17 @@ void bind_memory_hold(nb::module_& m) {
       },
       "data"_a, "context"_a, "deleter"_a, "free_memory"_a);
   nb::class_<MemoryHold>(m, "MemoryHold")
-      .def(nb::init<const std::vector<uintptr_t>&, const nb::object&>(), "storages"_a, "owners"_a)
-      .def("moved", &MemoryHold::moved)
+      .def(
+          "__init__",
+          [](MemoryHold* self, std::vector<nb::object> storages,
+             const std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>& written) {
+            std::vector<WrittenSpan> spans;
+            for (const auto& [storage, address, bytes] : written)
+              spans.push_back({storage, address, bytes});
+            new (self) MemoryHold(std::move(storages), std::move(spans));
+          },
+          "storages"_a, "written"_a)
+      .def("copy_to_moved", &MemoryHold::copy_to_moved)
       .def("release", &MemoryHold::release);
 }
 
@@ -559,6 +598,7 @@ NB_MODULE(_core, m) {
       },
       "cpus"_a, "insists"_a = false);
   bind_completion(m);
+  bind_posted_call(m);
   bind_wait_history(m);
   bind_group(m);
   bind_arena(m);

@@ -51,7 +51,7 @@ struct Roles {
   int in_rows = -1, out_rows = -1, group = -1, async_op = -1;
 };
 
-enum class Act { kCollective, kSend, kReceive };
+enum class Act { kCollective, kSend, kReceive, kStartSend, kStartReceive };
 
 struct FastFunction {
   PyObject_HEAD vectorcallfunc call;
@@ -121,7 +121,7 @@ int find_root(const FastFunction& self, Given given, const Target& target) {
   PyObject* const group_root = given_or(given, self.roles.group_root, Py_None);
   if (group_root != Py_None) return root == Py_None ? int_of(group_root) : kNoRoot;
   if (root == Py_None) {
-    if (self.act == Act::kReceive) return kAnyRank;
+    if (self.act == Act::kReceive || self.act == Act::kStartReceive) return kAnyRank;
     return self.root_is_optional ? 0 : kNoRoot;
   }
   PyObject* const ranks = target.slot(world.group_ranks);
@@ -138,12 +138,17 @@ PyObject* run_collective(const FastFunction& self, Given given, const Target& ta
   int root = 0;
   if (roles.root >= 0 && (root = find_root(self, given, target)) < 0) return nullptr;
   const bool writes = !self.writes_at_root || root == fast_path.rank();
-  const bool done = fast_path.run_form(
-      static_cast<unsigned>(self.form), self.name, given_or(given, roles.inputs, Py_None),
-      writes ? given_or(given, roles.outputs, Py_None) : Py_None,
-      given_or(given, roles.reduce_op, self.default_op), root,
-      given_or(given, roles.in_rows, Py_None), given_or(given, roles.out_rows, Py_None));
-  return done ? Py_NewRef(Py_None) : nullptr;
+  PyObject* const async_op = given_or(given, roles.async_op, Py_False);
+  if (async_op != Py_False && async_op != Py_True) return nullptr;
+  const auto act = [&](auto method) {
+    return (fast_path.*method)(
+        static_cast<unsigned>(self.form), self.name, given_or(given, roles.inputs, Py_None),
+        writes ? given_or(given, roles.outputs, Py_None) : Py_None,
+        given_or(given, roles.reduce_op, self.default_op), root,
+        given_or(given, roles.in_rows, Py_None), given_or(given, roles.out_rows, Py_None));
+  };
+  if (async_op == Py_True) return act(&FastPath::post_form).release().ptr();
+  return act(&FastPath::run_form) ? Py_NewRef(Py_None) : nullptr;
 }
 
 PyObject* run_message(const FastFunction& self, Given given, const Target& target) {
@@ -155,10 +160,13 @@ PyObject* run_message(const FastFunction& self, Given given, const Target& targe
     tag = PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
     if (tag == -1) return PyErr_Clear(), nullptr;
   }
+  if (self.act == Act::kStartSend)
+    return fast_path.isend(given[self.roles.inputs], peer, tag).release().ptr();
+  if (self.act == Act::kStartReceive)
+    return fast_path.irecv(given[self.roles.outputs], peer, tag).release().ptr();
   if (self.act == Act::kSend)
-    return fast_path.send(given[self.roles.inputs], peer, tag, false) ? Py_NewRef(Py_None)
-                                                                      : nullptr;
-  const int source = fast_path.recv(given[self.roles.outputs], peer, tag, false);
+    return fast_path.send(given[self.roles.inputs], peer, tag) ? Py_NewRef(Py_None) : nullptr;
+  const int source = fast_path.recv(given[self.roles.outputs], peer, tag);
   if (source < 0) return nullptr;
   PyObject* const ranks = target.slot(world.global_ranks);
   if (ranks && PyTuple_CheckExact(ranks) && source < PyTuple_GET_SIZE(ranks))
@@ -178,7 +186,6 @@ PyObject* run_fast(const FastFunction& self, PyObject* const* args, Py_ssize_t c
                    PyObject* keywords) {
   PyObject* given[kMostParams] = {};
   if (!sort_arguments(self, args, count, keywords, given) || is_watched()) return nullptr;
-  if (given_or(given, self.roles.async_op, Py_False) != Py_False) return nullptr;
   try {
     Target target;
     if (!find_target(self, given, target)) return nullptr;
@@ -322,7 +329,11 @@ nb::object make_fast_function(nb::object function, const nb::str& inputs, const 
   self.roles = Roles();
   self.param_count = nb::cast<int>(code.attr("co_argcount"));
   self.required = self.param_count - (defaults.is_none() ? 0 : static_cast<int>(nb::len(defaults)));
-  self.act = name == "send" ? Act::kSend : name == "recv" ? Act::kReceive : Act::kCollective;
+  self.act = name == "send"    ? Act::kSend
+             : name == "recv"  ? Act::kReceive
+             : name == "isend" ? Act::kStartSend
+             : name == "irecv" ? Act::kStartReceive
+                               : Act::kCollective;
   self.form = find_form(name);
   self.root_is_optional = name == "gather" || name == "scatter";
   self.writes_at_root = name == "reduce";

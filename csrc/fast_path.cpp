@@ -99,6 +99,8 @@ class Operands {
            std::equal(shape.sizes, shape.sizes + shape.dims, other.sizes);
   }
 
+  /// What keeps them alive, where `given` is what was read.
+  nb::object kept(nb::handle given) const { return kept_.is_valid() ? kept_ : nb::borrow(given); }
   Buffers view() const { return {items(), size_}; }
   size_t bytes() const {
     size_t total = 0;
@@ -217,13 +219,15 @@ void set_reduce_op_objects(const nb::dict& known) {
 
 void set_profiled(bool now) { profiled.store(now, std::memory_order_relaxed); }
 
-FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::object on_failure)
+FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::object on_failure,
+                   nb::object make_work)
     : timeout(timeout_),
       group_owner_(std::move(group)),
       flight_owner_(std::move(flight)),
       group_(*nb::cast<PyGroup*>(group_owner_)),
       flight_(*nb::cast<FlightRing*>(flight_owner_)),
-      on_failure_(std::move(on_failure)) {}
+      on_failure_(std::move(on_failure)),
+      make_work_(std::move(make_work)) {}
 
 /// Messages up to this length are copied with the GIL held: releasing it takes longer. So are short
 /// collectives.
@@ -322,6 +326,28 @@ bool FastPath::run(nb::handle name, nb::handle inputs, nb::handle outputs, nb::h
 
 bool FastPath::run_form(unsigned which, nb::handle name, nb::handle inputs, nb::handle outputs,
                         nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows) {
+  nb::object none;
+  return execute(which, name, inputs, outputs, reduce_op, root, in_rows, out_rows, false, none);
+}
+
+nb::object FastPath::post(nb::handle name, nb::handle inputs, nb::handle outputs,
+                          nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows) {
+  unsigned which;
+  if (!find(names().forms, kFormCount, name.ptr(), which)) return nb::object();
+  return post_form(which, name, inputs, outputs, reduce_op, root, in_rows, out_rows);
+}
+
+nb::object FastPath::post_form(unsigned which, nb::handle name, nb::handle inputs,
+                               nb::handle outputs, nb::handle reduce_op, int root,
+                               nb::handle in_rows, nb::handle out_rows) {
+  nb::object work;
+  execute(which, name, inputs, outputs, reduce_op, root, in_rows, out_rows, true, work);
+  return work;
+}
+
+bool FastPath::execute(unsigned which, nb::handle name, nb::handle inputs, nb::handle outputs,
+                       nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows,
+                       bool posts, nb::object& work) {
   unsigned reduction = 0;
   if (profiled.load(std::memory_order_relaxed)) return false;
   if (!reduce_op.is_none() && !find(names().reductions, kReduceOps, reduce_op.ptr(), reduction))
@@ -337,7 +363,7 @@ bool FastPath::run_form(unsigned which, nb::handle name, nb::handle inputs, nb::
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
   Operands in, others;
-  const bool strided = only_moves(form.kind);
+  const bool strided = only_moves(form.kind) && !posts;  // results may have to be copied then
   if (!in.read(inputs, form.input_list, expected.inputs, in_rows, strided)) return false;
   const bool in_place = elementwise(form.kind) && inputs.ptr() == outputs.ptr();
   if (!in_place && !others.read(outputs, form.output_list, expected.outputs, out_rows, strided))
@@ -376,6 +402,14 @@ bool FastPath::run_form(unsigned which, nb::handle name, nb::handle inputs, nb::
                         in.shape,           out.shape};
   const bool only_read = operation.kind == OpKind::kBroadcast && at_root;
   PyObject* const written = expected.outputs > 0 && !only_read ? outputs.ptr() : nullptr;
+  if (posts) {
+    auto kept = std::make_unique<PostedCall::Kept>(in.kept(inputs), out.kept(outputs),
+                                                   written ? operation.outputs : Buffers{});
+    ShortCall call(flight_, record, nullptr);
+    work = start(call, false, std::move(kept), name, reduce_op, root,
+                 [&] { return group_.core().submit(operation, timeout); });
+    return true;
+  }
   ShortCall call(flight_, record, written);
   const bool is_short = in.bytes() + out.bytes() <= kShortBytes / group_.core().size();
   run_recorded(
@@ -391,55 +425,143 @@ bool FastPath::run_form(unsigned which, nb::handle name, nb::handle inputs, nb::
   return true;
 }
 
-int FastPath::transfer(bool is_send, bool at_once, nb::handle tensor, int peer, int64_t tag) {
-  TensorView view;
-  Group& core = group_.core();
-  const int lowest = is_send ? 0 : kAnyRank;
-  if (peer < lowest || peer >= core.size() || profiled.load(std::memory_order_relaxed)) return -2;
-  if (!view_tensor(tensor.ptr(), view)) return -2;
-  const uint64_t label = label_of(view.shape);
-  const char* name = is_send ? "send" : "recv";
-  OpRecord record{name, view.dtype};
-  (is_send ? record.in_count : record.out_count) = 1;
-  (is_send ? record.in : record.out) = view.shape;
-  const bool now = view.buffer.bytes <= kCopiedWithGil && peer >= 0;
-  ShortCall call(flight_, record, is_send ? nullptr : tensor.ptr(), peer, tag);
+/// Start an operation that goes on by itself; its Work.
+template <class Start>
+nb::object FastPath::start(ShortCall& call, bool is_message, std::unique_ptr<PostedCall::Kept> kept,
+                           nb::handle name, nb::handle reduce_op, int root, Start&& start) {
+  const nb::object inputs = kept->inputs, outputs = kept->outputs;
+  std::shared_ptr<Completion> completion;
+  call.published();
   try {
-    if (now && (is_send ? core.send_now(peer, view.buffer, view.dtype, tag, label)
-                        : core.receive_now(peer, view.buffer, view.dtype, tag, label))) {
-      flight_.end(call.come_back());
-      call.check();
-      return peer;
-    }
-  } catch (const Fault&) {  // the general way raises it
+    call.waits();
+    completion = start();
+  } catch (const Fault& fault) {
+    const uint64_t slot = call.come_back();  // with it comes the GIL
+    on_failure_(fault_args(fault), slot, name, inputs, outputs, reduce_op, root);
+    throw;  // it should have raised
+  } catch (const std::exception& error) {
+    flight_.end(call.come_back(), nb::str(error.what()));
+    throw;
   }
-  if (at_once) return -2;
+  const uint64_t slot = call.come_back();
+  PyCompletion handle = {std::move(completion), group_.reference(), is_message};
+  const nb::object posted =
+      nb::cast(new PostedCall(std::move(handle), std::move(kept), flight_owner_, slot),
+               nb::rv_policy::take_ownership);
+  return make_work_(posted, name, inputs, outputs, reduce_op, root);
+}
+
+/// A message as it is sent or received, and recorded.
+struct FastPath::Message {
+  bool is_send;
+  int peer;
+  int64_t tag;
+  TensorView view;
+  uint64_t label;
+  OpRecord record;
+
+  bool is_short() const { return view.buffer.bytes <= kCopiedWithGil && peer >= 0; }
+  RequestPtr request(double timeout) const {
+    return request_of(is_send, peer, view.buffer, view.dtype, tag, timeout, label);
+  }
+};
+
+/// False: refused.
+bool FastPath::read_message(bool is_send, nb::handle tensor, int peer, int64_t tag,
+                            Message& message) {
+  const int lowest = is_send ? 0 : kAnyRank;
+  if (peer < lowest || peer >= group_.core().size() || profiled.load(std::memory_order_relaxed))
+    return false;
+  message.is_send = is_send;
+  message.peer = peer;
+  message.tag = tag;
+  if (!view_tensor(tensor.ptr(), message.view)) return false;
+  message.label = label_of(message.view.shape);
+  message.record = {is_send ? "send" : "recv", message.view.dtype};
+  (is_send ? message.record.in_count : message.record.out_count) = 1;
+  (is_send ? message.record.in : message.record.out) = message.view.shape;
+  return true;
+}
+
+/// Transfer a short message that need not wait; false: nothing was done.
+bool FastPath::transfer_now(const Message& message, ShortCall& call) {
+  if (!message.is_short()) return false;
+  const auto& [buffer, dtype, shape] = message.view;
+  Group& core = group_.core();
+  try {
+    if (!(message.is_send
+              ? core.send_now(message.peer, buffer, dtype, message.tag, message.label)
+              : core.receive_now(message.peer, buffer, dtype, message.tag, message.label)))
+      return false;
+  } catch (const Fault&) {  // the general way raises it
+    return false;
+  }
+  flight_.end(call.come_back());
+  call.check();
+  return true;
+}
+
+int FastPath::transfer(bool is_send, nb::handle tensor, int peer, int64_t tag) {
+  Message message;
+  if (!read_message(is_send, tensor, peer, tag, message)) return -2;
+  ShortCall call(flight_, message.record, is_send ? nullptr : tensor.ptr(), peer, tag);
+  if (transfer_now(message, call)) return peer;
   int source = peer;
   call.published();
   run_recorded(
       [&] {
-        if (!now) call.waits();
+        if (!message.is_short()) call.waits();
         const bool soon = !is_send && peer >= 0 &&
-                          core.receive_soon(peer, view.buffer, view.dtype, tag, label, call);
+                          group_.core().receive_soon(peer, message.view.buffer, message.view.dtype,
+                                                     tag, message.label, call);
         if (soon) return;
         call.waits();
-        source = group_.transfer(
-            request_of(is_send, peer, view.buffer, view.dtype, tag, timeout, label));
+        source = group_.transfer(message.request(timeout));
       },
       [&] { return call.come_back(); },
       [&](nb::handle why, uint64_t slot) {
-        on_failure_(why, slot, nb::str(name), tensor, tensor, nb::int_(tag), peer);
+        on_failure_(why, slot, nb::str(message.record.name), tensor, tensor, nb::int_(tag), peer);
       });
   call.check();
   return source;
 }
 
-bool FastPath::send(nb::handle tensor, int dst, int64_t tag, bool at_once) {
-  return transfer(true, at_once, tensor, dst, tag) != -2;
+nb::object FastPath::post_message(bool is_send, nb::handle tensor, int peer, int64_t tag) {
+  Message message;
+  if (!read_message(is_send, tensor, peer, tag, message)) return nb::object();
+  const nb::object sides[] = {is_send ? nb::borrow(tensor) : nb::none(),
+                              is_send ? nb::none() : nb::borrow(tensor)};
+  const nb::str name(message.record.name);
+  const nb::int_ number(tag);
+  {
+    ShortCall call(flight_, message.record, is_send ? nullptr : tensor.ptr(), peer, tag);
+    if (transfer_now(message, call))
+      return make_work_(nb::none(), name, sides[0], sides[1], number, peer);
+  }
+  auto kept = std::make_unique<PostedCall::Kept>(
+      sides[0], sides[1], is_send ? Buffers{} : Buffers{&message.view.buffer, 1});
+  ShortCall call(flight_, message.record, nullptr, peer, tag);
+  return start(call, true, std::move(kept), name, number, peer, [&] {
+    const RequestPtr request = message.request(timeout);
+    group_.core().post(request, false);
+    return request->completion;
+  });
 }
 
-int FastPath::recv(nb::handle tensor, int src, int64_t tag, bool at_once) {
-  return transfer(false, at_once, tensor, src, tag);
+bool FastPath::send(nb::handle tensor, int dst, int64_t tag) {
+  return transfer(true, tensor, dst, tag) != -2;
+}
+
+int FastPath::recv(nb::handle tensor, int src, int64_t tag) {
+  return transfer(false, tensor, src, tag);
+}
+
+nb::object FastPath::isend(nb::handle tensor, int dst, int64_t tag) {
+  return post_message(true, tensor, dst, tag);
+}
+
+nb::object FastPath::irecv(nb::handle tensor, int src, int64_t tag) {
+  return post_message(false, tensor, src, tag);
 }
 
 }  // namespace tilework

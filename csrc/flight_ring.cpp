@@ -1,5 +1,7 @@
 #include "flight_ring.h"
 
+#include "py_group.h"
+
 #include <unordered_map>
 
 namespace nb = nanobind;
@@ -43,23 +45,23 @@ int line_at(PyCodeObject* code, int position) {
 #endif
 }
 
-/// The code of the program's innermost frame, or null.
-nb::object call_site(int& position) {
+/// The program's innermost frame.
+CallPlace call_place() {
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     if (!in_library_file(code)) {
-      position = position_in(frame);
+      const int position = position_in(frame);
       Py_DECREF(frame);
-      return nb::steal(reinterpret_cast<PyObject*>(code));
+      return {nb::steal(reinterpret_cast<PyObject*>(code)), position};
     }
     Py_DECREF(code);
     PyFrameObject* outer = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = outer;
   }
-  return nb::object();
+  return {};
 }
 
 nb::object or_none(const nb::object& object) { return object.is_valid() ? object : nb::none(); }
@@ -84,6 +86,12 @@ nb::object what_of(const OpRecord& op) {
 
 }  // namespace
 
+nb::object site_of(const CallPlace& place) {
+  if (!place.code.is_valid()) return nb::none();
+  const int line = line_at(reinterpret_cast<PyCodeObject*>(place.code.ptr()), place.position);
+  return nb::make_tuple(place.code, line);
+}
+
 void set_library_filter(PyObject* mapping) {
   Py_INCREF(mapping);
   in_library = mapping;
@@ -102,7 +110,8 @@ FlightRing::Entry& FlightRing::add() {
   if (entry.what.is_valid()) entry.what = entry.peer = entry.tag = nb::object();
   if (entry.failure.is_valid()) entry.failure = nb::object();
   if (entry.pending.is_valid()) entry.pending = nb::object();
-  entry.code = call_site(entry.position);
+  entry.completion.reset();
+  entry.place = call_place();
   return entry;
 }
 
@@ -158,15 +167,24 @@ void FlightRing::follow(uint64_t slot, nb::object pending) {
   if (entry) entry->pending = std::move(pending);
 }
 
+void FlightRing::follow(uint64_t slot, std::shared_ptr<Completion> pending) {
+  Entry* entry = find(slot);
+  if (entry) entry->completion = std::move(pending);
+}
+
+CallPlace FlightRing::place(uint64_t slot) {
+  const Entry* entry = find(slot);
+  return entry ? entry->place : CallPlace();
+}
+
 nb::tuple FlightRing::record(const Entry& entry, const TickScale::Now& now) const {
-  nb::object site = nb::none();
-  if (entry.code.is_valid())
-    site = nb::make_tuple(
-        entry.code, line_at(reinterpret_cast<PyCodeObject*>(entry.code.ptr()), entry.position));
+  nb::object pending = or_none(entry.pending);
+  if (entry.completion) pending = nb::cast(PyCompletion{entry.completion, GroupRef(nullptr), false});
   const bool is_native = !entry.what.is_valid();
-  return nb::make_tuple(entry.number, is_native ? what_of(entry.op) : entry.what, site,
+  return nb::make_tuple(entry.number, is_native ? what_of(entry.op) : entry.what,
+                        site_of(entry.place),
                         now.wall_ns(entry.entered), entry.ended == 0 ? 0 : now.wall_ns(entry.ended),
-                        or_none(entry.failure), or_none(entry.pending),
+                        or_none(entry.failure), pending,
                         entry.is_message ? nb::int_(entry.message_peer) : or_none(entry.peer),
                         is_native ? nb::int_(entry.message_tag) : or_none(entry.tag));
 }

@@ -8,8 +8,10 @@
 #include <nanobind/nanobind.h>
 
 #include <deque>
+#include <memory>
 #include <vector>
 
+#include "completion.h"
 #include "platform.h"
 #include "tensors.h"
 
@@ -24,6 +26,14 @@ struct OpRecord {
   int in_count = 0, out_count = 0;
   Shape in = {}, out = {};  // of the first tensor
 };
+
+/// A place in a program.
+struct CallPlace {
+  nanobind::object code;  // null if unknown
+  int position = 0;       // an instruction's offset, in 3.10 a line
+};
+/// A code object and a line, or None.
+nanobind::object site_of(const CallPlace& place);
 
 class FlightRing {
  public:
@@ -41,6 +51,10 @@ class FlightRing {
   /// Set the object whose state describes the operation until it ends.
   void follow(uint64_t slot, nanobind::object pending);
 
+  void follow(uint64_t slot, std::shared_ptr<Completion> pending);
+  /// The program's call of the operation.
+  CallPlace place(uint64_t slot);
+
   /// Tuples, oldest first; see _core.pyi.
   nanobind::list records() const;
 
@@ -53,10 +67,10 @@ class FlightRing {
     int message_peer = 0;
     int64_t message_tag = 0;
     nanobind::object what, peer, tag;  // as described in Python; null where `op` describes it
-    nanobind::object code;             // of the program's call site; null if unknown
-    int position = 0;  // of the call site in the code: an instruction's offset, in 3.10 a line
-    uint64_t entered = 0, ended = 0;  // ticks; 0: not yet
+    CallPlace place;                   // of the program's call
+    uint64_t entered = 0, ended = 0;   // ticks; 0: not yet
     nanobind::object failure, pending;
+    std::shared_ptr<Completion> completion;  // as `pending`, of an operation of the fast path
   };
 
   Entry& add();

@@ -199,7 +199,7 @@ void Group::run(Operation& operation, double timeout, SignalCheck signals, Inter
 
 std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) {
   ActiveCall active(*this);
-  validate(operation, rank_, size_);
+  if (!operation.validated) validate(operation, rank_, size_);
   std::lock_guard<std::mutex> lock(order_);
   take_turn(operation, false, true);
   return enqueue(operation, timeout, bytes_of(operation) > kShortBytes / size_);

@@ -49,16 +49,21 @@ void set_long_wait(nb::object fn, double seconds) {
   long_wait.after_ns = long_wait.fn ? static_cast<int64_t>(seconds * 1e9) : kNever;
 }
 
-std::function<void()> callback_of(nb::object fn) {
-  PyObject* callee = fn.release().ptr();
-  return [callee] {
+std::function<void()> with_gil(std::function<void()> fn) {
+  return [fn = std::move(fn)] {
     if (finalising()) return;  // Python's threads are gone: leak rather than crash
     nb::gil_scoped_acquire gil;
+    fn();
+  };
+}
+
+std::function<void()> callback_of(nb::object fn) {
+  return with_gil([callee = fn.release().ptr()] {
     PyObject* result = PyObject_CallNoArgs(callee);
     if (result == nullptr) PyErr_WriteUnraisable(callee);
     Py_XDECREF(result);
     Py_DECREF(callee);
-  };
+  });
 }
 
 nb::tuple ranks_of(const std::vector<int>& ranks) { return nb::tuple(nb::cast(ranks)); }

@@ -18,6 +18,8 @@ bool signal_raised(int64_t waited);
 /// Set the function that threads call now and then which wait for other ranks longer than `seconds`.
 void set_long_wait(nb::object fn, double seconds);
 
+/// What takes the GIL and calls `fn`; does nothing once the interpreter ends.
+std::function<void()> with_gil(std::function<void()> fn);
 /// A callback for a completion. Owns a reference, which its one call releases.
 std::function<void()> callback_of(nb::object fn);
 

@@ -1,5 +1,7 @@
 #include "memory_hold.h"
 
+#include <string.h>
+
 #include <mutex>
 #include <unordered_map>
 
@@ -57,26 +59,51 @@ const auto kLetGo = reinterpret_cast<uintptr_t>(&let_go);
 
 void set_storage_layout(const StorageLayout& given) { layout = given; }
 
-MemoryHold::MemoryHold(const std::vector<uintptr_t>& storages, const nanobind::object& owners)
-    : owners_(owners) {
-  held_.reserve(storages.size());
+uintptr_t address_of(nanobind::handle storage) {
+  static PyObject* const name = PyUnicode_InternFromString("_cdata");
+  PyObject* const number = PyObject_GetAttr(storage.ptr(), name);
+  const uintptr_t address = number ? PyLong_AsSize_t(number) : 0;
+  Py_XDECREF(number);
+  if (PyErr_Occurred()) throw nanobind::python_error();
+  return address;
+}
+
+MemoryHold::MemoryHold(std::vector<nanobind::object> storages, std::vector<WrittenSpan> written) {
+  if (layout.free_memory == 0) return;
+  storages_ = std::move(storages);
+  written_ = std::move(written);
+  std::vector<Held> all;
+  all.reserve(storages_.size());
+  held_.reserve(storages_.size());
+  for (const nanobind::object& storage : storages_)
+    all.push_back({storage.ptr(), address_of(storage), 0, 0});
   std::lock_guard<std::mutex> lock(registry().mutex);
-  for (const uintptr_t storage : storages) {
-    uintptr_t& deleter = word(storage, layout.deleter);
+  for (Held& each : all) {
+    uintptr_t& deleter = word(each.storage, layout.deleter);
     if (deleter != layout.free_memory && deleter != kLetGo) continue;
-    const uintptr_t context = word(storage, layout.context);
-    if (context == 0) continue;
-    ++registry().held[context].holds;
+    each.context = word(each.storage, layout.context);
+    if (each.context == 0) continue;
+    ++registry().held[each.context].holds;
     deleter = kLetGo;
-    held_.push_back({storage, word(storage, layout.data), context});
+    each.data = word(each.storage, layout.data);
+    held_.push_back(each);
   }
 }
 
-std::vector<std::pair<uintptr_t, uintptr_t>> MemoryHold::moved() const {
-  std::vector<std::pair<uintptr_t, uintptr_t>> result;
-  for (const Held& held : held_)
-    if (word(held.storage, layout.data) != held.data) result.emplace_back(held.storage, held.data);
-  return result;
+void MemoryHold::copy_to_moved() const {
+  for (const Held& held : held_) {
+    const uintptr_t data = word(held.storage, layout.data);
+    if (data == held.data) continue;
+    const nanobind::object length = nanobind::borrow(held.object).attr("nbytes")();
+    const auto room = nanobind::cast<size_t>(length);
+    for (const WrittenSpan& span : written_) {
+      if (span.storage != held.storage) continue;
+      const size_t offset = span.address - held.data;
+      if (offset + span.bytes > room) continue;
+      memmove(reinterpret_cast<void*>(data + offset), reinterpret_cast<const void*>(span.address),
+              span.bytes);
+    }
+  }
 }
 
 void MemoryHold::release() {
@@ -95,7 +122,7 @@ void MemoryHold::release() {
     if (is_free) free_memory(held.context);
   }
   held_.clear();
-  owners_.reset();
+  storages_.clear();
 }
 
 }  // namespace tilework

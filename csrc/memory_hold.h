@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 namespace tilework {
@@ -20,31 +19,44 @@ struct StorageLayout {
   uintptr_t free_memory;
 };
 
-/// Once per process, before the first hold.
+/// The address of torch's object for a storage of Python's.
+uintptr_t address_of(nanobind::handle storage);
+
+/// Once per process, before the first hold; no free_memory: there are no holds.
 void set_storage_layout(const StorageLayout& layout);
+
+/// What an operation writes in a storage's memory.
+struct WrittenSpan {
+  uintptr_t storage;  // torch's object
+  uintptr_t address;
+  size_t bytes;
+};
 
 /// A hold on the memory that some storages have at its beginning. Several may hold the same memory.
 /// Storages whose memory is not torch's own (NumPy's, the segment's) are left alone.
 class MemoryHold {
  public:
-  /// `storages`: addresses of torch's objects, which `owners` keeps alive.
-  MemoryHold(const std::vector<uintptr_t>& storages, const nanobind::object& owners);
+  /// `storages`: torch's, those of `written` among them. Holds nothing before the layout of storages
+  /// is known.
+  MemoryHold(std::vector<nanobind::object> storages, std::vector<WrittenSpan> written);
   ~MemoryHold() { release(); }
   MemoryHold(const MemoryHold&) = delete;
   MemoryHold& operator=(const MemoryHold&) = delete;
 
-  /// The storages that have other memory by now, each with the address of the memory that it had.
-  std::vector<std::pair<uintptr_t, uintptr_t>> moved() const;
+  /// Copy what was written to where storages have their memory by now, as far as that reaches.
+  void copy_to_moved() const;
 
   /// Give the memory back: to storages that still have it, else to the system; idempotent.
   void release();
 
  private:
   struct Held {
+    PyObject* object;  // the storage's
     uintptr_t storage, data, context;
   };
   std::vector<Held> held_;
-  nanobind::object owners_;
+  std::vector<WrittenSpan> written_;
+  std::vector<nanobind::object> storages_;
 };
 
 }  // namespace tilework

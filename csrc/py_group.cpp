@@ -81,10 +81,14 @@ void PyCompletion::when_done(nb::callable fn) const {
 }
 
 bool PyCompletion::wait(double timeout) const {
-  nb::gil_scoped_release nogil;
-  if (!group->wait(*completion, is_message, timeout, signal_raised)) return false;
+  if (!wait_for_end(timeout)) return false;
   if (auto fault = completion->fault()) throw *fault;
   return true;
+}
+
+bool PyCompletion::wait_for_end(double timeout) const {
+  nb::gil_scoped_release nogil;
+  return group->wait(*completion, is_message, timeout, signal_raised);
 }
 
 nb::object PyCompletion::fault() const {

@@ -12,6 +12,8 @@ struct PyCompletion {
 
   bool poll() const;
   bool wait(double timeout) const;
+  /// The same, but a failure is an end, too.
+  bool wait_for_end(double timeout) const;
   void when_done(nb::callable fn) const;
   nb::object fault() const;
 };
@@ -46,6 +48,7 @@ class PyGroup {
   nb::dict statistics();
 
   Group& core() const { return *group_; }
+  GroupRef reference() const { return GroupRef(group_); }
 
  private:
   PyCompletion post(const RequestPtr& request);

@@ -156,12 +156,13 @@ void unlock(const void* mutex) {
   Schedule::running()->wake(number_of(mutex), false);
 }
 
-/// A wait on a condition variable; `until` is of the virtual clock.
+/// A wait on a condition variable; `until` is of the virtual clock. Only who looks by itself now and
+/// then has such a moment, so that it is no bound: see wake_up.h.
 int wait_on(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until, const void* code) {
   Schedule& schedule = *Schedule::running();
   schedule.record("wait", 0, 0, code);
   unlock(mutex);
-  const bool woken = schedule.wait({number_of(condition), until, false});
+  const bool woken = schedule.wait({number_of(condition), until, until != kNever});
   lock(mutex, code);
   return woken ? 0 : ETIMEDOUT;
 }

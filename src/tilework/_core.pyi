@@ -5,7 +5,9 @@ from contextvars import ContextVar
 from types import CodeType
 from typing import Any, TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+from tilework.comm.contract import Work
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -247,11 +249,14 @@ def set_storage_layout(data: int, context: int, deleter: int, free_memory: int) 
 
 class MemoryHold:
     """Keeps the memory that storages have now, whatever memory they get later."""
-    def __init__(self, storages: Sequence[int], owners: object) -> None:
-        """`storages`: addresses of torch's objects, which `owners` keeps alive."""
+    def __init__(
+        self, storages: Sequence[UntypedStorage], written: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """`written`: (a storage's _cdata, an address in its memory, bytes) of what an operation writes.
+        Holds nothing before set_storage_layout, or after it had no free_memory."""
 
-    def moved(self) -> list[tuple[int, int]]:
-        """[(a storage that has other memory by now, the address of what it had)]"""
+    def copy_to_moved(self) -> None:
+        """Copy what was written to where storages have their memory now, as far as that reaches."""
 
     def release(self) -> None:
         """Free what storages have let go, as the end of this object does; idempotent."""
@@ -266,16 +271,25 @@ class FlightRing:
         """The operations in the ring, oldest first."""
 
 class FastPath:
-    """A group's blocking operations on torch's tensors, with the least overhead. An operation that
-    needs any preparation is refused (False, or -2), with nothing done.
+    """A group's operations on torch's tensors, with the least overhead. One that needs any
+    preparation is refused (False, -2 or None), with nothing done.
 
     `on_failure(why, slot, operation, inputs, outputs, reduce_op, root)`: why is a Fault's args, and it
     raises what that is for the program; or the exception of a signal handler, on its way.
-    Either way it ends the slot in the flight ring."""
+    Either way it ends the slot in the flight ring.
+
+    `make_work(call, operation, inputs, outputs, reduce_op, root)`: the Work of an operation that was
+    started; call is None if it is done. Lists of tensors have become tuples; messages, named "send" and
+    "recv", have a tag and the other side for the last two."""
 
     timeout: float
     def __init__(
-        self, group: Group, flight: FlightRing, timeout: float, on_failure: Callable[..., None]
+        self,
+        group: Group,
+        flight: FlightRing,
+        timeout: float,
+        on_failure: Callable[..., None],
+        make_work: Callable[..., Work],
     ) -> None: ...
     def run(
         self,
@@ -288,8 +302,38 @@ class FastPath:
         out_rows: Sequence[int] | None = ...,
         /,
     ) -> bool: ...
-    def send(self, tensor: Tensor, dst: int, tag: int, at_once: bool = ..., /) -> bool: ...
-    def recv(self, tensor: Tensor, src: int, tag: int, at_once: bool = ..., /) -> int: ...
+    def post(
+        self,
+        operation: str,
+        inputs: Tensor | Sequence[Tensor] | None = ...,
+        outputs: Tensor | Sequence[Tensor] | None = ...,
+        reduce_op: object = ...,
+        root: int = ...,
+        in_rows: Sequence[int] | None = ...,
+        out_rows: Sequence[int] | None = ...,
+        /,
+    ) -> Work | None: ...
+    def send(self, tensor: Tensor, dst: int, tag: int, /) -> bool: ...
+    def recv(self, tensor: Tensor, src: int, tag: int, /) -> int: ...
+    def isend(self, tensor: Tensor, dst: int, tag: int, /) -> Work | None: ...
+    def irecv(self, tensor: Tensor, src: int, tag: int, /) -> Work | None: ...
+
+class PostedCall:
+    """An operation that a FastPath has started. Until it is finished, or, if nobody has it any more,
+    done, its tensors and their memory stay."""
+
+    @property
+    def completion(self) -> Completion: ...
+    @property
+    def slot(self) -> int:
+        """Its slot in the flight ring."""
+    def site(self) -> tuple[CodeType, int] | None:
+        """The program's call: a code object and a line."""
+    def finish(self, blocks: bool) -> bool:
+        """True if it has ended well: then its outputs look written, the flight ring has the end, and
+        its tensors are let go. False where it goes on, unless `blocks`, and where it failed."""
+    def let_go(self) -> None:
+        """Keep its tensors no longer."""
 
 class Group:
     """One rank's end of a group. All methods may be called from any thread."""

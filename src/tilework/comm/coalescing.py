@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
-from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
+from tilework.comm.contract import FastPath, Options, ProcessGroup, Work
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.world import AnyGroup, current_world
 
@@ -61,7 +61,7 @@ def coalescing_manager(
     block = CoalescedWork()
     token = _works.set(block.works)
     try:
-        with current_world().state(_FastPaths).disabled():
+        with current_world().state(_FastPaths).coalescing():
             yield block
     finally:
         _works.reset(token)
@@ -69,26 +69,46 @@ def coalescing_manager(
         block.wait()
 
 
-class _FastPaths:
-    """The fast paths of this rank's groups, which block and are taken away while coalescing.
+class _CoalescingPath(FastPath):
+    """A group's fast path while some block coalesces: collectives of the block do not block.
 
     So collectives need not ask whether they are coalesced before they try one.
     """
 
+    def __init__(self, path: FastPath) -> None:
+        self.path = path
+        self.send, self.recv = path.send, path.recv  # type: ignore[method-assign]
+        self.isend, self.irecv = path.isend, path.irecv  # type: ignore[method-assign]
+
+    def run(self, *args: Any) -> bool:
+        works = _works.get()
+        if works is None:  # called beside the block
+            return self.path.run(*args)
+        work = self.path.post(*args)
+        if work is None:
+            return False
+        works.append(work)
+        return True
+
+
+class _FastPaths:
+    """The fast paths of this rank's groups, which do not block collectives while coalescing."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
-        self._saved: dict[ProcessGroup, FastPath] = {}
+        self._replaced: list[tuple[ProcessGroup, _CoalescingPath]] = []
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Take them away from all groups that there are."""
+    def coalescing(self) -> Iterator[None]:
+        """Replace those of all groups that there are."""
         with self._lock:
             self._blocks += 1
             if self._blocks == 1:
                 for group in current_world().records:
-                    self._saved[group] = group.fast_path
-                    group.fast_path = NO_FAST_PATH
+                    path = _CoalescingPath(group.fast_path)
+                    self._replaced.append((group, path))
+                    group.fast_path = path
         try:
             yield
         finally:
@@ -98,10 +118,10 @@ class _FastPaths:
                     self._restore()
 
     def _restore(self) -> None:
-        for group, fast_path in self._saved.items():
-            if group.fast_path is NO_FAST_PATH:  # else it got another one meanwhile
-                group.fast_path = fast_path
-        self._saved.clear()
+        for group, path in self._replaced:
+            if group.fast_path is path:  # else it got another one meanwhile
+                group.fast_path = path.path
+        self._replaced.clear()
 
 
 def options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:

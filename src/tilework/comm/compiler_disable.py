@@ -15,6 +15,7 @@ import torch
 
 from tilework.comm import collectives, groups, objects, p2p
 from tilework.comm.backends.native import Call
+from tilework.comm.backends.shm_group import PostedWork
 from tilework.comm.functional.async_tensor import AsyncTensor
 
 _REASON = (
@@ -48,7 +49,7 @@ def leave_function(function: FunctionType, reason: str = _REASON) -> None:
 for _module in (collectives, groups, objects, p2p):
     _leave(_module)
 for _method in (
-    *(Call.wait, AsyncTensor.wait, AsyncTensor.is_completed),
+    *(Call.wait, PostedWork.wait, AsyncTensor.wait, AsyncTensor.is_completed),
     *(AsyncTensor.__torch_function__, AsyncTensor.__torch_dispatch__),
 ):
     leave_function(inspect.unwrap(getattr(_method, "__func__", _method)))

@@ -122,10 +122,10 @@ def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
 
 
 class FastPath:
-    """The fast path of blocking operations. This one is for backends that have none.
+    """The fast path of operations. This one is for backends that have none.
 
-    Each call either does the complete operation at once, or nothing: then the caller goes through
-    the group's methods, which can prepare tensors and raise what is wrong with them.
+    Each call either does the complete operation, or starts it, or does nothing: then the caller
+    goes through the group's methods, which can prepare tensors and raise what is wrong with them.
     """
 
     def run(
@@ -139,7 +139,7 @@ class FastPath:
         out_rows: Sequence[int] | None = None,
         /,
     ) -> bool:
-        """Run a collective; True if that was done.
+        """Run a collective, and block until it is done; True if that was done.
 
         Args:
             operation: The name of a function of ``comm.collectives``.
@@ -152,21 +152,35 @@ class FastPath:
         """
         return False
 
-    def send(self, tensor: Tensor, dst: int, tag: int, at_once: bool = False, /) -> bool:
-        """Send; True if that was done.
+    def post(
+        self,
+        operation: str,
+        inputs: Tensor | Sequence[Tensor] | None,
+        outputs: Tensor | Sequence[Tensor] | None,
+        reduce_op: AnyReduceOp | None = None,
+        root: int = 0,
+        in_rows: Sequence[int] | None = None,
+        out_rows: Sequence[int] | None = None,
+        /,
+    ) -> Work | None:
+        """Start a collective, as :meth:`run`; the Work, or None if nothing was done."""
+        return None
 
-        Args:
-            at_once: Do nothing if that would have to wait.
-        """
+    def send(self, tensor: Tensor, dst: int, tag: int, /) -> bool:
+        """Send, and block until the tensor may be reused; True if that was done."""
         return False
 
-    def recv(self, tensor: Tensor, src: int, tag: int, at_once: bool = False, /) -> int:
-        """Receive, from any rank for ``src=-1``; the source, or -2 if nothing was done.
-
-        Args:
-            at_once: Do nothing if that would have to wait.
-        """
+    def recv(self, tensor: Tensor, src: int, tag: int, /) -> int:
+        """Receive, from any rank for ``src=-1``; the source, or -2 if nothing was done."""
         return -2
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, /) -> Work | None:
+        """Start to send; the Work, or None if nothing was done."""
+        return None
+
+    def irecv(self, tensor: Tensor, src: int, tag: int, /) -> Work | None:
+        """Start to receive, from any rank for ``src=-1``; the Work, or None."""
+        return None
 
 
 #: Refuses every operation.
@@ -198,7 +212,7 @@ class _Slots:
 
     __slots__ = ("fast_path", "global_ranks", "group_ranks")
 
-    #: The fast path of blocking operations, tried before the methods of the contract.
+    #: The fast path of operations, tried before the methods of the contract.
     fast_path: FastPath
     #: Global rank of each group rank; set when the group is registered.
     global_ranks: tuple[int, ...]

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from tilework.comm import checks
-from tilework.comm.contract import CompletedWork, ProcessGroup, Work
+from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.fast_function import fast_function
 from tilework.comm.world import AnyGroup, get_global_rank, member
 
 
+@fast_function(inputs="tensor")
 def isend(
     tensor: Tensor,
     dst: int | None = None,
@@ -49,11 +50,10 @@ def isend(
         return None
     checks.check_tensor(tensor, "tensor")
     peer = _peer(pg, dst, group_dst, "dst")
-    if pg.fast_path.send(tensor, peer, tag, True):
-        return CompletedWork()
-    return pg.send([tensor], peer, tag)
+    return pg.fast_path.isend(tensor, peer, tag) or pg.send([tensor], peer, tag)
 
 
+@fast_function(outputs="tensor")
 def irecv(
     tensor: Tensor,
     src: int | None = None,
@@ -84,11 +84,9 @@ def irecv(
         return None
     checks.check_tensor(tensor, "tensor")
     if src is None and group_src is None:
-        return pg.recv_anysource([tensor], tag)
+        return pg.fast_path.irecv(tensor, -1, tag) or pg.recv_anysource([tensor], tag)
     peer = _peer(pg, src, group_src, "src")
-    if pg.fast_path.recv(tensor, peer, tag, True) >= 0:
-        return CompletedWork([tensor], pg.global_ranks[peer])
-    return pg.recv([tensor], peer, tag)
+    return pg.fast_path.irecv(tensor, peer, tag) or pg.recv([tensor], peer, tag)
 
 
 @fast_function(inputs="tensor")

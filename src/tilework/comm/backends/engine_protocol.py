@@ -152,7 +152,7 @@ class Completion(Protocol):
 
     def done(self) -> bool: ...
     def poll(self) -> bool:
-        """:meth:`done`, for who asks until it is: some engines leave short operations to callers."""
+        """As :meth:`done`, for who asks until it is: it may get on with a short operation."""
         ...
 
     def wait(self, timeout: float) -> bool:

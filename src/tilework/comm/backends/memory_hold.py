@@ -40,30 +40,20 @@ class HeldMemory:
         written: Those that it writes; contiguous.
     """
 
-    __slots__ = ("_hold", "_written")
+    __slots__ = ("_hold",)
 
     def __init__(self, tensors: Iterable[Tensor], written: Sequence[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_cpu]
-        self._hold = _core.MemoryHold([storage._cdata for storage in storages], storages)
-        self._written = written
+        spans = [(t.untyped_storage()._cdata, t.data_ptr(), t.nbytes) for t in written]
+        self._hold = _core.MemoryHold(storages, spans)
 
     def copy_to_moved(self) -> None:
         """Copy results to where their storages are by now, as far as those still reach."""
-        moves = self._hold.moved()
-        if not moves:
-            return
-        moved = dict(moves)
-        for tensor in self._written:
-            storage = tensor.untyped_storage()
-            held = moved.get(storage._cdata)
-            if held is not None and fits_storage(tensor):
-                start = int(tensor.storage_offset()) * tensor.itemsize
-                ctypes.memmove(storage.data_ptr() + start, held + start, tensor.nbytes)
+        self._hold.copy_to_moved()
 
     def release(self) -> None:
         """Let what storages have left be freed; idempotent."""
         self._hold.release()
-        self._written = ()
 
 
 def hold_memory(tensors: Iterable[Tensor], written: Sequence[Tensor]) -> HeldMemory | None:
@@ -166,15 +156,17 @@ def _is_held() -> bool:
     """True if memory is indeed held: a storage that has let it go leaves it as it is."""
     tensor = torch.arange(1000)
     bytes_before, address = as_bytes(tensor).tolist(), tensor.data_ptr()
-    held = HeldMemory([tensor], [])
+    held = HeldMemory([tensor], [tensor])
     storage = tensor.untyped_storage()
     storage.resize_(8 * storage.nbytes())
     others = [torch.zeros(1000, dtype=torch.int64) for _ in range(4)]  # would get freed memory
     kept = list(ctypes.string_at(address, len(bytes_before))) == bytes_before
     reused = any(other.data_ptr() == address for other in others)
-    moved = held._hold.moved() == [(storage._cdata, address)]
+    tensor.zero_()  # where it is now
+    held.copy_to_moved()
+    copied = as_bytes(tensor).tolist() == bytes_before
     held.release()
-    return kept and moved and not reused
+    return kept and copied and not reused
 
 
 def _make_available() -> bool:
@@ -185,7 +177,9 @@ def _make_available() -> bool:
         layout = find_layout()
         if layout is not None:
             _core.set_storage_layout(*layout)
-            return _is_held()
+            if _is_held():
+                return True
+            _core.set_storage_layout(0, 0, 0, 0)
     return False
 
 

@@ -13,7 +13,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
@@ -297,7 +298,7 @@ class NativeGroup(ProcessGroup):
         if opts.asyncOp:
             title = provenance.named(operation.describe())
             hold = hold_operation(operation, only_read, self.engine.takes_addresses)
-            call = Call(self, title, effects, operation, slot, hold)
+            call = EngineCall(self, title, effects, operation, slot, hold)
             return call.start(lambda: self.engine.submit(operation), event)
         try:
             if event is None:
@@ -450,9 +451,9 @@ class NativeGroup(ProcessGroup):
         return [e for e in entries if e.peer is not None and e.outcome == RUNNING]
 
     def message_wait(self) -> MessageWait | None:
-        wait = _this_thread.message
-        if wait is not None:
-            return wait[1] if wait[0] is self else None
+        message = _this_thread.message
+        if message is not None:
+            return message.message_wait() if message._group is self else None
         if not self.engine.is_owner():
             return None
         # One that blocks is begun in the core, by its caller, as the last one.
@@ -520,6 +521,133 @@ def mark_written(tensors: Sequence[Tensor]) -> None:
 
 
 class Call(Work):
+    """An operation that goes on, on an engine of a group.
+
+    Args:
+        group: The group.
+        slot: Its slot in the group's flight record.
+    """
+
+    #: The profiler's event, if it watched the start.
+    _event: profiling.Event | None = None
+    _future: torch.futures.Future[list[Tensor]] | None = None
+    _error: DistBackendError | None = None
+    _finished = False
+    _completion: Completion
+
+    def __init__(self, group: NativeGroup, slot: Slot) -> None:
+        self._group = group
+        self._slot = slot
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def title(self) -> str:
+        """The operation, for a person."""
+
+    @abstractmethod
+    def site(self) -> str:
+        """The caller's ``file:line in function``."""
+
+    @abstractmethod
+    def outputs(self) -> list[Tensor]:
+        """The user's tensors that hold its result."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Make what it has written look written, and note its end; once, if it ended well."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Hold its tensors no longer; once, after its end."""
+
+    def message_wait(self) -> MessageWait | None:
+        """The wait of the calling thread, if it is a message that it waits for."""
+        return None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = -1.0 if timeout is None else timeout.total_seconds()
+        try:
+            if self._event is None or not profiling.profiled():
+                done = self._completion.wait(seconds)
+            else:
+                with self._event.of_waiting():
+                    done = self._completion.wait(seconds)
+        except self._group.engine.fault_type:
+            done = True
+        except BaseException as interruption:
+            self._group._note_interruption(self._slot, interruption, self.title())
+            raise
+        if not done:
+            raise CollectiveTimeoutError(
+                f"{self.title()}: Timed out waiting {seconds * 1000:g}ms: it was not done, and "
+                f"goes on; wait again or abort the group"
+            )
+        self._finish()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        done = self._completion.poll()
+        if done:
+            self._finish()
+        return done
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[Tensor]:
+        if not self.is_completed():
+            raise RuntimeError(f"{self.title()} is still running: wait() for it first")
+        return list(self.outputs())
+
+    def source_rank(self) -> int:
+        self.wait()
+        return self._group.global_ranks[self._completion.source()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+        expect_callback()
+        # Not on the thread that carries the group's operations: what is called back may wait for
+        # more of them.
+        here = copy_context()  # which tells the rank that this is
+        self._completion.add_done_callback(
+            lambda: run_soon(lambda: here.run(self._complete_future))
+        )
+        return self._future
+
+    def _complete_future(self) -> None:
+        future = self._future
+        assert future is not None
+        try:
+            self._finish()
+            if self._error is not None:
+                error: Any = self._error  # torch annotates it wrongly
+                future.set_exception(error)
+            else:
+                future.set_result(list(self.outputs()))
+        finally:
+            callback_ended()
+
+    def _finish(self) -> None:
+        """Settle it, or explain the failure; once, on the thread that comes first."""
+        with self._lock:
+            if self._finished:
+                return
+            fault = self._completion.fault()
+            if fault is None:
+                self.settle()
+            else:
+                self._error = self._group._explain(fault, self.title(), self.site())
+                self._group._note_failure(self._slot, self._error)
+            self._finished = True
+            self.let_go()
+
+
+class EngineCall(Call):
     """An operation handed to an engine, with what must live and happen until it ends."""
 
     def __init__(
@@ -531,21 +659,26 @@ class Call(Work):
         slot: Slot,
         hold: HeldMemory | None,
     ) -> None:
-        self._group = group
-        self._slot = slot
+        super().__init__(group, slot)
         self._title = title
         self._site = call_site()
         self._effects = effects
         #: The tensors that the engine reads and writes; the engine keeps them alive too.
         self._kept = kept
         self._hold = hold
-        self._completion: Completion
-        self._lock = threading.Lock()
-        self._finished = False
-        self._error: DistBackendError | None = None
-        self._future: torch.futures.Future[list[Tensor]] | None = None
 
-    def start(self, submit: Callable[[], Completion], event: profiling.Event | None = None) -> Call:
+    def title(self) -> str:
+        return self._title
+
+    def site(self) -> str:
+        return self._site
+
+    def outputs(self) -> list[Tensor]:
+        return self._effects.outputs
+
+    def start(
+        self, submit: Callable[[], Completion], event: profiling.Event | None = None
+    ) -> EngineCall:
         """Submit the operation; a failure to do so raises at once."""
         self._event = event
         try:
@@ -581,92 +714,16 @@ class Call(Work):
             with contextlib.suppress(Exception):  # the interpreter may be about to end
                 completion.add_done_callback(let_go)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        seconds = -1.0 if timeout is None else timeout.total_seconds()
-        try:
-            if self._event is None or not profiling.profiled():
-                done = self._completion.wait(seconds)
-            else:
-                with self._event.of_waiting():
-                    done = self._completion.wait(seconds)
-        except self._group.engine.fault_type:
-            done = True
-        except BaseException as interruption:
-            self._group._note_interruption(self._slot, interruption, self._title)
-            raise
-        if not done:
-            raise CollectiveTimeoutError(
-                f"{self._title}: Timed out waiting {seconds * 1000:g}ms: it was not done, and goes "
-                f"on; wait again or abort the group"
-            )
-        self._finish()
-        if self._error is not None:
-            raise self._error
-        return True
+    def settle(self) -> None:
+        self._group.flight.end(self._slot)
+        if self._hold is not None:
+            self._hold.copy_to_moved()
+        self._effects.settle()
 
-    def is_completed(self) -> bool:
-        done = self._completion.poll()
-        if done:
-            self._finish()
-        return done
-
-    def exception(self) -> BaseException | None:
-        return self._error if self.is_completed() else None
-
-    def result(self) -> list[Tensor]:
-        if not self.is_completed():
-            raise RuntimeError(f"{self._title} is still running: wait() for it first")
-        return list(self._effects.outputs)
-
-    def source_rank(self) -> int:
-        self.wait()
-        return self._group.global_ranks[self._completion.source()]
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = torch.futures.Future()
-        expect_callback()
-        # Not on the thread that carries the group's operations: what is called back may wait for
-        # more of them.
-        here = copy_context()  # which tells the rank that this is
-        self._completion.add_done_callback(
-            lambda: run_soon(lambda: here.run(self._complete_future))
-        )
-        return self._future
-
-    def _complete_future(self) -> None:
-        future = self._future
-        assert future is not None
-        try:
-            self._finish()
-            if self._error is not None:
-                error: Any = self._error  # torch annotates it wrongly
-                future.set_exception(error)
-            else:
-                future.set_result(list(self._effects.outputs))
-        finally:
-            callback_ended()
-
-    def _finish(self) -> None:
-        """Copy back, or explain the failure; once, on the thread that comes first."""
-        with self._lock:
-            if self._finished:
-                return
-            fault = self._completion.fault()
-            if fault is None:
-                self._group.flight.end(self._slot)
-                if self._hold is not None:
-                    self._hold.copy_to_moved()
-                self._effects.settle()
-            else:
-                self._error = self._group._explain(fault, self._title, self._site)
-                self._group._note_failure(self._slot, self._error)
-            self._finished = True
-            kept, self._kept = self._kept, None
-            self._group.engine.let_go(kept)
-            self._release_memory()
+    def let_go(self) -> None:
+        kept, self._kept = self._kept, None
+        self._group.engine.let_go(kept)
+        self._release_memory()
 
     def _release_memory(self) -> None:
         if self._hold is not None:
@@ -674,29 +731,40 @@ class Call(Work):
 
 
 class _ThisThread(threading.local):
-    """The message that a thread waits for in a MessageCall, and its group."""
+    """The message that a thread waits for."""
 
-    message: tuple[NativeGroup, MessageWait] | None = None
+    message: Call | None = None
 
 
 _this_thread = _ThisThread()
 
 
-class MessageCall(Call):
+@contextlib.contextmanager
+def waiting_for(message: Call) -> Iterator[None]:
+    """Let the calling thread be known to wait for a message."""
+    _this_thread.message = message
+    try:
+        yield
+    finally:
+        _this_thread.message = None
+
+
+class MessageCall(EngineCall):
     """A message handed to an engine."""
 
     #: The group rank at its other end; -1: any.
     peer = -1
+    _begun = 0.0
+
+    def message_wait(self) -> MessageWait:
+        return MessageWait(self.peer, self._title, self._site, self._begun)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._completion.done():
             return super().wait(timeout)
-        waits = MessageWait(self.peer, self._title, self._site, time.monotonic())
-        _this_thread.message = self._group, waits
-        try:
+        self._begun = time.monotonic()
+        with waiting_for(self):
             return super().wait(timeout)
-        finally:
-            _this_thread.message = None
 
 
 class _Several(Work):

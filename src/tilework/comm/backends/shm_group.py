@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,10 +24,10 @@ from tilework.comm.backends.engine_protocol import (
     op_factor,
     op_type,
 )
-from tilework.comm.backends.native import NativeGroup, label
+from tilework.comm.backends.native import Call, NativeGroup, label, waiting_for
 from tilework.comm.backends.tensor_layout import tell_core
 from tilework.comm.callsite import call_site, in_library
-from tilework.comm.contract import shape_of
+from tilework.comm.contract import CompletedWork, MessageWait, Work, shape_of
 from tilework.comm.flight.ring import (
     ANY_PEER,
     Entry,
@@ -203,6 +205,11 @@ class ShmEngine:
         return self.group.statistics()
 
 
+def place_of(site: tuple[CodeType, int] | None) -> str:
+    """``file:line in function`` of a code object and a line; "" for None."""
+    return "" if site is None else f"{site[0].co_filename}:{site[1]} in {site[0].co_name}"
+
+
 class CoreRing(Ring):
     """The flight record of a shm group: the core's ring, which the fast path writes, too.
 
@@ -225,7 +232,7 @@ class CoreRing(Ring):
 
     def _entry(self, record: _core.Record) -> Entry:
         number, what, site, entered, ended, failure, pending, peer, tag = record
-        place = f"{site[0].co_filename}:{site[1]} in {site[0].co_name}" if site else ""
+        place = place_of(site)
         if peer is not None and not isinstance(what, str):  # the core knows group ranks only
             peer = ANY_PEER if peer < 0 else self._ranks()[peer]
             whom = "any rank" if peer == ANY_PEER else f"rank {peer}"
@@ -264,7 +271,19 @@ class ShmGroup(NativeGroup):
             if group is not None:
                 group._fast_path_failed(*args)
 
-        fast_path = _core.FastPath(self.engine.group, self.flight.ring, self.timeout, fail)
+        def make_work(call: _core.PostedCall | None, *args: Any) -> Work:
+            group = this()
+            assert group is not None  # its method is running
+            if call is not None:
+                return PostedWork(group, call, *args)
+            outputs, peer = args[2], args[4]  # of a message
+            if outputs is None:
+                return CompletedWork()
+            return CompletedWork([outputs], group.global_ranks[peer])
+
+        fast_path = _core.FastPath(
+            *(self.engine.group, self.flight.ring, self.timeout, fail, make_work)
+        )
         self.fast_path = fast_path  # type: ignore[assignment]  # the same methods
         self.takes_rows = True
 
@@ -303,6 +322,73 @@ class ShmGroup(NativeGroup):
         error = self._explain(why, title, call_site())
         self._note_failure(slot, error)
         raise error from None
+
+
+class PostedWork(Call):
+    """An operation that the fast path has started."""
+
+    _group: ShmGroup
+    _begun = 0.0
+
+    def __init__(  # noqa: PLR0913
+        self,
+        group: ShmGroup,
+        call: _core.PostedCall,
+        name: str,
+        inputs: Any,
+        outputs: Any,
+        reduce_op: Any,
+        root: int,
+    ) -> None:
+        super().__init__(group, call.slot)
+        self._call = call
+        self._completion = call.completion
+        self._operation = name, inputs, outputs, reduce_op, root
+        self._is_message = name in _MESSAGES
+        self._purpose = "" if self._is_message else provenance.named("")
+
+    def title(self) -> str:
+        return _title(*self._operation, self._group.global_ranks) + self._purpose
+
+    def site(self) -> str:
+        return place_of(self._call.site())
+
+    def outputs(self) -> list[Tensor]:
+        outputs = self._operation[2]
+        return [] if outputs is None else [outputs] if isinstance(outputs, Tensor) else outputs
+
+    def message_wait(self) -> MessageWait:
+        return MessageWait(self._operation[4], self.title(), self.site(), self._begun)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._call.finish(False):
+            return True
+        if not self._is_message:
+            return self._wait(timeout)
+        self._begun = time.monotonic()
+        with waiting_for(self):
+            return self._wait(timeout)
+
+    def _wait(self, timeout: timedelta | None) -> bool:
+        if timeout is not None:
+            return super().wait(timeout)
+        try:
+            if self._call.finish(True):
+                return True
+        except BaseException as interruption:
+            self._group._note_interruption(self._slot, interruption, self.title())
+            raise
+        return super().wait()
+
+    def settle(self) -> None:
+        self._call.finish(False)
+
+    def let_go(self) -> None:
+        self._call.let_go()
+
+
+#: The fast path's names of messages.
+_MESSAGES = ("send", "recv")
 
 
 def _title(
