@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm import profiling, provenance
+from tilework.comm.backends.calls import Call, waiting_for
 from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
@@ -24,7 +25,7 @@ from tilework.comm.backends.engine_protocol import (
     op_factor,
     op_type,
 )
-from tilework.comm.backends.native import Call, NativeGroup, label, waiting_for
+from tilework.comm.backends.native import NativeGroup, label
 from tilework.comm.backends.tensor_layout import tell_core
 from tilework.comm.callsite import call_site, in_library
 from tilework.comm.contract import CompletedWork, MessageWait, Work, shape_of
@@ -317,17 +318,16 @@ class ShmGroup(NativeGroup):
         title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
         title = provenance.named(title)
         if isinstance(why, BaseException):
-            self._note_interruption(slot, why, title)
+            self.note_interruption(slot, why, title)
             return
-        error = self._explain(why, title, call_site())
-        self._note_failure(slot, error)
+        error = self.explain(why, title, call_site())
+        self.note_failure(slot, error)
         raise error from None
 
 
 class PostedWork(Call):
     """An operation that the fast path has started."""
 
-    _group: ShmGroup
     _begun = 0.0
 
     def __init__(  # noqa: PLR0913
@@ -348,7 +348,7 @@ class PostedWork(Call):
         self._purpose = "" if self._is_message else provenance.named("")
 
     def title(self) -> str:
-        return _title(*self._operation, self._group.global_ranks) + self._purpose
+        return _title(*self._operation, self.group.global_ranks) + self._purpose
 
     def site(self) -> str:
         return place_of(self._call.site())
@@ -376,7 +376,7 @@ class PostedWork(Call):
             if self._call.finish(True):
                 return True
         except BaseException as interruption:
-            self._group._note_interruption(self._slot, interruption, self.title())
+            self.group.note_interruption(self._slot, interruption, self.title())
             raise
         return super().wait()
 

@@ -1,0 +1,357 @@
+"""Operations of native groups that go on: the Work of each."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tilework.comm import profiling
+from tilework.comm.backends.engine_protocol import Completion, Engine, FaultArgs
+from tilework.comm.backends.memory_hold import HeldMemory, fits_storage
+from tilework.comm.callbacks import callback_ended, expect_callback, run_soon
+from tilework.comm.callsite import call_site
+from tilework.comm.contract import MessageWait, Work
+from tilework.comm.flight.ring import Ring, Slot
+from tilework.errors import CollectiveTimeoutError, DistBackendError
+
+
+class CallGroup(Protocol):
+    """The part of a native group that its calls use."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def flight(self) -> Ring: ...
+    @property
+    def global_ranks(self) -> tuple[int, ...]: ...
+    def explain(self, fault: FaultArgs, title: str, site: str) -> DistBackendError:
+        """The error for this rank's caller; the first time, also aborts the group."""
+        ...
+
+    def note_failure(self, slot: Slot, error: DistBackendError) -> None:
+        """Record the failure of an operation, and have the flight record written."""
+        ...
+
+    def note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
+        """Record an interrupted operation, and abort: the others cannot finish it."""
+        ...
+
+
+@dataclass(slots=True)
+class Effects:
+    """The effects of a finished operation on this rank's tensors."""
+
+    #: The user's tensors that hold its result.
+    outputs: list[Tensor]
+    #: Those of them that it wrote.
+    written: list[Tensor]
+    #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
+    copy_back: list[tuple[Tensor, Tensor]]
+
+    def settle(self) -> None:
+        """Make written tensors look written: stand-ins copied back, versions raised."""
+        for tensor, memory in self.copy_back:
+            if not fits_storage(tensor):  # it was resized meanwhile
+                continue
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.copy_(memory)
+        mark_written(self.written)
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Raise tensors' versions: one saved for backward and overwritten must fail there."""
+    written = [tensor for tensor in tensors if not tensor.is_inference()]
+    # A subclass may be a wrapper, whose values another tensor has; a detached alias is that one.
+    plain_types = (Tensor, torch.nn.Parameter)
+    increment_version([t if type(t) in plain_types else t.detach() for t in written])
+
+
+class Call(Work):
+    """An operation that goes on, on an engine of a group.
+
+    Args:
+        group: The group.
+        slot: Its slot in the group's flight record.
+    """
+
+    #: The profiler's event, if it watched the start.
+    _event: profiling.Event | None = None
+    _future: torch.futures.Future[list[Tensor]] | None = None
+    _error: DistBackendError | None = None
+    _finished = False
+    _completion: Completion
+
+    def __init__(self, group: CallGroup, slot: Slot) -> None:
+        self.group = group
+        self._slot = slot
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def title(self) -> str:
+        """The operation, for a person."""
+
+    @abstractmethod
+    def site(self) -> str:
+        """The caller's ``file:line in function``."""
+
+    @abstractmethod
+    def outputs(self) -> list[Tensor]:
+        """The user's tensors that hold its result."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Make what it has written look written, and note its end; once, if it ended well."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Hold its tensors no longer; once, after its end."""
+
+    def message_wait(self) -> MessageWait | None:
+        """The wait of the calling thread, if it is a message that it waits for."""
+        return None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = -1.0 if timeout is None else timeout.total_seconds()
+        try:
+            if self._event is None or not profiling.profiled():
+                done = self._completion.wait(seconds)
+            else:
+                with self._event.of_waiting():
+                    done = self._completion.wait(seconds)
+        except self.group.engine.fault_type:
+            done = True
+        except BaseException as interruption:
+            self.group.note_interruption(self._slot, interruption, self.title())
+            raise
+        if not done:
+            raise CollectiveTimeoutError(
+                f"{self.title()}: Timed out waiting {seconds * 1000:g}ms: it was not done, and "
+                f"goes on; wait again or abort the group"
+            )
+        self._finish()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        done = self._completion.poll()
+        if done:
+            self._finish()
+        return done
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[Tensor]:
+        if not self.is_completed():
+            raise RuntimeError(f"{self.title()} is still running: wait() for it first")
+        return list(self.outputs())
+
+    def source_rank(self) -> int:
+        self.wait()
+        return self.group.global_ranks[self._completion.source()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+        expect_callback()
+        # Not on the thread that carries the group's operations: what is called back may wait for
+        # more of them.
+        here = copy_context()  # which tells the rank that this is
+        self._completion.add_done_callback(
+            lambda: run_soon(lambda: here.run(self._complete_future))
+        )
+        return self._future
+
+    def _complete_future(self) -> None:
+        future = self._future
+        assert future is not None
+        try:
+            self._finish()
+            if self._error is not None:
+                error: Any = self._error  # torch annotates it wrongly
+                future.set_exception(error)
+            else:
+                future.set_result(list(self.outputs()))
+        finally:
+            callback_ended()
+
+    def _finish(self) -> None:
+        """Settle it, or explain the failure; once, on the thread that comes first."""
+        with self._lock:
+            if self._finished:
+                return
+            fault = self._completion.fault()
+            if fault is None:
+                self.settle()
+            else:
+                self._error = self.group.explain(fault, self.title(), self.site())
+                self.group.note_failure(self._slot, self._error)
+            self._finished = True
+            self.let_go()
+
+
+class EngineCall(Call):
+    """An operation handed to an engine, with what must live and happen until it ends."""
+
+    def __init__(
+        self,
+        group: CallGroup,
+        title: str,
+        effects: Effects,
+        kept: object,
+        slot: Slot,
+        hold: HeldMemory | None,
+    ) -> None:
+        super().__init__(group, slot)
+        self._title = title
+        self._site = call_site()
+        self._effects = effects
+        #: The tensors that the engine reads and writes; the engine keeps them alive too.
+        self._kept = kept
+        self._hold = hold
+
+    def title(self) -> str:
+        return self._title
+
+    def site(self) -> str:
+        return self._site
+
+    def outputs(self) -> list[Tensor]:
+        return self._effects.outputs
+
+    def start(
+        self, submit: Callable[[], Completion], event: profiling.Event | None = None
+    ) -> EngineCall:
+        """Submit the operation; a failure to do so raises at once."""
+        self._event = event
+        try:
+            if event is None:
+                self._completion = submit()
+            else:
+                with event:
+                    self._completion = submit()
+        except self.group.engine.fault_type as fault:
+            self._release_memory()
+            error = self.group.explain(fault.args, self._title, self._site)
+            self.group.note_failure(self._slot, error)
+            raise error from None
+        except BaseException as error:
+            if isinstance(error, Exception):  # else it may have been submitted
+                self._release_memory()
+            self.group.flight.end(self._slot, f"{type(error).__name__}: {error}")
+            raise
+        self.group.flight.follow(self._slot, self._completion)
+        return self
+
+    def __del__(self) -> None:
+        # Nobody waits for it any more: its tensors are let go as soon as it is done.
+        kept, completion = self._kept, getattr(self, "_completion", None)
+        if kept is not None and completion is not None:
+            engine, hold = self.group.engine, self._hold
+
+            def let_go() -> None:
+                engine.let_go(kept)
+                if hold is not None:
+                    hold.release()
+
+            with contextlib.suppress(Exception):  # the interpreter may be about to end
+                completion.add_done_callback(let_go)
+
+    def settle(self) -> None:
+        self.group.flight.end(self._slot)
+        if self._hold is not None:
+            self._hold.copy_to_moved()
+        self._effects.settle()
+
+    def let_go(self) -> None:
+        kept, self._kept = self._kept, None
+        self.group.engine.let_go(kept)
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+
+
+class _ThisThread(threading.local):
+    """The message that a thread waits for."""
+
+    message: Call | None = None
+
+
+_this_thread = _ThisThread()
+
+
+def awaited_message() -> Call | None:
+    """The message that the calling thread waits for."""
+    return _this_thread.message
+
+
+@contextlib.contextmanager
+def waiting_for(message: Call) -> Iterator[None]:
+    """Let the calling thread be known to wait for a message."""
+    _this_thread.message = message
+    try:
+        yield
+    finally:
+        _this_thread.message = None
+
+
+class MessageCall(EngineCall):
+    """A message handed to an engine."""
+
+    #: The group rank at its other end; -1: any.
+    peer = -1
+    _begun = 0.0
+
+    def message_wait(self) -> MessageWait:
+        return MessageWait(self.peer, self._title, self._site, self._begun)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._completion.done():
+            return super().wait(timeout)
+        self._begun = time.monotonic()
+        with waiting_for(self):
+            return super().wait(timeout)
+
+
+class SeveralCalls(Work):
+    """Several works in order, as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self._works) if e), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        futures = [work.get_future() for work in self._works]
+        joined: torch.futures.Future[list[Tensor]] = torch.futures.collect_all(futures).then(
+            lambda done: [tensor for future in done.value() for tensor in future.value()]
+        )
+        return joined
