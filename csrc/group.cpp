@@ -166,7 +166,7 @@ void Group::check_may_block() {
 void Group::end_turn() {
   if (!(turn_.fetch_sub(kRunning) & kWaiting)) return;
   std::lock_guard<std::mutex> lock(order_);
-  wake_up_.post(sleepers_ > 0);
+  if (!queue_.empty()) post_queued(sleepers_ > 0);
 }
 
 void Group::run(Operation& operation, double timeout, SignalCheck signals, Interlude* interlude) {
@@ -205,13 +205,19 @@ std::shared_ptr<Completion> Group::submit(Operation& operation, double timeout) 
   return enqueue(operation, timeout, bytes_of(operation) > kShortBytes / size_);
 }
 
+/// Under order_, if anything is queued.
+void Group::post_queued(bool at_once) {
+  wake_up_.post(queue_.front()->operation.sequence,
+                at_once ? queue_.back()->operation.sequence : 0);
+}
+
 /// Under order_. `at_once`: the thread is woken, since nobody is expected to wait soon.
 std::shared_ptr<Completion> Group::enqueue(const Operation& operation, double timeout,
                                            bool at_once) {
   queue_.push_back(std::make_unique<QueuedOperation>(operation, timeout));
   if (!thread_.joinable())
     thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
-  wake_up_.post(at_once);
+  post_queued(at_once);
   return queue_.back()->completion;
 }
 
@@ -224,7 +230,7 @@ bool Group::wait_for_queued(Completion& completion, double timeout, SignalCheck 
     explicit Sleeper(Group& group_) : group(group_) {
       std::lock_guard<std::mutex> lock(group.order_);
       ++group.sleepers_;
-      if (!group.queue_.empty()) group.wake_up_.post(true);
+      if (!group.queue_.empty()) group.post_queued(true);
     }
     ~Sleeper() {
       std::lock_guard<std::mutex> lock(group.order_);
@@ -367,7 +373,7 @@ void Group::expect_nobody_waits(bool is_message) {
     ActiveCall active(*this);
     if (is_message) return engine_->point_to_point.expect_nobody_waits();
     std::lock_guard<std::mutex> lock(order_);
-    if (!queue_.empty()) wake_up_.post(true);
+    if (!queue_.empty()) post_queued(true);
   } catch (const Fault&) {  // closing
   }
 }
@@ -544,7 +550,7 @@ void Group::stop_thread() {
   {
     std::lock_guard<std::mutex> lock(order_);
     stopping_ = true;  // only now: no active call can still queue
-    wake_up_.post(true);
+    wake_up_.stop();
   }
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }

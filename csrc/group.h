@@ -125,6 +125,7 @@ class Group : public std::enable_shared_from_this<Group> {
   WaitOptions own_wait_options(double timeout, SignalCheck signals) const;
   void use_interlude(Interlude* interlude, WaitOptions& options) const;
   std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout, bool at_once);
+  void post_queued(bool at_once);
   bool wait_for_queued(Completion& completion, double timeout, SignalCheck signals);
   enum class Turn { kRuns, kQueued, kRefused };
   Turn take_turn(Operation& operation, bool may_run, bool may_queue);

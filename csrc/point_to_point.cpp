@@ -256,7 +256,7 @@ void PointToPoint::expect_nobody_waits() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (requests_.empty() || stopping_) return;
   start_thread();
-  wake_up_.post(true);  // also if a thread waits: for when it has its own
+  wake_up_.post(requests_.front()->number, started_);  // also for when a waiting thread has its own
 }
 
 void PointToPoint::start_thread() {
@@ -267,7 +267,7 @@ void PointToPoint::start_thread() {
 void PointToPoint::ensure_progress_thread(bool at_once) {
   if (requests_.empty() || waiters_ > 0 || stopping_) return;
   start_thread();
-  wake_up_.post(at_once);
+  wake_up_.post(requests_.front()->number, at_once ? started_ : 0);
 }
 
 void PointToPoint::run_thread() {
@@ -292,7 +292,7 @@ void PointToPoint::close() {
     const Fault closed("closed", {rank_}, "the group was closed on this rank");
     fail_if([&](const Request&) { return std::optional<Fault>(closed); });
     outcomes.swap(outcomes_);
-    wake_up_.post(true);
+    wake_up_.stop();
   }
   deliver(outcomes);
   segment_.control(rank_).message_event.notify_always();

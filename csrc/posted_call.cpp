@@ -56,7 +56,9 @@ PostedCall::~PostedCall() {
 }
 
 bool PostedCall::finish(bool blocks) {
-  if (!completion_.poll() && !(blocks && completion_.wait_for_end(-1))) return false;
+  // A collective is not polled: whoever asks for its end without a wait expects others to reach it.
+  const bool done = completion_.is_message ? completion_.poll() : completion_.completion->done();
+  if (!done && !(blocks && completion_.wait_for_end(-1))) return false;
   if (completion_.completion->fault()) return false;
   const std::unique_ptr<Kept> kept = std::move(kept_);  // once, whichever thread comes first
   if (!kept) return true;

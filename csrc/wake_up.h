@@ -15,22 +15,29 @@
 
 namespace tilework {
 
-/// All under the mutex that guards the work.
+/// All under the mutex that guards the work. Pieces of work are numbered from 1.
 class WakeUp {
  public:
-  /// There is work, or who did it has left it. `at_once`: nobody is expected to do it.
-  void post(bool at_once) {
+  /// There is work, of which `oldest` is the oldest, or who did it has left it. Nobody is expected to
+  /// do the pieces up to `urgent`.
+  void post(uint64_t oldest, uint64_t urgent = 0) {
     ++posts_;
-    is_urgent_ |= at_once;
-    if (is_urgent_ || !looks_) condition_.notify_one();
+    urgent_ = std::max(urgent_, urgent);
+    if (oldest <= urgent_ || !looks_) condition_.notify_one();
   }
 
-  /// To be called by the thread: returns once it is to do work, or `stopping()`. oldest_work() tells
-  /// the oldest piece that nobody does from others; it is 0 if there is none. When others leave off
-  /// doing work, what is left must be posted, too.
+  /// Have the thread look whether it is to stop.
+  void stop() { condition_.notify_one(); }
+
+  /// To be called by the thread: returns once it is to do work, or `stopping()`. oldest_work() is the
+  /// number of the oldest piece that nobody does; 0 if there is none. When others leave off doing work,
+  /// what is left must be posted, too.
   template <class OldestWork, class Stopping>
   void wait(std::unique_lock<std::mutex>& lock, OldestWork&& oldest_work, Stopping&& stopping) {
-    const auto called = [&] { return stopping() || (is_urgent_ && oldest_work() != 0); };
+    const auto called = [&] {
+      const uint64_t work = oldest_work();
+      return stopping() || (work != 0 && work <= urgent_);
+    };
     uint64_t seen_work = 0;
     for (;;) {
       if (!looks_) {
@@ -49,16 +56,14 @@ class WakeUp {
       interval_ = std::min(kLongest, 2 * interval_);
       looks_ = work != 0 || posts_ != seen_posts_;
     }
-    is_urgent_ = false;
   }
 
  private:
   static constexpr int64_t kShortest = 100 * kMicrosecond, kLongest = 2 * kMillisecond;
 
   std::condition_variable condition_;
-  uint64_t posts_ = 0, seen_posts_ = 0;
+  uint64_t posts_ = 0, seen_posts_ = 0, urgent_ = 0;
   int64_t interval_ = kShortest;
-  bool is_urgent_ = false;
   bool looks_ = false;
 };
 
