@@ -271,6 +271,7 @@ void bind_posted_call(nb::module_& m) {
       .def_prop_ro("completion", &PostedCall::completion, nb::rv_policy::reference_internal)
       .def_prop_ro("slot", &PostedCall::slot)
       .def("site", &PostedCall::site)
+      .def("what", &PostedCall::what)
       .def("finish", &PostedCall::finish, "blocks"_a)
       .def("let_go", &PostedCall::let_go);
 }

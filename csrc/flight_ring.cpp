@@ -73,7 +73,8 @@ nb::tuple sizes_of(const Shape& shape, int count) {
   return nb::tuple(shapes);
 }
 
-/// (name, dtype, shapes of the inputs, of the outputs, reduction, root), like the Python ring's What.
+}  // namespace
+
 nb::object what_of(const OpRecord& op) {
   nb::object reduce_op = nb::none(), root = nb::none(), dtype = nb::none();
   if (op.in_count + op.out_count > 0) dtype = nb::str(dtype_name(static_cast<unsigned>(op.dtype)));
@@ -83,8 +84,6 @@ nb::object what_of(const OpRecord& op) {
   return nb::make_tuple(op.name, dtype, sizes_of(op.in, op.in_count),
                         sizes_of(op.out, op.out_count), reduce_op, root);
 }
-
-}  // namespace
 
 nb::object site_of(const CallPlace& place) {
   if (!place.code.is_valid()) return nb::none();
@@ -172,9 +171,10 @@ void FlightRing::follow(uint64_t slot, std::shared_ptr<Completion> pending) {
   if (entry) entry->completion = std::move(pending);
 }
 
-CallPlace FlightRing::place(uint64_t slot) {
+std::pair<CallPlace, OpRecord> FlightRing::call(uint64_t slot) {
   const Entry* entry = find(slot);
-  return entry ? entry->place : CallPlace();
+  if (!entry) return {};
+  return {entry->place, entry->op};
 }
 
 nb::tuple FlightRing::record(const Entry& entry, const TickScale::Now& now) const {

@@ -9,6 +9,7 @@
 
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "completion.h"
@@ -19,13 +20,16 @@ namespace tilework {
 
 /// An operation of the fast path, as recorded.
 struct OpRecord {
-  const char* name;
+  const char* name = "";
   DType dtype = DType::kBytes;
   ReduceOp reduce_op = ReduceOp::kNone;
   int root = -1;  // -1: none
   int in_count = 0, out_count = 0;
   Shape in = {}, out = {};  // of the first tensor
 };
+
+/// (name, dtype, shapes of the inputs, of the outputs, reduction, root), like the Python ring's What.
+nanobind::object what_of(const OpRecord& op);
 
 /// A place in a program.
 struct CallPlace {
@@ -52,8 +56,8 @@ class FlightRing {
   void follow(uint64_t slot, nanobind::object pending);
 
   void follow(uint64_t slot, std::shared_ptr<Completion> pending);
-  /// The program's call of the operation.
-  CallPlace place(uint64_t slot);
+  /// The program's call of an operation of the fast path, and what it is.
+  std::pair<CallPlace, OpRecord> call(uint64_t slot);
 
   /// Tuples, oldest first; see _core.pyi.
   nanobind::list records() const;

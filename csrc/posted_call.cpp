@@ -45,7 +45,7 @@ PostedCall::PostedCall(PyCompletion completion, std::unique_ptr<Kept> kept, nb::
       flight_owner_(std::move(flight)),
       flight_(*nb::inst_ptr<FlightRing>(flight_owner_)),
       slot_(slot),
-      place_(flight_.place(slot)) {
+      call_(flight_.call(slot)) {
   flight_.follow(slot, completion_.completion);
 }
 

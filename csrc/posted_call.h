@@ -33,7 +33,9 @@ class PostedCall {
   const PyCompletion& completion() const { return completion_; }
   uint64_t slot() const { return slot_; }
   /// The program's call site: a code object and a line, or None.
-  nb::object site() const { return site_of(place_); }
+  nb::object site() const { return site_of(call_.first); }
+  /// See what_of(). Tensors may have got other shapes since.
+  nb::object what() const { return what_of(call_.second); }
 
   /// True if it has ended well; then its outputs look written, the flight record tells of the end, and
   /// all is let go. False where it goes on, which with `blocks` is waited for, or where it failed.
@@ -47,7 +49,7 @@ class PostedCall {
   nb::object flight_owner_;
   FlightRing& flight_;
   const uint64_t slot_;
-  const CallPlace place_;
+  const std::pair<CallPlace, OpRecord> call_;
 };
 
 }  // namespace tilework

@@ -329,6 +329,8 @@ class PostedCall:
         """Its slot in the flight ring."""
     def site(self) -> tuple[CodeType, int] | None:
         """The program's call: a code object and a line."""
+    def what(self) -> Any:
+        """The operation, as a flight.ring.What, with the shapes that it was called with."""
     def finish(self, blocks: bool) -> bool:
         """True if it has ended well: then its outputs look written, the flight ring has the end, and
         its tensors are let go. False where it goes on, unless `blocks`, and where it failed."""

@@ -235,10 +235,8 @@ class CoreRing(Ring):
         number, what, site, entered, ended, failure, pending, peer, tag = record
         place = place_of(site)
         if peer is not None and not isinstance(what, str):  # the core knows group ranks only
+            what = describe(what) + _of_message(what[0], peer, tag, self._ranks())
             peer = ANY_PEER if peer < 0 else self._ranks()[peer]
-            whom = "any rank" if peer == ANY_PEER else f"rank {peer}"
-            direction = "to" if what[0] == "send" else "from"
-            what = f"{describe(what)} {direction} {whom} tag {tag}"
         text = outcome(ended / 1e9 if ended else None, failure if ended else pending)
         return Entry(
             number, describe(what), place, entered / 1e9, ended / 1e9 or None, text, peer, tag
@@ -348,7 +346,11 @@ class PostedWork(Call):
         self._purpose = "" if self._is_message else provenance.named("")
 
     def title(self) -> str:
-        return _title(*self._operation, self.group.global_ranks) + self._purpose
+        text = describe(self._call.what())
+        if self._is_message:
+            *_, tag, peer = self._operation
+            text += _of_message(text, peer, tag, self.group.global_ranks)
+        return text + self._purpose
 
     def site(self) -> str:
         return place_of(self._call.site())
@@ -395,14 +397,18 @@ def _title(
     name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int, ranks: tuple[int, ...]
 ) -> str:
     """The operation as the program knows it."""
-    if name == "send":
-        return f"send {label(inputs)} to rank {ranks[root]} tag {reduce_op}"
-    if name == "recv":
-        whom = "any rank" if root < 0 else f"rank {ranks[root]}"
-        return f"recv {label(outputs)} from {whom} tag {reduce_op}"
+    if name in _MESSAGES:
+        tensor = inputs if name == "send" else outputs
+        return f"{name} {label(tensor)}" + _of_message(name, root, reduce_op, ranks)
     kind = _KIND_OF.get(name, name)
     operation = Operation(kind, _sides(inputs), _sides(outputs), reduce_op, root, title=name)
     return operation.describe()
+
+
+def _of_message(name: str, peer: int, tag: int, ranks: Sequence[int]) -> str:
+    """The other side of a message, and its tag."""
+    direction = "to" if name.startswith("send") else "from"
+    return f" {direction} {'any rank' if peer < 0 else f'rank {ranks[peer]}'} tag {tag}"
 
 
 _KIND_OF: dict[str, Any] = {
