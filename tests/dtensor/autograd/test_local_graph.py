@@ -173,3 +173,31 @@ def test_a_result_that_is_used_twice_has_one_backward(use: str) -> None:
         assert_close(gradient(x).full_tensor(), expected)
 
     run_ranks(2, program)
+
+
+class _Doubled(torch.autograd.Function):
+    """Doubles in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_function_that_writes_to_what_was_computed_is_told_what_to_do() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        doubled: Callable[[Any], Any] = _Doubled.apply
+        with pytest.raises(RuntimeError, match=r"_Doubled marks a DTensor .* return a new tensor"):
+            doubled(x * 1)
+        with pytest.raises(RuntimeError, match=r"^a leaf Variable that requires grad"):
+            doubled(x)  # as in torch
+        doubled((x * 3).to_local()).sum().backward()
+        assert x.grad.full_tensor().tolist() == [6.0] * 4
+
+    run_ranks(2, program)

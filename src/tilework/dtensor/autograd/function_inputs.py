@@ -16,6 +16,9 @@ import torch
 from tilework.dtensor.autograd.local_graph import as_leaf
 from tilework.dtensor.base import DTensorBase
 
+#: In torch's error for a Function that writes to a leaf in place.
+_LEAF_WRITTEN = "a leaf Variable that requires grad has been used in an in-place operation"
+
 
 def linking(original: Any) -> Any:
     """The class method ``torch.autograd.Function.apply``, linking results that it takes."""
@@ -24,9 +27,22 @@ def linking(original: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple([_as_leaf(arg) for arg in args])
         kwargs = {name: _as_leaf(arg) for name, arg in kwargs.items()}
-        return original(cls, *args, **kwargs)
+        try:
+            return original(cls, *args, **kwargs)
+        except RuntimeError as error:
+            if _LEAF_WRITTEN not in str(error) or not any(map(_is_computed, args)):
+                raise
+            raise RuntimeError(
+                f"{cls.__name__} marks a DTensor that operators have computed as written to "
+                f"(mark_dirty), which torch takes for a leaf: return a new tensor instead, or "
+                f"apply it to to_local()"
+            ) from error
 
     return classmethod(apply)
+
+
+def _is_computed(arg: Any) -> bool:
+    return isinstance(arg, DTensorBase) and not arg.is_leaf
 
 
 def _as_leaf(arg: Any) -> Any:
