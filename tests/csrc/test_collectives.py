@@ -103,6 +103,36 @@ def test_all_to_all_with_any_sizes(size: int, seed: int) -> None:
             assert torch.equal(result[sender], piece(sender, rank, sizes[sender][rank]))
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_at_all_places_of_an_outbox(size: int, seed: int) -> None:
+    """From 8 KiB on, data lies elsewhere in its outbox each time; ranks send unequal lengths."""
+    slot_bytes = 128 * 1024
+    never = dict.fromkeys(["thread_copy_bytes", "slow_outbox_ns"], _core.NEVER_BYTES)
+    tunables = never | {"one_shot_bytes": 48 * 1024, "chunk_bytes": 96 * 1024}
+    lengths = [0, 8191, 8192, 9001, 30000, 65536, 200_000]
+
+    def program(rank: Rank) -> None:
+        draw, me = random.Random(seed), rank.rank
+        for _ in range(12):
+            sizes = [[draw.choice(lengths) for _ in range(size)] for _ in range(size)]
+            for to, result in enumerate(gathered(rank, "all_gather", sizes[0])):
+                assert torch.equal(result, piece(to, 0, sizes[0][to]))
+            outputs = [blank(sizes[sender][me]) for sender in range(size)]
+            rank.run("all_to_all", [piece(me, to, sizes[me][to]) for to in range(size)], outputs)
+            for sender, result in enumerate(outputs):
+                assert torch.equal(result, piece(sender, me, sizes[sender][me]))
+            total = torch.full((sizes[0][0] // 4,), float(me))
+            rank.run("all_reduce", [total], [total], op="sum")
+            assert bool((total == sum(range(size))).all())
+            part = torch.zeros(sizes[0][1] // 4)
+            inputs = [torch.full_like(part, float(to)) for to in range(size)]
+            rank.run("reduce_scatter", inputs, [part], op="sum")
+            assert bool((part == size * me).all())
+
+    assert run_threads(size, program, slot_bytes, tunables) == [None] * size
+
+
 def test_all_gather_in_place() -> None:
     def program(rank: Rank) -> Tensor:
         flat = torch.full((3, 5000), float(rank.rank))

@@ -121,6 +121,20 @@ VALUES = [
         "tests/csrc/test_collectives.py",
     ),
     Mutant(
+        "cell: a peer's place a round too early",
+        "csrc/exchange.h",
+        "cell.place(state_.step, length)",
+        "cell.place(state_.step - 1, length)",
+        "tests/csrc/test_collectives.py",
+    ),
+    Mutant(
+        "cell: one place too many",
+        "csrc/exchange.h",
+        "(bytes / distance)",
+        "(bytes / distance + 1)",
+        "tests/csrc/test_collectives.py",
+    ),
+    Mutant(
         "reduction: the order of ranks",
         "csrc/reduce_kernels.cpp",
         "for (int rank = 2; rank < ranks - 1; ++rank) add(",
