@@ -141,6 +141,13 @@ def test_views_made_before_show_the_memory_of_then(placement: str, views: str, d
     )
 
 
+def test_a_view_that_is_given_its_own_data_has_an_owner() -> None:
+    compare(
+        "v0 = data((4, 3), 1, 'S0')\nv1 = v0.detach()\nv1.set_(v1)\nv1.t_()\nv2 = v1[0]\n"
+        "v1.data = v1.data.t()\nv1.t_()\nv1.mul_(2)"
+    )
+
+
 def test_data_whose_memory_is_smaller_than_that_of_views_made_before() -> None:
     compare(
         "v0 = leaf('v0', (1, 6), 59, 'R')\nv1 = v0.detach().as_strided([1, 1], [4, 4])\n"

@@ -280,12 +280,12 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         with torch.inference_mode(False):
             shown = shown.clone()
     tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
-    is_own = memory_of(value) is tensor
-    tensor._specs_before = (*tensor._specs_before, tensor._spec) if is_own else ()
-    tensor._spec, tensor._grad = value._spec.copy(), None
     if copied_views.is_view(tensor):
         tensor._graph_base = copied_views.base_in_graph(tensor)
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
+    is_own = memory_of(value) is tensor
+    tensor._specs_before = (*tensor._specs_before, tensor._spec) if is_own else ()
+    tensor._spec, tensor._grad = value._spec.copy(), None
     note_write(tensor, digest)
     if not (is_new or is_own):
         copied_views.share_memory(tensor, value)
