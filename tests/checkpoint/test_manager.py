@@ -42,7 +42,10 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 def test_the_best_one_is_kept(tmp_path: Path, best: str, expected: list[int]) -> None:
     manager = CheckpointManager(tmp_path, keep=1, best=best)
     for step, loss in enumerate([3, 1, 4, float("nan"), 2], 1):
-        manager.save(step, {"x": 1}, {"loss": loss if loss == loss else 2.5})
+        manager.save(step, {"x": 1}, {"loss": loss, "rate": float("inf")})
+        assert manager.all()[-1].metrics == pytest.approx(
+            {"loss": loss, "rate": float("inf")}, nan_ok=True
+        )
     assert steps(manager) == expected
     kept = manager.best_one()
     assert kept is not None

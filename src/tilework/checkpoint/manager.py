@@ -6,17 +6,19 @@ import errno
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilework.checkpoint.api import AnyPath, Names, async_save, load, save, storage_at
 from tilework.checkpoint.asynchronous import PendingSave, finish_pending
 from tilework.checkpoint.filling import MapNames
-from tilework.checkpoint.format import INDEX_NAME
+from tilework.checkpoint.format import INDEX_NAME, Index
 from tilework.checkpoint.loading import LoadReport, read_index
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, is_ours, nothing
 from tilework.checkpoint.storage import LOCK_NAME, Storage
+from tilework.checkpoint.values import decode_value, encode_value
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
 
@@ -107,7 +109,7 @@ class CheckpointManager:
             step: Its number; that of the latest one or higher, as a rule. One that is lower is kept
                 until the next save; ``latest()`` goes by the numbers.
             state: As for :func:`~tilework.checkpoint.save`.
-            metrics: Numbers that tell how good it is.
+            metrics: Numbers that tell how good it is; NaN is never the best.
 
         Raises:
             ValueError: ``best`` names a metric that is not among them, or the step is negative.
@@ -124,7 +126,8 @@ class CheckpointManager:
         ranks = Ranks(self._group)
         finish_pending(ranks)
         self._first_does(ranks, self._clean)
-        options = SaveOptions(meta={"step": step, "metrics": numbers})
+        listed = {name: encode_value(number, name) for name, number in numbers.items()}
+        options = SaveOptions(meta={"step": step, "metrics": listed})
         path = self.path_of(step)
         self._last = step
         if self._asynchronous:
@@ -249,9 +252,7 @@ class CheckpointManager:
         except OSError as error:
             where = self._storage.where(name)
             return CheckpointError(f"{where} cannot be read: {error}", file=where)
-        metrics = index.meta.get("metrics", {})
-        numbers = metrics if isinstance(metrics, dict) else {}
-        return KeptCheckpoint(step, self._storage.where(name), numbers)
+        return KeptCheckpoint(step, self._storage.where(name), _metrics_of(index))
 
     # -- which go -------------------------------------------------------------------------------
 
@@ -313,3 +314,15 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
 def _is_left(names: list[str]) -> bool:
     """True if these names are those of a save that did not end."""
     return INDEX_NAME not in names and all(is_ours(name) or name == LOCK_NAME for name in names)
+
+
+def _metrics_of(index: Index) -> dict[str, float]:
+    """The numbers that were saved with a checkpoint; what is none does not count."""
+    listed = index.meta.get("metrics")
+    found = {}
+    for name, each in listed.items() if isinstance(listed, dict) else ():
+        with suppress(ValueError):
+            number = decode_value(each)
+            if isinstance(number, int | float):
+                found[name] = float(number)
+    return found
