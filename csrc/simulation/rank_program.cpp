@@ -396,7 +396,7 @@ class Rank {
     Pending done = std::move(pending.front());
     pending.pop_front();
     try {
-      groups_[done.step->group]->wait(*done.completion, done.request != nullptr, -1, nullptr);
+      await(*groups_[done.step->group], *done.completion, done.request != nullptr, *done.step);
       if (auto fault = done.completion->fault()) throw *fault;
     } catch (const Fault& fault) {
       return give_up(*done.step, fault, done.tensors);
@@ -405,6 +405,15 @@ class Rank {
       finish_message(done, done.tensors);
     else
       finish_collective(*done.step, done.tensors);
+  }
+
+  /// In one of the ways in which programs do.
+  void await(Group& group, Completion& completion, bool is_message, const Step& step) {
+    const int way = (rank_ + step.number) % 4;
+    if (way == 1) group.poll(completion, is_message);
+    if (way == 2) group.expect_nobody_waits(is_message);
+    if (way == 3 && step.asynchronous) completion.sleep_until_done({pace_for(2, 2)});
+    group.wait(completion, is_message, -1, nullptr);
   }
 
   Trial& trial_;

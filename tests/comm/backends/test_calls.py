@@ -211,3 +211,23 @@ def test_who_waits_does_short_operations_itself() -> None:
     for switched in run(program):
         assert isinstance(switched, int)
         assert switched < calls / 2
+
+
+def test_a_forked_child_cannot_wait() -> None:
+    def program(rank: int) -> tuple[int, float]:
+        x = torch.zeros(2)
+        work = dist.irecv(x, 1 - rank)
+        assert work is not None
+        child = os.fork()
+        if child == 0:
+            try:
+                work.wait()
+            except dist.DistBackendError as error:
+                os._exit(7 if "forked" in str(error) else 1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        dist.isend(torch.full((2,), rank + 1.0), 1 - rank)
+        work.wait()
+        return status, x[0].item()
+
+    assert run(program) == [(7, 2.0), (7, 1.0)]

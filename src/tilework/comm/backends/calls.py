@@ -129,7 +129,9 @@ class Call(Work):
             else:
                 with self._event.of_waiting():
                     done = self._completion.wait(seconds)
-        except self.group.engine.fault_type:
+        except self.group.engine.fault_type as fault:
+            if not self._completion.done():  # nobody can wait here: the group is closed, or forked
+                raise self.group.explain(fault.args, self.title(), self.site()) from None
             done = True
         except BaseException as interruption:
             self.group.note_interruption(self._slot, interruption, self.title())

@@ -377,6 +377,8 @@ class PostedWork(Call):
         try:
             if self._call.finish(True):
                 return True
+        except self.group.engine.fault_type:
+            return super().wait()
         except BaseException as interruption:
             self.group.note_interruption(self._slot, interruption, self.title())
             raise
