@@ -191,7 +191,7 @@ class _Doubled(torch.autograd.Function):
 def test_a_function_that_writes_to_what_was_computed_is_told_what_to_do() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        x: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
         doubled: Callable[[Any], Any] = _Doubled.apply
         with pytest.raises(RuntimeError, match=r"_Doubled marks a DTensor .* return a new tensor"):
             doubled(x * 1)

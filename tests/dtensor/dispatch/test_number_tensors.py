@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from tilework.testing import run_ranks
 FULL = torch.arange(36.0).sin().reshape(6, 6)
 
 
-def t(number: int) -> Tensor:
+def t(number: int) -> Any:
+    """A number, as far as types tell."""
     return torch.tensor(number)
 
 
-CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+CALLS: dict[str, Callable[[Any], Tensor]] = {
     "view": lambda x: x.view(torch.div(x.shape[0], 2, rounding_mode="floor"), -1),
     "view of a list": lambda x: x.view([t(3), 12]),
     "view, twice": lambda x: x.view(t(3), -1).view(t(2), -1),
@@ -59,7 +61,7 @@ def test_a_tensor_may_stand_for_a_number(name: str) -> None:
 
 def test_another_number_is_another_call() -> None:
     def program(rank: int) -> None:
-        x = distribute_tensor(FULL, init_device_mesh("cpu", (2,)), [Shard(0)])
+        x: Any = distribute_tensor(FULL, init_device_mesh("cpu", (2,)), [Shard(0)])
         assert [x.view(t(n), -1).shape[0] for n in (2, 3, 2)] == [2, 3, 2]
         for n in (0, 1):
             torch.testing.assert_close(x.sum(t(n)).full_tensor(), FULL.sum(n))
