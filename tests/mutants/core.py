@@ -11,6 +11,20 @@ POINT_TO_POINT = "csrc/point_to_point.cpp"
 #: Orders, barriers and rings: seen in some interleavings only.
 INTERLEAVINGS = [
     Mutant(
+        "wake-up: none where nobody looks",
+        "csrc/wake_up.h",
+        "if (oldest <= urgent_ || !looks_) condition_.notify_one();",
+        "if (oldest <= urgent_) condition_.notify_one();",
+        SIMULATION,
+    ),
+    Mutant(
+        "wake-up: what a wait leaves is not posted",
+        POINT_TO_POINT,
+        "      engine.ensure_progress_thread(engine.long_requests_ > 0);\n",
+        "",
+        SIMULATION,
+    ),
+    Mutant(
         "moves: no last barrier",
         COLLECTIVES,
         "  x.round();  // peers have now read what this rank may change next\n",

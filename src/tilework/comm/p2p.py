@@ -10,7 +10,7 @@ from torch import Tensor
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.fast_function import fast_function
-from tilework.comm.world import AnyGroup, get_global_rank, member
+from tilework.comm.world import AnyGroup, member
 
 
 @fast_function(inputs="tensor")
@@ -193,8 +193,10 @@ class P2POp:
         self.group = group
         self.tag = tag
         pg = member(group, "P2POp")
-        self.group_peer = None if pg is None else checks.group_root(pg, peer, group_peer, "peer")
-        self.peer = peer if pg is None else get_global_rank(pg, self.group_peer or 0)
+        self.peer, self.group_peer = peer, group_peer  # of a group without this rank: nobody asks
+        if pg is not None:
+            self.group_peer = checks.group_root(pg, peer, group_peer, "peer")
+            self.peer = pg.global_ranks[self.group_peer]
 
     def __repr__(self) -> str:
         return f"P2POp({self.op.__name__}, {list(self.tensor.shape)}, peer={self.peer})"
