@@ -227,7 +227,9 @@ class DTensor(DTensorBase):
         if self._viewed is not None:
             copied_views.hand_out(self)
         if grad_placements is None:
-            return local_graph.local_of(self)
+            local = local_graph.local_of(self)
+            is_moved_leaf = self._origin is not None and self.is_leaf
+            return origins.as_leaf_to_writes(local) if is_moved_leaf else local
         return gradients.local_with_grad(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

@@ -148,6 +148,16 @@ def test_a_view_that_is_given_its_own_data_has_an_owner() -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 3)])
+def test_a_leaf_that_was_given_data_is_not_written_to(shape: tuple[int, int]) -> None:
+    lines = [f"v0 = leaf('v0', {shape}, 27, 'R')", "v1 = v0 * 2", "v0.data = v0.data.t()"]
+    program = Program(lines, (2,), refused="write_local(v0, 0.25)")
+    assert expect(program)
+    assert program.refused
+    (outcome,) = run_programs([program])
+    assert outcome.kind == "right", outcome.why
+
+
 def test_data_whose_memory_is_smaller_than_that_of_views_made_before() -> None:
     compare(
         "v0 = leaf('v0', (1, 6), 59, 'R')\nv1 = v0.detach().as_strided([1, 1], [4, 4])\n"

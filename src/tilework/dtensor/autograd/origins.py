@@ -99,6 +99,14 @@ def origin_of(tensor: DTensorBase) -> Origin | None:
     return origin
 
 
+def as_leaf_to_writes(local: Tensor) -> Tensor:
+    """The local tensor of a leaf that has an origin, as a view that torch lets nobody write to.
+
+    That is, where gradients are recorded: as it does with leaves.
+    """
+    return local.unsqueeze(0).unbind(0)[0] if torch.is_grad_enabled() else local
+
+
 def place_in_graph(tensor: DTensorBase) -> tuple[Tensor, DTensorSpec]:
     """The local tensor at which a tensor's gradient is whole, and its layout."""
     origin = origin_of(tensor)
