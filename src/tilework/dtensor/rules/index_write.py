@@ -273,7 +273,7 @@ def _index_reduce(
 
 
 def _is_refused(name: str) -> Callable[..., bool]:
-    """Whether torch refuses a call for its shapes or dtypes: asked of small tensors."""
+    """A test of a call: True if torch refuses its shapes or dtypes, asked with small tensors."""
     method = getattr(Tensor, name)
 
     def asked(*args: Any, **named: Any) -> bool:
