@@ -142,6 +142,12 @@ def _spec(
     own: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(dim)]
     if tensor_parallel is None:
         return spec_of(mesh, own, parameter.shape)
+    if tensor_parallel.mesh == mesh:
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} is sharded on {mesh} already: of nested "
+            f"modules the inner ones are given to fully_shard first; tensor parallelism needs "
+            f"another axis of the mesh"
+        )
     root = mesh._root
     axes = _axes_in(root, mesh), _axes_in(root, tensor_parallel.mesh)
     if sorted((*axes[0], *axes[1])) != list(range(root.ndim)):
