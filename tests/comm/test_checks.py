@@ -183,3 +183,17 @@ def test_bool_tensors(ranks: Runner, join: Join) -> None:
         assert mine.tolist() == [True, False, False, True]
 
     ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_cannot_be_moved_are_named(ranks: Runner, join: Join) -> None:
+    def body(rank: int) -> None:
+        join(rank, 2)
+        for kind, tensor in {
+            "meta": torch.ones(2, device="meta"),
+            "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        }.items():
+            with pytest.raises(ValueError, match=f"tensor is a {kind} tensor, which collectives"):
+                dist.all_reduce(tensor)
+
+    ranks(2, body)

@@ -28,8 +28,9 @@ def check_tensor(value: Any, name: str) -> None:
             f"{name} is a {type(value).__name__}{whose}, whose parts lie on several ranks: "
             f"collectives take plain tensors, such as its local tensor ({name}.to_local())"
         )
-    if value.layout is not torch.strided or value.is_meta:
+    if value.layout is not torch.strided or value.is_meta or value.is_nested:
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+        kind = "nested" if value.is_nested else kind
         raise ValueError(
             f"{name} is a {kind} tensor, which collectives cannot move; pass a dense tensor "
             f"with data (to_dense(), or move its values and indices)"
