@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -93,3 +94,28 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="1016 bytes at most"):
         ledger.write("k", "x" * RECORD_BYTES)
     ledger.close()
+
+
+@pytest.mark.skipif(not LINUX, reason="memory files are Linux's")
+def test_threads_that_read_at_once_pass_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, pread = MemoryLedger(MemoryLedger.create()), os.pread
+    writer = MemoryLedger(os.dup(ledger._fd))
+    for number in range(20):
+        writer.write(str(number), "x")
+
+    def slowly(fd: int, count: int, offset: int) -> bytes:
+        record = pread(fd, count, offset)
+        time.sleep(0.001)  # without Python's lock, as on a busy machine
+        return record
+
+    monkeypatch.setattr(os, "pread", slowly)
+    threads = [threading.Thread(target=ledger.read, args=("none",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(20, 24):
+        writer.write(str(number), "x")
+    assert [number for number in range(24) if ledger.read(str(number)) != "x"] == []
+    ledger.close()
+    writer.close()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import struct
 import sys
+import threading
 from abc import ABC, abstractmethod
 from typing import Final
 
@@ -71,6 +72,8 @@ class MemoryLedger(Ledger):
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        #: Two threads that read the same record would both count it, and pass over the next.
+        self._lock = threading.Lock()
         self._read_bytes = 0
         self._values: dict[str, str] = {}
 
@@ -94,14 +97,15 @@ class MemoryLedger(Ledger):
         return known
 
     def read(self, key: str) -> str | None:
-        size = os.fstat(self._fd).st_size
-        while self._read_bytes + RECORD_BYTES <= size:
-            record = os.pread(self._fd, RECORD_BYTES, self._read_bytes)
-            unpacked = _unpacked(record)
-            if unpacked is not None:
-                self._values.setdefault(*unpacked)
-            self._read_bytes += RECORD_BYTES
-        return self._values.get(key)
+        with self._lock:
+            size = os.fstat(self._fd).st_size
+            while self._read_bytes + RECORD_BYTES <= size:
+                record = os.pread(self._fd, RECORD_BYTES, self._read_bytes)
+                unpacked = _unpacked(record)
+                if unpacked is not None:
+                    self._values.setdefault(*unpacked)
+                self._read_bytes += RECORD_BYTES
+            return self._values.get(key)
 
     def leave(self, rank: int) -> None:
         with contextlib.suppress(OSError, DistStoreError):
