@@ -25,13 +25,12 @@ def note_view(view: DTensorBase, base: DTensorBase) -> None:
         view: The view; nothing is done if it is in no leaf's graph.
         base: What it was made of.
     """
-    shown = view._local_tensor._base
-    if shown is None or not view._local_tensor.requires_grad:
+    if not view._local_tensor.requires_grad:
         return
     owner = memory_of(base)
     views = owner._leaf_views
     if views is None:
-        if shown.is_leaf:
+        if base._local_tensor.is_leaf:
             owner._leaf_views = [ref(view)]
         return
     if len(views) >= _FEW and not len(views) & (len(views) - 1):
