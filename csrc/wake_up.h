@@ -2,7 +2,8 @@
 // themselves, when they wait for it. Waking a thread takes longer than a short operation, and the thread
 // then takes the core of a rank. So for short work it is not woken while it looks by itself anyway: it
 // goes on looking at intervals for as long as there is new work, and does what it has seen before. The
-// intervals become longer while callers are quicker, and shorter where it finds work that nobody does.
+// intervals become longer where callers are quicker, and shorter where it finds work that nobody does:
+// peers that block on this rank's part wait for as long.
 #pragma once
 
 #include <algorithm>
@@ -52,14 +53,14 @@ class WakeUp {
         interval_ = std::max(kShortest, interval_ / 2);
         break;
       }
+      if (seen_work != 0) interval_ = std::min(kLongest, 2 * interval_);  // somebody has done it
       seen_work = work;
-      interval_ = std::min(kLongest, 2 * interval_);
       looks_ = work != 0 || posts_ != seen_posts_;
     }
   }
 
  private:
-  static constexpr int64_t kShortest = 100 * kMicrosecond, kLongest = 2 * kMillisecond;
+  static constexpr int64_t kShortest = 50 * kMicrosecond, kLongest = 500 * kMicrosecond;
 
   std::condition_variable condition_;
   uint64_t posts_ = 0, seen_posts_ = 0, urgent_ = 0;
