@@ -400,8 +400,8 @@ const Way kStreamingStores = {"streaming into outboxes",
 /// nothing is chosen because of stores that programs would not use.
 uint64_t calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
   constexpr size_t kBytes = 128 * kKiB;
-  const auto seconds = calibrator.compare(Work::kBroadcast, kBytes, tunables,
-                                          {kOrdinaryStores, kStreamingStores});
+  const auto seconds =
+      calibrator.compare(Work::kBroadcast, kBytes, tunables, {kOrdinaryStores, kStreamingStores});
   const double past_caches = median(seconds[1]);
   (past_caches < median(seconds[0]) ? kStreamingStores : kOrdinaryStores).choose(tunables);
   return static_cast<uint64_t>(past_caches * 1e9 * kMiB / kBytes);
@@ -424,9 +424,8 @@ void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
                                  Reading{Work::kMessages, &Tunables::read_messages, long_ones}}) {
     const Way single = {"single copy",
                         [&](Tunables& t) { t.*(reading.lengths) = {0, kNeverBytes}; }};
-    tunables.*(reading.lengths) =
-        calibrator.sizes_within(reading.work, reading.sizes, tunables,
-                                {kOrdinaryStores, kStreamingStores, single});
+    tunables.*(reading.lengths) = calibrator.sizes_within(
+        reading.work, reading.sizes, tunables, {kOrdinaryStores, kStreamingStores, single});
   }
 }
 

@@ -82,7 +82,8 @@ bool read_shown(const Exchange& x, const Routes& routes) {
     const int peer = (x.rank + i) % x.size;
     const Buffer to = routes.incoming(peer);
     if (!routes.read_from_peer(to)) continue;
-    const ShownBuffer from = x.shown(peer, routes.cell(peer, x.rank).offset, routes.shown_index(x.rank));
+    const ShownBuffer from =
+        x.shown(peer, routes.cell(peer, x.rank).offset, routes.shown_index(x.rank));
     if (!reading.copy(peer, from, 0, to, routes.streamed())) break;
   }
   return reading.finish();
@@ -192,9 +193,8 @@ void reduce_scatter(Exchange& x) {
     const Buffer result = slice(output, offset + skip, cell - skip);
     const size_t shown = bytes_of(output, offset, cell);
     for (int peer = 0; peer < x.size; ++peer)
-      x.sources()[peer] = peer == x.rank
-                              ? x.operation.inputs[peer].data + offset + skip
-                              : x.slot_of(peer, routes.cell(peer, x.rank), shown) + skip;
+      x.sources()[peer] = peer == x.rank ? x.operation.inputs[peer].data + offset + skip
+                                         : x.slot_of(peer, routes.cell(peer, x.rank), shown) + skip;
     reduce_blocks(x, result.data, nullptr, result.bytes);
     offset += cell;
     if (offset < x.longest_bytes() && x.readable_in_place())

@@ -40,7 +40,8 @@ struct Cell {
   }
 
  private:
-  static constexpr size_t kLeastMoved = 8 * 1024;  // of less, one place stays in the writer's first-level cache
+  static constexpr size_t kLeastMoved =
+      8 * 1024;  // of less, one place stays in the writer's first-level cache
 };
 
 /// The state that outlives an operation.

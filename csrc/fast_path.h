@@ -28,8 +28,8 @@ class FastPath {
   bool run_form(unsigned form, nb::handle operation, nb::handle inputs, nb::handle outputs,
                 nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows);
   /// Likewise, start an operation; its Work, or null: refused.
-  nb::object post(nb::handle operation, nb::handle inputs, nb::handle outputs,
-                  nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows);
+  nb::object post(nb::handle operation, nb::handle inputs, nb::handle outputs, nb::handle reduce_op,
+                  int root, nb::handle in_rows, nb::handle out_rows);
   nb::object post_form(unsigned form, nb::handle operation, nb::handle inputs, nb::handle outputs,
                        nb::handle reduce_op, int root, nb::handle in_rows, nb::handle out_rows);
 

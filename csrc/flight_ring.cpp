@@ -179,12 +179,13 @@ std::pair<CallPlace, OpRecord> FlightRing::call(uint64_t slot) {
 
 nb::tuple FlightRing::record(const Entry& entry, const TickScale::Now& now) const {
   nb::object pending = or_none(entry.pending);
-  if (entry.completion) pending = nb::cast(PyCompletion{entry.completion, GroupRef(nullptr), false});
+  if (entry.completion)
+    pending = nb::cast(PyCompletion{entry.completion, GroupRef(nullptr), false});
   const bool is_native = !entry.what.is_valid();
   return nb::make_tuple(entry.number, is_native ? what_of(entry.op) : entry.what,
-                        site_of(entry.place),
-                        now.wall_ns(entry.entered), entry.ended == 0 ? 0 : now.wall_ns(entry.ended),
-                        or_none(entry.failure), pending,
+                        site_of(entry.place), now.wall_ns(entry.entered),
+                        entry.ended == 0 ? 0 : now.wall_ns(entry.ended), or_none(entry.failure),
+                        pending,
                         entry.is_message ? nb::int_(entry.message_peer) : or_none(entry.peer),
                         is_native ? nb::int_(entry.message_tag) : or_none(entry.tag));
 }

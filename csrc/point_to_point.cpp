@@ -386,9 +386,8 @@ bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char
   const size_t room = fragment_room(envelope.bytes);
   if (!has_room(peer, room)) return false;
   memcpy(ring.at(out.head), &envelope, sizeof envelope);
-  stores_.put(envelope.bytes, [&](bool streamed) {
-    ring.write(out.head + kLine, data, envelope.bytes, streamed);
-  });
+  stores_.put(envelope.bytes,
+              [&](bool streamed) { ring.write(out.head + kLine, data, envelope.bytes, streamed); });
   out.head += room;
   if (is_short(envelope)) write_short(cursor.last, envelope, data, out.head);
   cursor.head.store(out.head);

@@ -39,9 +39,18 @@ class FuzzInput {
   }
   /// An edge value, or any number.
   uint64_t number() {
-    constexpr uint64_t kEdgeValues[] = {
-        0,         1,         2, 63, 64, 4096, kLeastRingBytes, 1u << 31, UINT32_MAX, uint64_t{1} << 62,
-        INT64_MAX, UINT64_MAX};
+    constexpr uint64_t kEdgeValues[] = {0,
+                                        1,
+                                        2,
+                                        63,
+                                        64,
+                                        4096,
+                                        kLeastRingBytes,
+                                        1u << 31,
+                                        UINT32_MAX,
+                                        uint64_t{1} << 62,
+                                        INT64_MAX,
+                                        UINT64_MAX};
     const uint8_t choice = take<uint8_t>();
     return choice < count_of(kEdgeValues) ? kEdgeValues[choice] : take<uint64_t>();
   }
@@ -108,8 +117,8 @@ void write_envelope(FuzzedGroup& fuzzed, FuzzInput& source) {
   envelope.tag = source.take<uint8_t>() & 1;
   envelope.total = source.number();
   envelope.dtype = static_cast<uint32_t>(source.number());
-  memcpy(fuzzed.map.ring(from, 0) + cursor.tail.load() % fuzzed.map.ring_bytes() / kLine * kLine, &envelope,
-         sizeof envelope);
+  memcpy(fuzzed.map.ring(from, 0) + cursor.tail.load() % fuzzed.map.ring_bytes() / kLine * kLine,
+         &envelope, sizeof envelope);
   cursor.head.store(cursor.tail.load() + kLine + source.number());
 }
 

@@ -270,7 +270,7 @@ def test_copies_and_files() -> None:
                 assert_close(full(param), full(want))
         assert twin[0].weight.placements == (Shard(0),)
         assert loaded[0].weight.placements == (Replicate(),)
-        same(twin[0].weight.grad, torch.ones(7, 5))
+        assert twin[0].weight.grad is None  # as of torch's parameters
         loaded.load_state_dict(MODEL.state_dict())  # plain ones count as replicated
         same(loaded[0].weight, MODEL[0].weight)
         with torch.no_grad():
