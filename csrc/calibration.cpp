@@ -396,15 +396,18 @@ const Way kStreamingStores = {"streaming into outboxes",
                               [](Tunables& t) { t.slow_outbox_ns = OutboxStores::kAlways; }};
 
 /// Ordinary stores into an outbox are slow if they alone take longer than a whole move by stores past
-/// the caches, both ends of it. Returns that limit. The rest is measured with those that are faster now, so that
-/// nothing is chosen because of stores that programs would not use.
+/// the caches, both ends of it. Returns that limit, but no less than the default: in a long reduction stores
+/// also wait for their source, which comes from memory, and are the faster ones all the same. The rest is
+/// measured with those that are faster now, so that nothing is chosen because of stores that programs would
+/// not use.
 uint64_t calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
   constexpr size_t kBytes = 128 * kKiB;
   const auto seconds =
       calibrator.compare(Work::kBroadcast, kBytes, tunables, {kOrdinaryStores, kStreamingStores});
   const double past_caches = median(seconds[1]);
   (past_caches < median(seconds[0]) ? kStreamingStores : kOrdinaryStores).choose(tunables);
-  return static_cast<uint64_t>(past_caches * 1e9 * kMiB / kBytes);
+  return std::max(Tunables().slow_outbox_ns,
+                  static_cast<uint64_t>(past_caches * 1e9 * kMiB / kBytes));
 }
 
 void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
