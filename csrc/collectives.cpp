@@ -311,7 +311,8 @@ namespace {
 void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
-  const size_t one_shot = x.tunables().one_shot_bytes * 2 / std::max(x.size, 2);
+  // Each of N ranks reduces N inputs, so the work grows with N * N, and ranks may share cores.
+  const size_t n = std::max(x.size, 2), one_shot = x.tunables().one_shot_bytes * 4 / (n * n);
   if (x.operation.kind == OpKind::kAllReduce && x.shows(input.bytes)) {
     show_reduction(x, input, output);
     x.round();
