@@ -311,8 +311,11 @@ namespace {
 void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
-  // Each of N ranks reduces N inputs, so the work grows with N * N, and ranks may share cores.
-  const size_t n = std::max(x.size, 2), one_shot = x.tunables().one_shot_bytes * 4 / (n * n);
+  // Calibrated with two ranks. Of more, each reduces all inputs, and they may share cores: the default at most.
+  const Tunables& tunables = x.tunables();
+  const size_t one_shot =
+      x.size <= 2 ? tunables.one_shot_bytes
+                  : std::min(tunables.one_shot_bytes, Tunables().one_shot_bytes) * 2 / x.size;
   if (x.operation.kind == OpKind::kAllReduce && x.shows(input.bytes)) {
     show_reduction(x, input, output);
     x.round();
