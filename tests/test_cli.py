@@ -55,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-m", "no_such_module"], "there is no module 'no_such_module' here or on Python's path"),
         (["-m", "empty/x"], "there is no module 'empty/x'"),
         ([], "the following arguments are required: SCRIPT"),
+        (["--bakend", "shm", "train.py"], "arguments: --bakend: did you mean --backend?"),
     ],
 )
 def test_wrong_use_of_run(
@@ -84,6 +85,13 @@ def test_the_number_of_ranks(
     monkeypatch.setattr("tilework.cli.run", run)
     assert dispatch(["run", *option, "train.py"]) == 0
     assert asked == [ranks]
+
+
+def test_what_is_missing_is_named_and_what_is_optional_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refused(capsys, "run") == "the following arguments are required: SCRIPT"
+    assert refused(capsys, "checkpoint", "show") == "the following arguments are required: PATH"
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:

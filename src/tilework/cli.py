@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -58,11 +59,20 @@ def dispatch(arguments: Sequence[str]) -> int:
         >>> dispatch(["run", "-n", "2", "train.py"])  # doctest: +SKIP
         0
     """
-    if arguments[:1] == ["checkpoint"]:
+    if arguments and arguments[0] == "checkpoint":
         return _checkpoint(arguments[1:])  # its own options, which take importing torch
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(_unknown_text(options.parser, unknown))
     status: int = options.command(options)
     return status
+
+
+def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    known = re.findall(r"--[\w-]+", parser.format_help())
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+    guess = f": did you mean {near[0]}?" if near else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{guess}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,8 +117,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
-    add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
-    parser.set_defaults(command=lambda options: _run(parser, options))
+    rest = add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    rest.required = False  # argparse would name it, too, where there is no script
+    parser.set_defaults(parser=parser, command=lambda options: _run(parser, options))
 
 
 _RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
@@ -303,7 +314,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor", help="tell what this machine has, and test a group of two ranks"
     )
     parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
-    parser.set_defaults(command=lambda options: _doctor(options.calibrate))
+    parser.set_defaults(parser=parser, command=lambda options: _doctor(options.calibrate))
 
 
 _CALIBRATE_HELP = "measure anew which ways of moving data are fast here, keep and print that"
@@ -353,7 +364,9 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the records are")
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
-    parser.set_defaults(command=lambda options: explain(options.folder, options.json))
+    parser.set_defaults(
+        parser=parser, command=lambda options: explain(options.folder, options.json)
+    )
 
 
 if __name__ == "__main__":

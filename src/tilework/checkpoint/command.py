@@ -23,7 +23,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     shown = commands.add_parser("show", help="tensors, layouts, sizes and checksums")
     shown.add_argument("path", metavar="PATH", help="a checkpoint: a folder, or a URL")
-    shown.add_argument("names", metavar="NAME", nargs="*", help="patterns, such as 'model.*'")
+    shown.add_argument(
+        "names", metavar="NAME", nargs="*", default=[], help="patterns, such as 'model.*'"
+    )
     shown.set_defaults(work=_show)
     verified = commands.add_parser("verify", help="read all of it, and compare checksums")
     verified.add_argument("path", metavar="PATH", help="a checkpoint: a folder, or a URL")
