@@ -188,6 +188,13 @@ class DTensorSpec:
         """The same mesh, shape and strides, with other placements."""
         return spec_of(self.mesh, placements, self.shape, order, self.strides)
 
+    def as_partial(self, axes: Ints) -> DTensorSpec:
+        """The layout of a gradient that is still to be summed along ``axes``."""
+        placements = list(self.placements)
+        for axis in axes:
+            placements[axis] = Partial()
+        return self.with_placements(placements, self.order)
+
     @cached_property
     def repeats(self) -> bool:
         """True if elements along a dim are one in memory, as those of an expanded dim are."""

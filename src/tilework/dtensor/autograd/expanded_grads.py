@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm.world import current_world
-from tilework.dtensor.autograd.partial_grads import as_partial
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -107,7 +106,7 @@ class _ShardExpanded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        source, target = ctx.source.dual, as_partial(ctx.target.dual, ctx.axes)
+        source, target = ctx.source.dual, ctx.target.dual.as_partial(ctx.axes)
         if torch.is_grad_enabled() or _is_watched(ctx.local(), ctx.watched):
             of = gradient_of(ctx.of, target, grad)
             return redistribute_local(grad, target, source, of=of), None, None, None, None
@@ -120,7 +119,7 @@ class _ShardExpanded(torch.autograd.Function):
             )
             if had != has
         ]
-        sums, partial = grad.sum(ctx.dims, keepdim=True), as_partial(row, tuple(summed))
+        sums, partial = grad.sum(ctx.dims, keepdim=True), row.as_partial(tuple(summed))
         sums = redistribute_local(sums, partial, row, of=gradient_of(ctx.of, partial, sums))
         rows = sums.new_zeros(source.local_shape)
         rows[tuple(slice(1) if dim in ctx.dims else slice(None) for dim in range(rows.dim()))] = (

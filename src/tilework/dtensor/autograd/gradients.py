@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
-from tilework.dtensor.autograd.partial_grads import alias, alias_local, as_partial
+from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
@@ -22,6 +22,7 @@ from tilework.dtensor.redistribution.redistribute import (
     counted_once,
     pull_back,
     redistribute_local,
+    with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.views import copied_views
@@ -77,21 +78,7 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
         return local
     if outgoing == incoming and not local.is_leaf:
         return local
-    entered: Tensor = _Enter.apply(local, incoming, outgoing)  # type: ignore[no-untyped-call]
-    return entered
-
-
-class _Enter(torch.autograd.Function):
-    """The identity, whose gradient is redistributed."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
-        ctx.incoming, ctx.outgoing = incoming, outgoing
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return redistribute_local(grad, ctx.incoming, ctx.outgoing), None, None
+    return with_redistributed_grad(local, incoming, outgoing)
 
 
 def set_grad(tensor: DTensorBase, value: Tensor) -> None:
@@ -395,7 +382,7 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
         grad = local_as(gradient, spec.dual, "the gradient")
         if spec.partial_axes and spec.reduce_op == "sum" and grad.requires_grad:
             of = Moved(digest_of(tensor))
-            grad = alias_local(grad, as_partial(spec.dual, spec.partial_axes), spec.dual, of)
+            grad = alias_local(grad, spec.dual.as_partial(spec.partial_axes), spec.dual, of)
         return local, grad
     if tensor.numel() != 1:
         raise RuntimeError(

@@ -23,15 +23,6 @@ from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.layout import Partial, Placement
-
-
-def as_partial(spec: DTensorSpec, axes: Ints) -> DTensorSpec:
-    """The layout of a gradient that is still to be summed along ``axes``."""
-    placements: list[Placement] = list(spec.placements)
-    for axis in axes:
-        placements[axis] = Partial()
-    return spec.with_placements(placements, spec.order)
 
 
 def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
@@ -53,7 +44,7 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
         of = Moved(digest_of(tensor))
         owner = tensor if local.is_leaf else None
         known = Alias(
-            alias_local(local, as_partial(spec, axes), spec, of, owner), local, local.grad_fn
+            alias_local(local, spec.as_partial(axes), spec, of, owner), local, local.grad_fn
         )
         if tensor._aliases is None:
             tensor._aliases = {}
@@ -102,11 +93,11 @@ def redistribute_with_partial_grad(
         return redistribute_local(local, source, target, of=of)
     if source.partial_axes or target.reduce_op not in (None, "sum"):
         moved = redistribute_local(local, source, target, of=of)
-        return alias_local(moved, as_partial(target.dual, axes), target.dual, of)
+        return alias_local(moved, target.dual.as_partial(axes), target.dual, of)
     if target.dual == source:  # the first rank's partial value is the value: grads may wait
         return redistribute_local(alias(tensor, axes), source, target, of=of)
     result: Tensor = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
-        local, (source, target, as_partial(target.dual, axes)), of
+        local, (source, target, target.dual.as_partial(axes)), of
     )
     return result
 
@@ -122,7 +113,7 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
         return
     if result._spec.reduce_op not in (None, "sum"):
         return
-    partial = as_partial(result._spec.dual, axes)
+    partial = result._spec.dual.as_partial(axes)
     shortcut = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
         local_of(tensor), (source, result._spec, partial), Moved(digest_of(tensor)), local.detach()
     )

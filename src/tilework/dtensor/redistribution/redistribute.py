@@ -26,7 +26,7 @@ from tilework.dtensor.redistribution.prepared import (
     prepared_from,
 )
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.layout import Partial, Placement, Steps
+from tilework.layout import Placement, Steps
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
@@ -218,20 +218,23 @@ def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
     """
     if not (torch.is_grad_enabled() and grad.requires_grad):
         return grad
-    placements: list[Placement] = list(spec.placements)
-    for axis in axes:
-        placements[axis] = Partial()
-    partial = spec.with_placements(placements, spec.order)
-    once: Tensor = _CountedOnce.apply(grad, spec, partial)  # type: ignore[no-untyped-call]
-    return once
+    return with_redistributed_grad(grad, spec, spec.as_partial(axes))
 
 
-class _CountedOnce(torch.autograd.Function):
+def with_redistributed_grad(local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
+    """A local tensor again, whose gradient comes in one layout and goes on in another."""
+    result: Tensor = _RedistributedGrad.apply(local, incoming, outgoing)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RedistributedGrad(torch.autograd.Function):
+    """The identity, whose gradient is redistributed."""
+
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, replicated: DTensorSpec, partial: DTensorSpec) -> Tensor:
-        ctx.replicated, ctx.partial = replicated, partial
-        return grad.detach()
+    def forward(ctx: Any, local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
+        ctx.incoming, ctx.outgoing = incoming, outgoing
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return redistribute_local(grad, ctx.replicated, ctx.partial), None, None
+        return redistribute_local(grad, ctx.incoming, ctx.outgoing), None, None

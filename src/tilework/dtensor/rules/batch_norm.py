@@ -14,7 +14,6 @@ from torch import Tensor
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.autograd.partial_grads import (
     alias_local,
-    as_partial,
     redistribute_with_gradient,
 )
 from tilework.dtensor.dispatch.results import replicated
@@ -212,7 +211,7 @@ def _statistics(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
     shape = (len(rows.counts), 2 * width)
     source, target = rows.layout(Shard(0), shape), rows.layout(Replicate(), shape)
     own = torch.cat([mean, squares]).unsqueeze(0)
-    every = redistribute_with_gradient(own, source, target, as_partial(target, rows.axes), rows.of)
+    every = redistribute_with_gradient(own, source, target, target.as_partial(rows.axes), rows.of)
     counts = rows.counts.to(x)
     means = every[:, :width]
     mean = (means * counts).sum(0) / max(1, rows.count)
@@ -284,7 +283,7 @@ def _differentiable_gradients(grad: Tensor, *inputs: Any) -> list[Tensor | None]
         aliases = [
             None
             if parameter is None
-            else alias_local(parameter * 1, as_partial(whole, rows.axes), whole, rows.of)
+            else alias_local(parameter * 1, whole.as_partial(rows.axes), whole, rows.of)
             for parameter in parameters
         ]
         out, _, _ = _composed(x, aliases[0], aliases[1], rows)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, DTensorT, base_then, memory_of, wrap_as
 from tilework.dtensor.spec import DTensorSpec, Ints
-
-TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def memory_order(spec: DTensorSpec) -> Ints:
