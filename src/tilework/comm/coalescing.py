@@ -6,31 +6,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import Any
 
-from tilework.comm.contract import FastPath, Options, ProcessGroup, Work
+from tilework.comm.contract import FastPath, Options, ProcessGroup, SeveralWorks, Work
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.world import AnyGroup, current_world
 
 _works: ContextVar[list[Work] | None] = ContextVar("tilework_coalesced", default=None)
 
 
-class CoalescedWork:
+class CoalescedWork(SeveralWorks):
     """The operations of one :func:`coalescing_manager` block."""
 
+    works: list[Work]
+
     def __init__(self) -> None:
-        self.works: list[Work] = []
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are done."""
-        for work in self.works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        """True if all are done."""
-        return all(work.is_completed() for work in self.works)
+        super().__init__([])
 
 
 @contextmanager

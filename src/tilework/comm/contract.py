@@ -98,6 +98,34 @@ class CompletedWork(Work):
         return super().source_rank() if self._source is None else self._source
 
 
+class SeveralWorks(Work):
+    """Several works in order, as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self.works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self.works) if e), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self.works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        futures = [work.get_future() for work in self.works]
+        joined: torch.futures.Future[list[Tensor]] = torch.futures.collect_all(futures).then(
+            lambda done: [tensor for future in done.value() for tensor in future.value()]
+        )
+        return joined
+
+
 @dataclass(slots=True)
 class Options:
     """The options of an operation; fields that it does not need are ignored.

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
 from tilework.comm.compiler_disable import leave_function
-from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.contract import Options, ProcessGroup, SeveralWorks, Work
 from tilework.comm.group_plan import GroupPlan
 from tilework.comm.sparse import all_reduce_sparse
 from tilework.comm.world import GroupRecord, World
@@ -31,7 +31,7 @@ from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
 from tilework.torch_backend.options import is_async, reduction, root, time_limit
-from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork, SeveralWorks
+from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork
 
 BACKEND_NAME = "tilework"
 
@@ -146,6 +146,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             self._block.append(ours)
         return ours
 
+    def _together(self, works: Sequence[Any]) -> AnyWork:
+        """The work of several, which have the methods of the contract's, too."""
+        return works[0] if len(works) == 1 else RunningWork(SeveralWorks(works), self._group)
+
     def _global(self, rank: int) -> int:
         """The global rank of a group rank, which is what tilework's operations are told."""
         return self._group.global_ranks[rank]
@@ -215,7 +219,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> AnyWork:
         pairs = zip(outputs, inputs, strict=True)
-        return _together([self.all_gather_single(*pair, opts) for pair in pairs])
+        return self._together([self.all_gather_single(*pair, opts) for pair in pairs])
 
     @_on_cpu
     def gather(
@@ -265,7 +269,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> AnyWork:
         pairs = zip(outputs, inputs, strict=True)
-        return _together([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+        return self._together([self.reduce_scatter_single(*pair, opts) for pair in pairs])
 
     @_on_cpu
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AnyWork:
@@ -338,7 +342,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> AnyWork:
         works, self._block = self._block or [], None
-        return _together(works)
+        return self._together(works)
 
     # -- what torch asks of a group, and of the backend that this is as well ---------------
 
@@ -415,10 +419,6 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
 for _new, _former in _FORMER_NAMES.items():
     setattr(TorchProcessGroup, _former, getattr(TorchProcessGroup, _new))
-
-
-def _together(works: Sequence[AnyWork]) -> AnyWork:
-    return works[0] if len(works) == 1 else SeveralWorks(works)
 
 
 def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:

@@ -97,25 +97,3 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
 
 
 AnyWork = DoneWork | RunningWork
-
-
-class SeveralWorks(_c10d.Work):  # type: ignore[misc]
-    """The operations of one coalescing block, as one."""
-
-    def __init__(self, works: Sequence[AnyWork]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]

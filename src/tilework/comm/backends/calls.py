@@ -329,31 +329,3 @@ class MessageCall(EngineCall):
         self._begun = time.monotonic()
         with waiting_for(self):
             return super().wait(timeout)
-
-
-class SeveralCalls(Work):
-    """Several works in order, as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((e for e in (work.exception() for work in self._works) if e), None)
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        futures = [work.get_future() for work in self._works]
-        joined: torch.futures.Future[list[Tensor]] = torch.futures.collect_all(futures).then(
-            lambda done: [tensor for future in done.value() for tensor in future.value()]
-        )
-        return joined

@@ -20,7 +20,6 @@ from tilework.comm.backends.calls import (
     Effects,
     EngineCall,
     MessageCall,
-    SeveralCalls,
     awaited_message,
 )
 from tilework.comm.backends.engine_protocol import Engine, Operation, Parts
@@ -37,7 +36,14 @@ from tilework.comm.backends.memory_hold import (
 )
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
 from tilework.comm.callsite import call_site
-from tilework.comm.contract import CompletedWork, MessageWait, Options, ProcessGroup, Work
+from tilework.comm.contract import (
+    CompletedWork,
+    MessageWait,
+    Options,
+    ProcessGroup,
+    SeveralWorks,
+    Work,
+)
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
 from tilework.errors import (
@@ -333,7 +339,7 @@ class NativeGroup(ProcessGroup):
 
     def _all(self, works: Sequence[Work]) -> Work:
         """A single Work for several, which complete in order."""
-        return works[-1] if len(works) == 1 else SeveralCalls(works) if works else _DONE
+        return works[-1] if len(works) == 1 else SeveralWorks(works) if works else _DONE
 
     def flight_entries(self) -> list[Entry]:
         return self.flight.entries()
