@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, UntypedStorage
 
+from tilework.comm import contract
 from tilework.comm.contract import Work
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -270,7 +271,7 @@ class FlightRing:
     def records(self) -> list[Record]:
         """The operations in the ring, oldest first."""
 
-class FastPath:
+class FastPath(contract.FastPath):  # which has the same methods, and no base
     """A group's operations on torch's tensors, with the least overhead. One that needs any
     preparation is refused (False, -2 or None), with nothing done.
 
@@ -291,32 +292,6 @@ class FastPath:
         on_failure: Callable[..., None],
         make_work: Callable[..., Work],
     ) -> None: ...
-    def run(
-        self,
-        operation: str,
-        inputs: Tensor | Sequence[Tensor] | None = ...,
-        outputs: Tensor | Sequence[Tensor] | None = ...,
-        reduce_op: object = ...,
-        root: int = ...,
-        in_rows: Sequence[int] | None = ...,
-        out_rows: Sequence[int] | None = ...,
-        /,
-    ) -> bool: ...
-    def post(
-        self,
-        operation: str,
-        inputs: Tensor | Sequence[Tensor] | None = ...,
-        outputs: Tensor | Sequence[Tensor] | None = ...,
-        reduce_op: object = ...,
-        root: int = ...,
-        in_rows: Sequence[int] | None = ...,
-        out_rows: Sequence[int] | None = ...,
-        /,
-    ) -> Work | None: ...
-    def send(self, tensor: Tensor, dst: int, tag: int, /) -> bool: ...
-    def recv(self, tensor: Tensor, src: int, tag: int, /) -> int: ...
-    def isend(self, tensor: Tensor, dst: int, tag: int, /) -> Work | None: ...
-    def irecv(self, tensor: Tensor, src: int, tag: int, /) -> Work | None: ...
 
 class PostedCall:
     """An operation that a FastPath has started. Until it is finished, or, if nobody has it any more,

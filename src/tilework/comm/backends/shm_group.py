@@ -283,7 +283,7 @@ class ShmGroup(NativeGroup):
         fast_path = _core.FastPath(
             *(self.engine.group, self.flight.ring, self.timeout, fail, make_work)
         )
-        self.fast_path = fast_path  # type: ignore[assignment]  # the same methods
+        self.fast_path = fast_path
         self.takes_rows = True
 
     def set_timeout(self, timeout: timedelta) -> None:
