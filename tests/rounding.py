@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-#: What torch.testing allows by default for a dtype: relative to an element, and absolutely.
-_ALLOWED = {
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-    torch.float32: (1.3e-6, 1e-5),
-    torch.float64: (1e-7, 1e-7),
-    torch.complex64: (1.3e-6, 1e-5),
-    torch.complex128: (1e-7, 1e-7),
-}
+from torch.testing._comparison import default_tolerances
 
 
 def assert_close(
@@ -49,11 +40,11 @@ def assert_close(
     Raises:
         AssertionError: They differ by more.
     """
-    exact = rtol == 0 and atol == 0
-    if isinstance(wanted, Tensor) and wanted.dtype in _ALLOWED and not exact:
-        allowed = [_ALLOWED[one.dtype] for one in (found, wanted) if one.dtype in _ALLOWED]
-        rtol = max(a for a, _ in allowed) if rtol is None else rtol
-        atol = max(a for _, a in allowed) if atol is None else atol
+    rounds = isinstance(wanted, Tensor) and (wanted.is_floating_point() or wanted.is_complex())
+    if rounds and (rtol, atol) != (0, 0):
+        relative, absolute = default_tolerances(found, wanted)
+        rtol = relative if rtol is None else rtol
+        atol = absolute if atol is None else atol
         magnitudes = wanted.detach().abs().double().flatten()
         finite = magnitudes[magnitudes.isfinite()]
         largest = float(finite.max()) if len(finite) else 0.0

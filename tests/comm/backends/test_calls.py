@@ -62,21 +62,19 @@ def test_what_waits_for_room_is_sent_though_nobody_waits() -> None:
     count = 3000
 
     def program(rank: int) -> list[float]:
+        store = dist.get_default_store()
         if rank == 0:
             for number in range(count):
                 dist.isend(torch.full((128,), float(number)), 1)
             gc.collect()
-            dist.barrier()
-            time.sleep(0.1)  # all is sent meanwhile, without a call of this rank's
-            dist.barrier()
+            store.get("heard")  # without a call of the group's
             return []
-        dist.barrier()
         x = torch.zeros(128)
         heard = []
         for _ in range(count):
             dist.recv(x, 0)
             heard.append(x[-1].item())
-        dist.barrier()
+        store.set("heard", "all")
         return heard
 
     assert run(program)[1] == [float(number) for number in range(count)]
