@@ -39,18 +39,9 @@ class FuzzInput {
   }
   /// An edge value, or any number.
   uint64_t number() {
-    constexpr uint64_t kEdgeValues[] = {0,
-                                        1,
-                                        2,
-                                        63,
-                                        64,
-                                        4096,
-                                        kLeastRingBytes,
-                                        1u << 31,
-                                        UINT32_MAX,
-                                        uint64_t{1} << 62,
-                                        INT64_MAX,
-                                        UINT64_MAX};
+    constexpr uint64_t kRoom = kLeastRingBytes, kHuge = uint64_t{1} << 62;
+    constexpr uint64_t kEdgeValues[] = {0,     1,        2,          63,    64,        4096,
+                                        kRoom, 1u << 31, UINT32_MAX, kHuge, INT64_MAX, UINT64_MAX};
     const uint8_t choice = take<uint8_t>();
     return choice < count_of(kEdgeValues) ? kEdgeValues[choice] : take<uint64_t>();
   }

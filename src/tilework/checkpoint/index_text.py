@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilework.checkpoint.dtypes import DTYPES, stored
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.format import (
     FORMAT_NAME,
     MOST_DEPTH,
@@ -305,20 +305,6 @@ def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
         if span[0] == last[0] and span[1] < last[2] and span[1:3] != last[1:3]:
             raise refused(f"it shares bytes of {span[0]} with tensor {last[3]!r}", span[3])
         last = span
-
-
-def expected_header(index: Index, file: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """The contents of a file's own header: dtype, shape, begin and end in the file, by key."""
-    return {
-        part_key(tensor, part): (
-            *stored(tensor.dtype, part.box.sizes),
-            part.offset,
-            part.offset + part.nbytes,
-        )
-        for tensor in index.tensors.values()
-        for part in tensor.parts
-        if part.file == file
-    }
 
 
 def part_key(tensor: SavedTensor, part: Part) -> str:

@@ -139,11 +139,6 @@ def crc32(memory: memoryview, crc: int = 0) -> int:
     return _core.crc32(address_of(memory), memory.nbytes, crc)
 
 
-def chunk_crc32(memory: memoryview, chunk_bytes: int) -> list[int]:
-    """The CRC-32 of each chunk."""
-    return [crc32(memory[at : at + chunk_bytes]) for at in range(0, memory.nbytes, chunk_bytes)]
-
-
 def is_in_place(view: Tensor) -> bool:
     """True if the tensor's memory is its elements in row-major order, where the CPU sees them."""
     return (

@@ -474,10 +474,7 @@ def get_backend(group: AnyGroup = None) -> str:
     Raises:
         ValueError: This rank is not in the group, or the group is not registered.
     """
-    resolved = resolve(group)
-    if isinstance(resolved, NonMember):
-        raise ValueError(f"Invalid process group specified: this rank is not in {resolved!r}")
-    return Backend(current_world().record(resolved).backend)
+    return Backend(_own_record(group).backend)
 
 
 def get_backend_config(group: AnyGroup = None) -> str:
@@ -486,10 +483,14 @@ def get_backend_config(group: AnyGroup = None) -> str:
     Raises:
         ValueError: This rank is not in the group, or the group is not registered.
     """
+    return str(_own_record(group).config)
+
+
+def _own_record(group: AnyGroup) -> GroupRecord:
     resolved = resolve(group)
     if isinstance(resolved, NonMember):
         raise ValueError(f"Invalid process group specified: this rank is not in {resolved!r}")
-    return str(current_world().record(resolved).config)
+    return current_world().record(resolved)
 
 
 def get_pg_count() -> int:

@@ -102,7 +102,6 @@ class Plan:
     Args:
         nodes: Memory nodes that its ranks are on, if they are spread evenly.
         ranks_per_node: On the fullest of them.
-        ranks_per_core: Likewise; those share a second-level cache.
         rounds: How ranks learn that all have come. ``"flat"``: each looks at all. ``"by node"``:
             one of each node looks at that node's, then at the other nodes' first.
         long_all_reduce: ``"flat"``: each rank reduces a part of every rank's. ``"by node"``: within
@@ -113,7 +112,6 @@ class Plan:
 
     nodes: int
     ranks_per_node: int
-    ranks_per_core: int
     rounds: Literal["flat", "by node"]
     long_all_reduce: Literal["flat", "by node"]
     cache_sharers: int
@@ -151,7 +149,6 @@ def plan_for(topology: Topology, ranks: int) -> Plan:
     return Plan(
         nodes,
         per_node,
-        per_core,
         "by node" if by_node else "flat",
         "by node" if crosses_less else "flat",
         shared,

@@ -64,7 +64,6 @@ class State:
         self.forward_prefetch: list[State] | None = None
         self.backward_prefetch: list[State] | None = None
         self._ready = 0
-        self._reduced_in = -1
         self._hooked: set[int] = set()
 
     # -- gathering and freeing ---------------------------------------------------------------
